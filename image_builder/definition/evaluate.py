@@ -63,7 +63,8 @@ def role_variables(
 
 def play_variables(definition: ImageDefinition, layer: Layer) -> dict[str, JSON]:
     """Return the inventory's and Ansible's own variables of an image's host in a layer's play."""
-    return {**definition.variables, **definition.magic, "playbook_dir": str(layer.playbook.parent)}
+    of_host = definition.variables_in(layer.playbook)
+    return {**of_host, **definition.magic, "playbook_dir": str(layer.playbook.parent)}
 
 
 @dataclass(frozen=True)

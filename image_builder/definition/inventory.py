@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +12,13 @@ from image_builder.canonical import JSON
 from image_builder.definition import engine
 from image_builder.definition.checks import check_problems
 from image_builder.definition.host_variables import HostVariables, builder_variables, read_host_variables
-from image_builder.definition.model import NOT_FOR_ROLES, PREFIX, ImageBase, ImageDefinition
+from image_builder.definition.model import (
+    NOT_FOR_ROLES,
+    PREFIX,
+    BuilderVariables,
+    ImageBase,
+    ImageDefinition,
+)
 from image_builder.definition.placeholders import placeholders
 from image_builder.definition.pools import pool_problems
 from image_builder.definition.problems import (
@@ -22,7 +28,7 @@ from image_builder.definition.problems import (
     unpredictable_layers,
     variable_problems,
 )
-from image_builder.definition.roles import LAYERS
+from image_builder.definition.roles import LAYERS, VARIABLES_BESIDE
 from image_builder.definition.values import VAULT_HINT, Place
 from image_builder.definition.versions import version_problems
 from image_builder.errors import DefinitionError, Problem, UsageError, VaultError
@@ -42,6 +48,8 @@ class Inventory:
     roots: tuple[Path, ...]
     extra: tuple[str, ...]
     _source: engine.Source = field(repr=False, compare=False)
+    # The same as this program's own playbooks see it, where the user's have variables beside them.
+    _source_of_ours: engine.Source | None = field(default=None, repr=False, compare=False)
     _hosts: dict[str, HostVariables] = field(default_factory=dict, repr=False, compare=False)
     _defined: dict[str, tuple[ImageDefinition | None, tuple[Problem, ...]]] = field(
         default_factory=dict, repr=False, compare=False
@@ -122,9 +130,10 @@ class Inventory:
         definition = ImageDefinition(
             name=name,
             **{key.removeprefix(PREFIX): value for key, value in builder} | {"base": base},
-            variables=MappingProxyType(
-                {k: v for k, v in variables.plain.items() if k not in NOT_FOR_ROLES} | builder.for_roles()
-            ),
+            variables=_for_roles(variables, builder),
+            variables_of_ours=_for_roles(read_host_variables(self._source_of_ours, name), builder)
+            if self._source_of_ours
+            else None,
             inventory_paths=self.paths,
             roots=self.roots,
             extra=self.extra,
@@ -153,6 +162,12 @@ class Inventory:
         keyring = (first if first.is_dir() else first.parent) / base.keyring
         problem = "" if keyring.is_file() else f"no such file: {keyring}"
         return base.model_copy(update={"keyring": keyring}), problem
+
+
+def _for_roles(variables: HostVariables, builder: BuilderVariables) -> Mapping[str, JSON]:
+    """Return a host's variables as roles see them."""
+    own = {k: v for k, v in variables.plain.items() if k not in NOT_FOR_ROLES}
+    return MappingProxyType(own | builder.for_roles())
 
 
 def load_inventory(
@@ -194,4 +209,6 @@ def load_inventory(
     if failures := source.vaulted.failures:
         lines = [f"{place}: the file {reason}" for place, reason in sorted(failures.items())]
         raise VaultError("\n".join(lines), hint=VAULT_HINT)
-    return Inventory(paths, tuple(images), roots, tuple(extra), source)
+    apart = len(roots) > 1 and any((roots[0] / LAYERS / name).is_dir() for name in VARIABLES_BESIDE)
+    ours = engine.read_inventory(paths, vault, repo_root / LAYERS, extra) if apart else None
+    return Inventory(paths, tuple(images), roots, tuple(extra), source, ours)

@@ -281,7 +281,8 @@ class ImageDefinition:
     ``variables`` are the inventory's variables of this host, untemplated, with every vaulted value replaced
     by ``{"__vault__": sha256 of the ciphertext}``, Ansible's ``inventory_hostname`` and ``group_names``, and
     the builder's variables as ``BuilderVariables.for_roles`` gives them (so plays must get those as extra
-    variables), without those that roles never see. ``roots`` hold ``roles/`` and ``playbooks/``: the
+    variables), without those that roles never see; ``variables_of_ours`` are those in this program's playbooks, where
+    they differ. ``roots`` hold ``roles/`` and ``playbooks/``: the
     user's repository, if there is one, and this program's, the last.
 
     ``extra`` is what ``-e`` gave, as plays get it, and ``extra_variables`` what that comes to: it wins over all others.
@@ -300,6 +301,7 @@ class ImageDefinition:
     variables: Mapping[str, JSON]
     inventory_paths: tuple[Path, ...]
     roots: tuple[Path, ...] = (REPO_ROOT,)
+    variables_of_ours: Mapping[str, JSON] | None = None
     extra: tuple[str, ...] = ()
     extra_variables: Mapping[str, JSON] = field(default_factory=dict)
     preload: tuple[PreloadedImage, ...] = ()
@@ -334,6 +336,12 @@ class ImageDefinition:
     def ansible_config(self) -> Path | None:
         """Return the ``ansible.cfg`` that counts for an image's plays."""
         return ansible_config(self.roots)
+
+    def variables_in(self, playbook: Path) -> Mapping[str, JSON]:
+        """Return the variables of the image's host that a play of a playbook sees."""
+        around = max(filter(playbook.is_relative_to, self.roots), key=lambda root: len(root.parts))
+        ours = self.variables_of_ours if around == self.repo_root else None
+        return self.variables if ours is None else ours
 
     @property
     def play_variables(self) -> dict[str, JSON]:

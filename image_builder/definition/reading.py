@@ -17,7 +17,7 @@ from image_builder.canonical import JSON, digest
 from image_builder.definition import engine
 from image_builder.definition.evaluate import evaluated_playbook, play_variables, role_variables
 from image_builder.definition.model import ImageDefinition
-from image_builder.definition.roles import Layer, RoleBook, RoleUse, read_layer
+from image_builder.definition.roles import VARIABLES_BESIDE, Layer, RoleBook, RoleUse, read_layer
 from image_builder.definition.values import is_template, lookup_calls, referenced_names, strings, words
 from image_builder.system.trees import files_in
 
@@ -34,8 +34,6 @@ _YAML = (".yml", ".yaml", ".json")
 _DECLARED = ("defaults", "vars", "meta")
 # Beside a playbook: other playbooks and files of tasks count where they are taken in.
 _NOT_BESIDE = frozenset({"layers", "tasks", "__pycache__"})
-# Beside those of layers, they are of the inventory for an image's definition.
-_COUNTED_BY_NAME = frozenset({"group_vars", "host_vars"})
 
 _Scope = Callable[[], Mapping[str, JSON]]
 """Returns the variables that a lookup sees."""
@@ -77,7 +75,7 @@ def playbook_reading(definition: ImageDefinition, layer: Layer) -> PlaybookReadi
 
 def _beside(playbook: Path) -> Iterator[Path]:
     """Yield what a playbook's tasks find by a relative name: all files in the directories beside it."""
-    skipped = _NOT_BESIDE | (_COUNTED_BY_NAME if playbook.parent.name == "layers" else frozenset())
+    skipped = _NOT_BESIDE | (VARIABLES_BESIDE if playbook.parent.name == "layers" else frozenset())
     for path in sorted(playbook.parent.iterdir()):
         if path.name not in skipped and (path.is_dir() or path.suffix not in _YAML):
             yield from files_in(path)
@@ -91,6 +89,7 @@ class _Reader:
     def __init__(self, definition: ImageDefinition, layer: Layer) -> None:
         self.definition, self.layer = definition, layer
         self.book = RoleBook(definition.roots)
+        self.of_host = definition.variables_in(layer.playbook)
         self.inventory = play_variables(definition, layer)
         self.texts: dict[Path, str] = {}
         self.unknown: set[str] = set()
@@ -124,7 +123,7 @@ class _Reader:
         variables |= self.definition.extra_variables
         self._lookups(files - play.followed, lambda: variables)
         any_variable = _OTHERS in spoken
-        self._variable_lookups(self.definition.variables if any_variable else spoken, variables)
+        self._variable_lookups(self.of_host if any_variable else spoken, variables)
         every = around | in_roles | self.opened | play.sent
         return PlaybookReading(
             {self._name(file): file for file in sorted(every)},
@@ -156,7 +155,7 @@ class _Reader:
     def _variables(self, files: Iterable[Path]) -> dict[str, JSON]:
         """Return the inventory's variables that files speak of."""
         texts = [self._text(file) for file in files]
-        variables = self.definition.variables
+        variables = self.of_host
         names = referenced_names(texts, variables)
         spoken = {name: variables[name] for name in sorted(names)}
         if any(_ANY_VARIABLE.search(text) for text in texts):
@@ -248,4 +247,6 @@ class _Reader:
         paths = self.definition.inventory_paths
         inventories = [(path if path.is_dir() else path.parent, "inventory/") for path in paths]
         *projects, own = self.definition.roots
-        return [*((root, "project/") for root in projects), (own, ""), *inventories]
+        roots = [*((root, "project/") for root in projects), (own, "")]
+        # One repository may lie in the other.
+        return [*sorted(roots, key=lambda root: -len(root[0].parts)), *inventories]

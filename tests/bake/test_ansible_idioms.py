@@ -216,9 +216,7 @@ def compared(
     work = work / "bake"
     work.mkdir()
     parameters = json.dumps([inventories, vault, EXTRA, os.fspath(work)])
-    ours = succeed(
-        [sys.executable, "-c", OURS, parameters], place, PYTHONPATH=os.fspath(REPO_ROOT), **more
-    )
+    ours = succeed([sys.executable, "-c", OURS, parameters], place, PYTHONPATH=os.fspath(REPO_ROOT), **more)
     values, failures = json.loads(ours)
     assert failures == {}
     return ansible, values, seen_by((work / "log").read_text())

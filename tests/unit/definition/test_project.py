@@ -28,8 +28,8 @@ def project(tmp_path: Path) -> Path:
     return place
 
 
-def read(project: Path, *extra: str) -> Inventory:
-    return load_inventory([project / "inventories/site"], project=project, extra=extra)
+def read(project: Path, *extra: str, checkout: Path = REPO_ROOT) -> Inventory:
+    return load_inventory([project / "inventories/site"], project=project, extra=extra, repo_root=checkout)
 
 
 def problems(project: Path) -> list[str]:
@@ -61,8 +61,31 @@ def test_a_layer_of_ours_is_the_same_wherever_the_repository_is(project: Path, t
     assert before == after
 
 
-def stage_ids(project: Path, *extra: str) -> dict[str, str]:
-    definition = read(project, *extra).define("node")
+def test_a_repository_may_lie_in_the_other(project: Path, tmp_path: Path) -> None:
+    """A user may work in this program's checkout, or have it as a submodule."""
+    before = stage_ids(project)
+    checkout = tmp_path / "checkout"
+    for name in ("roles", "playbooks", "image_builder"):
+        shutil.copytree(
+            REPO_ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "molecule")
+        )
+    shutil.copytree(project, checkout / "images")
+    assert stage_ids(checkout / "images", checkout=checkout) == before
+    shutil.move(checkout, project / "tools")
+    assert stage_ids(project, checkout=project / "tools") == before
+
+
+def test_variables_beside_playbooks_count_in_their_plays_alone(project: Path) -> None:
+    beside = project / "playbooks/layers/group_vars/images.yml"
+    beside.parent.mkdir()
+    beside.write_text("site_banner_owner: beside\nsystem_swap_off: false\n")
+    definition = read(project).define("node")
+    assert published_variables(definition)["site_banner_owner"] == "beside"
+    assert published_variables(definition)["system_swap_off"] is True
+
+
+def stage_ids(project: Path, *extra: str, checkout: Path = REPO_ROOT) -> dict[str, str]:
+    definition = read(project, *extra, checkout=checkout).define("node")
     groups = requirements(definition, extensions()).groups
     lock = Lock(
         image="node",
@@ -73,7 +96,7 @@ def stage_ids(project: Path, *extra: str) -> dict[str, str]:
             for name, group in groups.items()
         },
     )
-    plan = resolve(definition, lock, REPO_ROOT, extensions())
+    plan = resolve(definition, lock, checkout, extensions())
     return {stage.name: stage.id for stage in plan.stages}
 
 
