@@ -47,6 +47,7 @@ def play(
     work: Path,
     log: Path,
     roles: Sequence[Path],
+    collections: Sequence[Path],
     config: Path,
     doing: Callable[[str], None],
     vault: Sequence[VaultId] = (),
@@ -55,9 +56,9 @@ def play(
 ) -> PlayResult:
     """Run ``playbook`` with ``host`` of the inventories being the sandbox whose merged root is ``root``.
 
-    ``roles`` are the directories of roles, ``config`` is an ``ansible.cfg``, ``extra`` what ``-e`` gave. ``variables``
-    win over that, and must not be secret: the runner writes them to a file in ``work``. The whole output goes to
-    ``log``. Raises CommandError with the failed task and its message.
+    ``roles`` and ``collections`` are the directories of these, ``config`` is an ``ansible.cfg``, ``extra`` what ``-e``
+    gave. ``variables`` win over that, and must not be secret: the runner writes them to a file in ``work``. The whole
+    output goes to ``log``. Raises CommandError with the failed task and its message.
     """
     private = work / "ansible"
     (private / "env").mkdir(parents=True)
@@ -76,7 +77,7 @@ def play(
         failures: list[str] = []
         counts: dict[str, int] = {}
         handle = _listener(sink, doing, failures, counts)
-        environment_of_play = _environment(private, roles, config, python)
+        environment_of_play = _environment(private, roles, collections, config, python)
         status, code = _run(playbook, arguments, private, environment_of_play, python, handle)
     if status != "successful":
         raise CommandError(
@@ -161,7 +162,9 @@ def _failure(data: Mapping[str, Any]) -> str:
     return "\n".join([f"task {data.get('task')!r} ({data.get('task_path', '?')})", *lines])
 
 
-def _environment(private: Path, roles: Sequence[Path], config: Path, python: Path) -> dict[str, str]:
+def _environment(
+    private: Path, roles: Sequence[Path], collections: Sequence[Path], config: Path, python: Path
+) -> dict[str, str]:
     return {
         **environment(),
         **({_VAULT: os.environ[_VAULT]} if _VAULT in os.environ else {}),
@@ -169,6 +172,8 @@ def _environment(private: Path, roles: Sequence[Path], config: Path, python: Pat
         "HOME": os.fspath(private),
         "ANSIBLE_CONFIG": os.fspath(config),
         "ANSIBLE_ROLES_PATH": ":".join(map(os.fspath, roles)),
+        "ANSIBLE_COLLECTIONS_PATH": ":".join(map(os.fspath, collections)),
+        "ANSIBLE_COLLECTIONS_SCAN_SYS_PATH": "false",
         "ANSIBLE_CONNECTION_PLUGINS": os.fspath(_PLUGINS / "connection"),
         "ANSIBLE_PIPELINING": "true",
         "ANSIBLE_HOME": os.fspath(private / "home"),

@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 import typer
 
 from image_builder import __version__, text
-from image_builder.cli import build, ci, failure, gate, init, lab, machine, pool, store
+from image_builder.cli import build, ci, collections, failure, gate, init, lab, machine, pool, store
 from image_builder.cli.command import AsJson, StoreDir, register
 from image_builder.errors import UsageError
 from image_builder.settings import DEFAULT_STORE
@@ -93,7 +93,7 @@ def test(
     return status
 
 
-for _group in (init.app, build.app, machine.app, _checks):
+for _group in (init.app, collections.app, build.app, machine.app, _checks):
     app.add_typer(_group)
 for _name, _commands in {"lab": lab, "gate": gate, "pool": pool, "store": store}.items():
     app.add_typer(_commands.app, name=_name)

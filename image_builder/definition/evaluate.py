@@ -15,7 +15,7 @@ from typing import Any
 from image_builder.canonical import JSON
 from image_builder.definition import engine
 from image_builder.definition.model import BUILDER_NAMES, ImageDefinition
-from image_builder.definition.roles import Layer, RoleBook, RoleUse
+from image_builder.definition.roles import Layer, RoleBook, RoleUse, short_name
 from image_builder.definition.values import looked_up_names, strings, vaulted_names
 
 # What no lookup gives.
@@ -104,7 +104,7 @@ def evaluated_playbook(definition: ImageDefinition, layer: Layer) -> tuple[Evalu
     cached = definition.evaluated.get(layer.playbook)
     if cached is None or cached[0] != stamp:
         layers = (layer, *map(book.layer, definition.layers))
-        owners = {use.name for other in layers for use in book.uses(other)}
+        owners = {short_name(use.name) for other in layers for use in book.uses(other)}
         cached = (stamp, tuple(_evaluate(definition, book, layer, use, owners) for use in uses))
         definition.evaluated[layer.playbook] = cached
     return cached[1]
@@ -124,7 +124,7 @@ def _evaluate(
         name
         for name in raw
         if name not in secret
-        and (name in BUILDER_NAMES or owner(name.removeprefix("__"), owners) == use.name)
+        and (name in BUILDER_NAMES or owner(name.removeprefix("__"), owners) == short_name(use.name))
     ]
     evaluation = engine.evaluate_all(raw, names, layer.playbook.parent)
     return EvaluatedRole(

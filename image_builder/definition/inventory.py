@@ -11,6 +11,7 @@ from types import MappingProxyType
 from image_builder.canonical import JSON
 from image_builder.definition import engine
 from image_builder.definition.checks import check_problems
+from image_builder.definition.collections import collection_problems
 from image_builder.definition.host_variables import HostVariables, builder_variables, read_host_variables
 from image_builder.definition.model import (
     NOT_FOR_ROLES,
@@ -41,12 +42,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Inventory:
-    """An inventory that was read. ``images`` are the hosts of group ``images``, in the inventory's order."""
+    """An inventory that was read. ``images`` are the hosts of group ``images``, in the inventory's order.
+
+    ``collections`` is what is wrong with those of the repository: without them no role can be judged.
+    """
 
     paths: tuple[Path, ...]
     images: tuple[str, ...]
     roots: tuple[Path, ...]
     extra: tuple[str, ...]
+    collections: tuple[Problem, ...]
     _source: engine.Source = field(repr=False, compare=False)
     # The same as this program's own playbooks see it, where the user's have variables beside them.
     _source_of_ours: engine.Source | None = field(default=None, repr=False, compare=False)
@@ -144,7 +149,7 @@ class Inventory:
             hostvars=self._hostvars,
             place_of=variables.place_of,
         )
-        problems += role_problems(definition, variables) or stage_problems(definition)
+        problems += self.collections or role_problems(definition, variables) or stage_problems(definition)
         if not problems:
             problems += pool_problems(definition, self._source)
             problems += version_problems(definition, variables, self._source)
@@ -211,4 +216,5 @@ def load_inventory(
         raise VaultError("\n".join(lines), hint=VAULT_HINT)
     apart = len(roots) > 1 and any((roots[0] / LAYERS / name).is_dir() for name in VARIABLES_BESIDE)
     ours = engine.read_inventory(paths, vault, repo_root / LAYERS, extra) if apart else None
-    return Inventory(paths, tuple(images), roots, tuple(extra), source, ours)
+    collections = tuple(collection_problems(roots[0]))
+    return Inventory(paths, tuple(images), roots, tuple(extra), collections, source, ours)

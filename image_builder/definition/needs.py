@@ -11,7 +11,7 @@ from image_builder.canonical import JSON
 from image_builder.definition import engine
 from image_builder.definition.evaluate import evaluated_layer
 from image_builder.definition.model import APT_AUTH, ImageDefinition
-from image_builder.definition.roles import RoleBook
+from image_builder.definition.roles import RoleBook, short_name
 from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem
 
@@ -55,7 +55,7 @@ def layer_needs(definition: ImageDefinition, layer: str) -> LayerNeeds:
     lists: dict[str, list[JSON]] = {"packages": [], "repositories": [], "archives": []}
     for role in evaluated:
         for kind, items in lists.items():
-            name = f"__{role.use.name}_{kind}"
+            name = f"__{short_name(role.use.name)}_{kind}"
             if name not in role.raw:
                 continue
             value = role.values.get(name)

@@ -16,7 +16,7 @@ from image_builder.definition.model import BUILDER_NAMES, PREFIX, ImageDefinitio
 from image_builder.definition.needs import layer_needs
 from image_builder.definition.pools import ANSIBLE_NAMES, POOL_NAMES
 from image_builder.definition.reading import layer_reading
-from image_builder.definition.roles import LAYERS, Role, RoleBook, unknown_roles
+from image_builder.definition.roles import LAYERS, Role, RoleBook, undeclared_roles, unknown_roles
 from image_builder.definition.values import is_template, strings, words
 from image_builder.errors import DefinitionError, Problem
 from image_builder.text import did_you_mean
@@ -53,7 +53,7 @@ def role_problems(definition: ImageDefinition, variables: HostVariables) -> list
             problems.append(Problem(variables.where(["image_layers", n]), f"image_layers[{n}]", reason))
             continue
         try:
-            problems += unknown_roles(book, book.layer(name))
+            problems += unknown_roles(book, book.layer(name)) or undeclared_roles(book, book.layer(name))
         except engine.UnreadableError as error:
             problems.append(Problem(str(error.place or ""), name, error.reason))
     if problems:
@@ -153,7 +153,7 @@ def judged_problems(
     When some of those have a wrong type already, the role is ``excused`` from being able to tell.
     """
     role = RoleBook(definition.roots).role(evaluated.use.name)
-    name = f"__{role.name}_problems"
+    name = f"__{role.prefix}_problems"
     if name in evaluated.failures and excused:
         return []
     if name in evaluated.failures:

@@ -113,6 +113,8 @@ class _Reader:
         if config := self.definition.ansible_config:
             around.add(config)
             around.update(file for folder in engine.configured_plugins(config) for file in files_in(folder))
+        if self.layer.playbook.is_relative_to(self.definition.roots[0]):
+            around.update(part for collection in self.book.collections for part in collection.parts)
         for name in play.lookups:
             self.opened.update(files_in(self.definition.repo_root / _OWN_LOOKUPS[name]))
         spoken = self._variables([*around, *in_roles])
@@ -248,5 +250,6 @@ class _Reader:
         inventories = [(path if path.is_dir() else path.parent, "inventory/") for path in paths]
         *projects, own = self.definition.roots
         roots = [*((root, "project/") for root in projects), (own, "")]
+        roots += [(folder, "collections/") for folder in self.book.collection_folders]
         # One repository may lie in the other.
         return [*sorted(roots, key=lambda root: -len(root[0].parts)), *inventories]

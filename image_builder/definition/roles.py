@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.definition import engine
+from image_builder.definition.collections import Collection, installed
 from image_builder.definition.values import Place, is_template
 from image_builder.errors import Problem
 from image_builder.settings import CONFIGURATION
@@ -30,6 +31,11 @@ class Role:
 
     name: str
     path: Path
+
+    @property
+    def prefix(self) -> str:
+        """Return what its variables' names begin with: a collection's role has a longer name."""
+        return short_name(self.name)
 
     @cached_property
     def defaults(self) -> Mapping[str, Any]:
@@ -115,8 +121,19 @@ class RoleBook:
         return tuple(folder for folder in dict.fromkeys(folders) if folder.is_dir())
 
     @cached_property
+    def collections(self) -> tuple[Collection, ...]:
+        """Return the collections of the user's repository."""
+        return installed(self.collection_folders)
+
+    @property
+    def collection_folders(self) -> list[Path]:
+        return engine.collection_folders(self.roots[0])
+
+    @cached_property
     def _role_paths(self) -> Mapping[str, Sequence[Path]]:
-        return _by_name(path for folder in self.role_folders for path in folder.iterdir() if path.is_dir())
+        paths = _by_name(path for folder in self.role_folders for path in folder.iterdir() if path.is_dir())
+        of_collections = {name: [path] for c in self.collections for name, path in c.roles.items()}
+        return {**paths, **of_collections}
 
     @cached_property
     def _layer_paths(self) -> Mapping[str, Sequence[Path]]:
@@ -158,10 +175,16 @@ class RoleBook:
                     uses.append(role)
         return uses
 
+    def dependencies(self, name: str) -> tuple[RoleUse, ...]:
+        """Return what a role depends on; a collection's role means those of its own collection first."""
+        collection, dot, _ = name.rpartition(".")
+        full = [(use, f"{collection}{dot}{use.name}") for use in self.role(name).dependencies]
+        return tuple(replace(use, name=own) if own in self._role_paths else use for use, own in full)
+
     def with_dependencies(self, use: RoleUse) -> Iterator[RoleUse]:
         """Yield the roles that one depends on, in the order in which they run, and it."""
         chain = (*use.parents, use)
-        for dependency in self.role(use.name).dependencies:
+        for dependency in self.dependencies(use.name):
             if all(dependency.name != parent.name for parent in chain):  # a circle is Ansible's to refuse
                 yield from self.with_dependencies(replace(dependency, parents=chain))
         yield use
@@ -176,6 +199,11 @@ class RoleBook:
         if name not in self._layers:
             self._layers[name] = read_layer(name, self._layer_paths[name][0])
         return self._layers[name]
+
+
+def short_name(role: str) -> str:
+    """Return a role's name without that of its collection."""
+    return role.rpartition(".")[2]
 
 
 def _configured_roles(root: Path) -> list[Path]:
@@ -204,7 +232,7 @@ def _uses(entries: Any, keys: Sequence[str]) -> tuple[RoleUse, ...]:
     uses = []
     for entry in entries or []:
         place = engine.place_of(entry)
-        fields = {"role": entry} if isinstance(entry, str) else entry if isinstance(entry, Mapping) else {}
+        fields: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {"role": entry}
         name = next((fields[key] for key in keys if isinstance(fields.get(key), str)), None)
         if name is None:
             raise engine.UnreadableError(place, "a role must be a name or a mapping with `role`")
@@ -238,8 +266,24 @@ def unknown_roles(book: RoleBook, layer: Layer) -> list[Problem]:
             elif use.name not in visited:
                 visited.add(use.name)
                 role = book.role(use.name)
-                lists.append(("dependencies", role.dependencies, role.path / "meta" / "main.yml"))
+                lists.append(("dependencies", book.dependencies(use.name), role.path / "meta" / "main.yml"))
     return problems
+
+
+def undeclared_roles(book: RoleBook, layer: Layer) -> list[Problem]:
+    """Return the repositories' roles of a layer with variables and no argument spec: nobody could check a value.
+
+    How a collection's roles are written is its maker's affair.
+    """
+    return [
+        Problem(
+            str(use.place or Place(str(layer.playbook))),
+            use.name,
+            "has variables and no meta/argument_specs.yml that declares them",
+        )
+        for use in book.uses(layer)
+        if (role := book.role(use.name)).prefix == role.name and role.defaults and not role.specs
+    ]
 
 
 def _merged(directory: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import base64
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ FILES = {
     "ansible.cfg": """
 [defaults]
 roles_path = roles:shared
+collections_path = collections
 inject_facts_as_vars = false
 """,
     "first/hosts.yml": """
@@ -98,7 +98,7 @@ idioms_ini_group={'a': [1, 2]}
 """,
     "roles/idioms/files/own.txt": "the role's own",
     "roles/idioms/templates/own.j2": "{{ site_name }} of {{ role_name }}",
-    "roles/idioms/meta/main.yml": "dependencies: [{role: needed, vars: {needed_handed: handed}}]\n",
+    "roles/idioms/meta/main.yml": "dependencies: [{role: needed, vars: {needed_handed: handed}}, site.own.base]\n",
     "roles/idioms/vars/main.yml": "idioms_constant: constant\n",
     "roles/idioms/defaults/main.yml": r"""
 idioms_default: default
@@ -125,14 +125,25 @@ idioms_template: "{{ lookup('template', 'own.j2') }}"
 idioms_fileglob: "{{ query('fileglob', '*.txt') | map('basename') | sort }}"
 idioms_first: "{{ lookup('first_found', ['nothing.txt', role_path ~ '/files/own.txt']) | basename }}"
 idioms_needed: "{{ needed_default }} {{ needed_handed }}"
-idioms_vaulted: "{{ site_secrets | default({}) | length }}"
+idioms_collection: "{{ 'x' | site.own.shout }} {{ base_default }} {{ ground_default }}"
+idioms_vaulted: "{{ site_first | default('') }} {{ site_second | default('') }}"
 """,
     "shared/needed/defaults/main.yml": "needed_default: of the role that it needs\nneeded_handed: default\n",
     "shared/needed/tasks/main.yml": "[]\n",
+    "shared/needed/meta/argument_specs.yml": """
+argument_specs: {main: {options: {needed_default: {type: str}, needed_handed: {type: str}}}}
+""",
+    "collections/ansible_collections/site/own/galaxy.yml": "namespace: site\nname: own\nversion: 1.0.0\n",
+    "collections/ansible_collections/site/own/plugins/filter/shout.py": """
+class FilterModule:
+    def filters(self):
+        return {"shout": lambda text: text.upper() + "!"}
+""",
+    "collections/ansible_collections/site/own/roles/base/meta/main.yml": "dependencies: [{role: ground}]\n",
+    "collections/ansible_collections/site/own/roles/base/defaults/main.yml": "base_default: of a collection\n",
+    "collections/ansible_collections/site/own/roles/ground/defaults/main.yml": "ground_default: below it\n",
 }
-# More of what is written for one command line: `-e`, and vaulted values of two ids.
 EXTRA = ("idioms_extra=words site_extra=more", '{"idioms_extra_json": {"a": [1, true]}}')
-VAULT = {"one": "first password", "two": "second password"}
 PLAY = """
 - name: Show what this role sees
   ansible.builtin.debug:
@@ -214,7 +225,7 @@ def compared(
     playbook = ["ansible-playbook", "playbooks/layers/idioms.yml", "--limit", "node", *arguments]
     ansible = seen_by(succeed(playbook, place, HOME=os.fspath(work)))
     work = work / "bake"
-    work.mkdir()
+    work.mkdir(parents=True)
     parameters = json.dumps([inventories, vault, EXTRA, os.fspath(work)])
     ours = succeed([sys.executable, "-c", OURS, parameters], place, PYTHONPATH=os.fspath(REPO_ROOT), **more)
     values, failures = json.loads(ours)
@@ -228,3 +239,28 @@ def test_every_idiom_is_what_ansible_makes_of_it(repository: Path, tmp_path: Pat
     own = {name: plan[name] for name in ansible}
     assert own == ansible
     assert bake == ansible
+
+
+def test_settings_of_the_repository_count_and_those_of_the_caller_do_not(
+    repository: Path, tmp_path: Path
+) -> None:
+    replaced, plan, bake = compared(repository, tmp_path / "caller", ANSIBLE_HASH_BEHAVIOUR="merge")
+    assert plan["idioms_deep"] == bake["idioms_deep"] == replaced["idioms_deep"] == {"b": 2}
+    with (repository / "ansible.cfg").open("a") as stream:
+        stream.write("hash_behaviour = merge\n")
+    merged, plan, bake = compared(repository, tmp_path / "repository")
+    assert plan["idioms_deep"] == bake["idioms_deep"] == merged["idioms_deep"] == {"a": 1, "b": 2}
+
+
+def test_vaulted_values_of_two_ids_reach_plays_and_no_plan(repository: Path, tmp_path: Path) -> None:
+    ids = tuple(f"{label}@{tmp_path / label}" for label in ("first", "second"))
+    for label in ("first", "second"):
+        (tmp_path / label).write_text(f"password of {label}")
+    vaulted = ["ansible-vault", "encrypt_string", "--vault-id", ids[0], "hunter1", "--name", "site_first"]
+    (repository / "first/host_vars/node/secret.yml").write_text(succeed(vaulted, repository))
+    secret = repository / "first/group_vars/images/secret.yml"
+    secret.write_text("site_second: hunter2\n")
+    succeed(["ansible-vault", "encrypt", "--vault-id", ids[1], os.fspath(secret)], repository)
+    ansible, plan, bake = compared(repository, tmp_path / "work", vault=ids)
+    assert ansible["idioms_vaulted"] == bake["idioms_vaulted"] == "hunter1 hunter2"
+    assert "idioms_vaulted" not in plan and "hunter" not in json.dumps(plan)

@@ -138,8 +138,8 @@ def test_a_play_makes_no_devices(tmp_path: Path) -> None:
         "    try:\n"
         "        ansible.play(base / 'play.yml', 'mine', inventories=[base / 'hosts.yml'], root=root.path,\n"
         "            environment_in_root=root.environment, variables={}, work=base / 'ansible', log=base / 'log',\n"
-        "            roles=[Path('roles').absolute()], config=Path('ansible.cfg').absolute(), doing=print,\n"
-        "            python=Path(sys.executable))\n"
+        "            roles=[Path('roles').absolute()], collections=[], doing=print,\n"
+        "            config=Path('ansible.cfg').absolute(), python=Path(sys.executable))\n"
         "    except errors.CommandError as error:\n"
         "        print(error.tail)\n"
         "    print(sorted(os.listdir(root.path / 'data')))\n",

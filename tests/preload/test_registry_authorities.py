@@ -48,6 +48,7 @@ def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]
         work=work,
         log=lab.base / "play.log",
         roles=[REPO / "roles"],
+        collections=[],
         config=REPO / "ansible.cfg",
         doing=lambda _: None,
         python=Settings().python,

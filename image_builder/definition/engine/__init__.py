@@ -11,7 +11,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from image_builder.definition.engine import caller  # noqa: F401 (takes the caller's settings away)
+from image_builder.definition.engine import caller  # takes the caller's settings away
 from image_builder.settings import REPO_ROOT, ansible_config, project_root
 
 # Ansible reads its settings when it is first imported, which the modules below this package do. Children get an
@@ -35,6 +35,7 @@ from image_builder.definition.engine.origins import (
 )
 from image_builder.definition.engine.plays import (
     PlayReading,
+    collection_folders,
     configured_inventories,
     configured_plugins,
     configured_roles,
@@ -60,6 +61,8 @@ __all__ = [
     "UnpredictableValueError",
     "UnreadableError",
     "argument_faults",
+    "caller",
+    "collection_folders",
     "configured_inventories",
     "configured_plugins",
     "configured_roles",
@@ -78,4 +81,7 @@ __all__ = [
 # Its directory for modules to run from, made on import and removed at exit: a killed process would leave it.
 with suppress(OSError):
     Path(settings.DEFAULT_LOCAL_TMP).rmdir()
+# Collections are the repository's own: what the caller or this machine has installed besides is none of it.
+settings.COLLECTIONS_PATHS = [str(folder) for folder in collection_folders(project_root())]
+settings.COLLECTIONS_SCAN_SYS_PATH = False
 init_plugin_loader([])

@@ -11,7 +11,11 @@ import os
 # Where the password of vaulted values is, is not a setting.
 _VAULT = "ANSIBLE_VAULT_PASSWORD_FILE"
 
-for _name in [name for name in os.environ if name.startswith("ANSIBLE_") and name != _VAULT]:
+settings = {
+    name: value for name, value in os.environ.items() if name.startswith("ANSIBLE_") and name != _VAULT
+}
+"""What was taken away. Of that a download of collections has the servers and their tokens."""
+for _name in settings:
     del os.environ[_name]
 if _VAULT in os.environ:
     # Plays run in another directory, and the shell expands no `~` there.

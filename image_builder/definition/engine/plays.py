@@ -24,11 +24,12 @@ from image_builder.definition.engine.reads import NotingLoader, Reads, is_predic
 from image_builder.definition.engine.rounds import Rounds, UnknownError, concealed
 from image_builder.definition.engine.sources import Sources
 from image_builder.definition.values import is_template, lookup_calls, strings
+from image_builder.settings import CONFIGURATION
 
 _TASKS = frozenset({"pre_tasks", "tasks", "post_tasks", "handlers"})
 _ANSIBLE = Path(settings.__file__).parent
 # A bake sets these itself.
-_SET_FOR_PLAYS = frozenset({"DEFAULT_ROLES_PATH", "DEFAULT_CONNECTION_PLUGIN_PATH"})
+_SET_FOR_PLAYS = frozenset({"COLLECTIONS_PATHS", "DEFAULT_ROLES_PATH", "DEFAULT_CONNECTION_PLUGIN_PATH"})
 
 
 @dataclass
@@ -80,6 +81,13 @@ def configured_plugins(config: Path) -> list[Path]:
 def configured_roles(config: Path) -> list[Path]:
     """Return the directories of roles that an ``ansible.cfg`` names."""
     return _folders("DEFAULT_ROLES_PATH", config)
+
+
+def collection_folders(root: Path) -> list[Path]:
+    """Return where a repository's collections are: what its ``ansible.cfg`` names, else ``collections``."""
+    config = root / CONFIGURATION
+    configured = _named("COLLECTIONS_PATHS", config) if config.is_file() else []
+    return configured or [root / "collections"]
 
 
 def configured_inventories() -> list[Path]:

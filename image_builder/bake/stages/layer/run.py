@@ -47,6 +47,7 @@ def _playbook(ctx: StageContext) -> Path:
 
 def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
     """Run a playbook in an open sandbox with the variables that every play of a bake gets."""
+    book = RoleBook(ctx.definition.roots)
     try:
         return ansible.play(
             playbook,
@@ -66,7 +67,8 @@ def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
             },
             work=ctx.work,
             log=ctx.log,
-            roles=RoleBook(ctx.definition.roots).role_folders,
+            roles=book.role_folders,
+            collections=book.collection_folders,
             config=ctx.definition.ansible_config or ctx.settings.repo_root / CONFIGURATION,
             doing=ctx.doing,
             vault=ctx.settings.vault,

@@ -1,0 +1,163 @@
+"""Installs a repository's collections: ``ansible-galaxy`` gets them, the lock says whether they are the right ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_builder.definition import engine
+from image_builder.definition.collections import (
+    COMMAND,
+    LOCK,
+    MANIFEST,
+    CollectionLock,
+    LockedCollection,
+    Requirements,
+    galaxy_file,
+    is_named,
+    missing,
+)
+from image_builder.errors import CommandError, FetchError, UsageError
+from image_builder.system import process
+from image_builder.system.environment import PROXIES
+from image_builder.system.trees import remove_tree
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """A collection's archive: a name, a version and the SHA-256 of its manifest."""
+
+    path: Path
+    name: str
+    version: str
+    sha256: str
+
+
+def install(project: Path, python: Path, *, update: bool) -> tuple[CollectionLock, tuple[str, ...]]:
+    """Install a repository's collections as they are locked; return the lock and the names of what was installed.
+
+    The lock is made where there is none yet, and anew to ``update``. Nothing of one whose content is not what was
+    locked is installed. Raises UsageError without requirements, FetchError.
+    """
+    requirements = Requirements.load(project)
+    if not requirements:
+        raise UsageError(
+            f"{project} has no requirements.yml", hint="it lists collections, as ansible-galaxy has it"
+        )
+    galaxy = _Galaxy(project, python)
+    folder = engine.collection_folders(project)[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".installing-", dir=folder) as work:
+        lock = CollectionLock.load(project)
+        archives: list[_Archive] = []
+        if lock is None or update:
+            archives = galaxy.download(Path(work), requirements.file)
+            lock = CollectionLock(collections=galaxy.locked(Path(work), requirements, archives))
+        absent = list(missing(project, lock))
+        if absent and not archives:
+            archives = galaxy.download_again(Path(work), absent)
+        names = {collection.name for collection in absent}
+        galaxy.install(Path(work), folder, [archive for archive in archives if archive.name in names])
+        lock.save(project)
+    return lock, tuple(sorted(names))
+
+
+@dataclass(frozen=True)
+class _Galaxy:
+    """``ansible-galaxy``, with the servers and tokens of the caller's settings."""
+
+    project: Path
+    python: Path
+
+    def run(self, *argv: str | Path) -> None:
+        own = ("HOME", *(name for proxy in PROXIES for name in (proxy, proxy.upper())))
+        env = {name: os.environ[name] for name in own if name in os.environ}
+        env |= {k: v for k, v in engine.caller.settings.items() if k.startswith("ANSIBLE_GALAXY_")}
+        program = self.python.parent / "ansible-galaxy"
+        try:
+            process.run([program, "collection", *argv], cwd=self.project, env=env)
+        except CommandError as error:
+            lines = [line for line in error.tail.splitlines() if "ERROR" in line] or error.tail.splitlines()
+            raise FetchError("ansible-galaxy: " + "\n".join(lines)) from error
+
+    def download(self, work: Path, requirements: Path, *options: str) -> list[_Archive]:
+        """Download what a file asks for."""
+        folder = Path(tempfile.mkdtemp(dir=work))
+        self.run("download", "-r", requirements, "-p", folder, *options)
+        return [_archive(path) for path in sorted(folder.glob("*.tar.gz"))]
+
+    def download_entries(self, work: Path, entries: Iterable[Mapping[str, str]]) -> list[_Archive]:
+        """Download what these entries of a ``requirements.yml`` ask for, and nothing that they depend on."""
+        file = work / "requirements.yml"
+        file.write_text(galaxy_file(entries), encoding="utf-8")
+        return self.download(work, file, "--no-deps")
+
+    def locked(
+        self, work: Path, requirements: Requirements, archives: Sequence[_Archive]
+    ) -> tuple[LockedCollection, ...]:
+        """Return the lock of what was downloaded: each with the entry that gets the same again."""
+        sources: dict[str, dict[str, str]] = {}
+        for entry in requirements.entries:
+            # One that isn't named says nothing of which collection it is.
+            names = (
+                [entry["name"]] if is_named(entry) else [a.name for a in self.download_entries(work, [entry])]
+            )
+            sources |= {name: dict(entry) for name in names}
+        return tuple(
+            LockedCollection(
+                name=a.name, version=a.version, sha256=a.sha256, source=_pinned(a, sources.get(a.name))
+            )
+            for a in sorted(archives, key=lambda archive: archive.name)
+        )
+
+    def download_again(self, work: Path, collections: Sequence[LockedCollection]) -> list[_Archive]:
+        """Download locked collections; raises FetchError where what comes is not what was locked."""
+        archives = {a.name: a for a in self.download_entries(work, [c.source for c in collections])}
+        for locked in collections:
+            archive = archives.get(locked.name)
+            if archive is None or archive.sha256 != locked.sha256:
+                came = f"{archive.name} {archive.version} of another content" if archive else "it is not"
+                raise FetchError(
+                    f"{locked.name}: {came} than {LOCK} has ({locked.version}, {locked.sha256[:12]}…)",
+                    hint=f"if it was published anew: {COMMAND} --update",
+                )
+        return list(archives.values())
+
+    def install(self, work: Path, folder: Path, archives: Sequence[_Archive]) -> None:
+        """Unpack archives, each checked against its own manifest, and put each collection into its place whole."""
+        if not archives:
+            return
+        unpacked = work / "unpacked"
+        self.run("install", "--no-deps", "--force", "-p", unpacked, *(archive.path for archive in archives))
+        for archive in archives:
+            part = Path("ansible_collections", *archive.name.split("."))
+            target = folder / part
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                remove_tree(target)
+            (unpacked / part).rename(target)
+
+
+def _pinned(archive: _Archive, entry: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the entry that asks for just this archive."""
+    if entry and not is_named(entry):
+        return dict(entry)
+    return {**(entry or {}), "name": archive.name, "version": archive.version}
+
+
+def _archive(path: Path) -> _Archive:
+    try:
+        with tarfile.open(path) as archive:
+            stream = archive.extractfile(MANIFEST)
+            content = stream.read() if stream else b""
+        info = json.loads(content)["collection_info"]
+        name, version = f"{info['namespace']}.{info['name']}", str(info["version"])
+    except (tarfile.TarError, OSError, ValueError, KeyError, TypeError) as error:
+        raise FetchError(f"{path.name} is not the archive of a collection") from error
+    return _Archive(path, name, version, hashlib.sha256(content).hexdigest())
