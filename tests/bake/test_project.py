@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from image_builder.cli import init
-from image_builder.errors import VerifyError
+from image_builder.errors import PublishError, VerifyError
 from image_builder.settings import REPO_ROOT
 from tests.support.images.builds import Workplace
 
@@ -30,7 +31,9 @@ class Project:
     output: Path
 
     def run(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
-        argv = [REPO_ROOT / "image-builder", *words]
+        return self.run_program([REPO_ROOT / "image-builder", *words])
+
+    def run_program(self, argv: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "CI": "true", "IMAGE_BUILDER_STORE": os.fspath(self.store)}
         return subprocess.run(
             argv, cwd=self.path, env=environment, capture_output=True, text=True, check=False
@@ -61,6 +64,14 @@ def test_an_image_of_ones_own_is_baked_and_verified(project: Project) -> None:
     assert verdict["counts"]["own"] == 1 and verdict["counts"]["passed"] > 50
     assert "test_site_banner" in (artefact / "junit.xml").read_text()
     assert json.loads((artefact / "facts.json").read_text())["variables"]["site_banner_owner"]
+
+    # Nothing but the output is written, wherever the repository is.
+    place = os.fspath(project.path)
+    script = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && cd "$0" && exec "$@"'
+    read_only = ["unshare", "--mount", "sh", "-c", script, place, os.fspath(REPO_ROOT / "image-builder")]
+    assert project.run_program([*read_only, "build", "node", "--output", project.output]).returncode == 0
+    refused = project.run_program([*read_only, "build", "node"])
+    assert refused.returncode == PublishError.exit_code and "Read-only file system" in refused.stderr
 
     # What it is held to and what is in it are two things: the check sees that they differ.
     role = "roles/site_banner/templates/motd.j2"

@@ -83,13 +83,13 @@ class _Galaxy:
         try:
             process.run([program, "collection", *argv], cwd=self.project, env=env)
         except CommandError as error:
-            lines = [line for line in error.tail.splitlines() if "ERROR" in line] or error.tail.splitlines()
-            raise FetchError("ansible-galaxy: " + "\n".join(lines)) from error
+            _, mark, reason = error.tail.partition("[ERROR]: ")
+            raise FetchError(f"ansible-galaxy: {reason if mark else error.tail}") from error
 
     def download(self, work: Path, requirements: Path, *options: str) -> list[_Archive]:
         """Download what a file asks for."""
         folder = Path(tempfile.mkdtemp(dir=work))
-        self.run("download", "-r", requirements, "-p", folder, *options)
+        self.run("download", "--no-cache", "-r", requirements, "-p", folder, *options)
         return [_archive(path) for path in sorted(folder.glob("*.tar.gz"))]
 
     def download_entries(self, work: Path, entries: Iterable[Mapping[str, str]]) -> list[_Archive]:

@@ -140,6 +140,12 @@ def test_names_that_clash_are_refused(project: Path) -> None:
     ]
 
 
+def test_a_role_with_variables_declares_them(project: Path) -> None:
+    (project / ROLE / "meta/argument_specs.yml").unlink()
+    reason = "has variables and no meta/argument_specs.yml that declares them"
+    assert f"playbooks/layers/site.yml:7 site_banner: {reason}" in problems(project)
+
+
 CHECK = "checks/test_site_banner.py"
 
 
