@@ -12,10 +12,10 @@ from typing import Annotated, get_args
 import typer
 
 from image_builder import __version__, text
-from image_builder.cli import build, ci, failure, gate, init, lab, machine, pool, store
+from image_builder.cli import build, ci, command, doctor, failure, gate, init, lab, machine, pool, store
 from image_builder.cli.command import AsJson, StoreDir, register
 from image_builder.errors import UsageError
-from image_builder.settings import DEFAULT_STORE
+from image_builder.settings import DEFAULT_STORE, REPO_ROOT
 
 
 def _exit_code_table() -> str:
@@ -37,6 +37,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _main(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
     install_deps: Annotated[  # noqa: ARG001  # handled by the launcher; listed here for --help
         bool, typer.Option("--install-deps", help="first install the Debian packages that the command needs")
@@ -53,6 +54,7 @@ def _main(
 ) -> None:
     if annotations not in (None, "", *get_args(ci.Service)):
         raise typer.BadParameter(f"{annotations}: must be {' or '.join(get_args(ci.Service))}")
+    command.invoked = context.invoked_subcommand or ""
     failure.service = annotations or None  # type: ignore[assignment]  # one of them, as was checked
     if version:
         print(__version__)
@@ -85,6 +87,8 @@ def test(
     """
     if fast and everything:
         raise UsageError("--fast and --all can't be used together")
+    if not (REPO_ROOT / "tests").is_dir():
+        raise UsageError("only a checkout has these checks", hint="clone image-builder's repository")
     # Next to this package in a checkout; never installed.
     checks: ModuleType = importlib.import_module("tests.selftest")
     status: int = checks.run(
@@ -93,7 +97,7 @@ def test(
     return status
 
 
-for _group in (init.app, build.app, machine.app, _checks):
+for _group in (init.app, doctor.app, build.app, machine.app, _checks):
     app.add_typer(_group)
 for _name, _commands in {"lab": lab, "gate": gate, "pool": pool, "store": store}.items():
     app.add_typer(_commands.app, name=_name)
