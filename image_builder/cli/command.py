@@ -14,7 +14,7 @@ import typer
 
 from image_builder.cli import failure
 from image_builder.errors import UsageError
-from image_builder.settings import Settings, VaultId, ansible_config, project_root
+from image_builder.settings import LAUNCHER, Settings, VaultId, ansible_config, project_root
 
 if TYPE_CHECKING:
     from image_builder.bake.stages.kind import Extensions
@@ -50,7 +50,7 @@ def register(
             def work() -> int:
                 return guard(lambda: function(*args, **options))
 
-            if refusal := guard(_check_packages):
+            if not LAUNCHER.exists() and (refusal := guard(_check_packages)):
                 raise typer.Exit(refusal)
 
             if isolated(**options) if callable(isolated) else isolated:
@@ -70,7 +70,7 @@ def register(
 
 
 def _check_packages() -> int:
-    """Check what a checkout's launcher installs; an installed program only says what is missing."""
+    """Check what a checkout's launcher installs: an installed program says what is missing."""
     from image_builder.system import host
 
     host.check_packages(invoked)

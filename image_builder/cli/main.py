@@ -15,7 +15,7 @@ from image_builder import __version__, text
 from image_builder.cli import build, ci, command, doctor, failure, gate, init, lab, machine, pool, store
 from image_builder.cli.command import AsJson, StoreDir, register
 from image_builder.errors import UsageError
-from image_builder.settings import DEFAULT_STORE, REPO_ROOT
+from image_builder.settings import DEFAULT_STORE, LAUNCHER
 
 
 def _exit_code_table() -> str:
@@ -87,7 +87,7 @@ def test(
     """
     if fast and everything:
         raise UsageError("--fast and --all can't be used together")
-    if not (REPO_ROOT / "tests").is_dir():
+    if not LAUNCHER.exists():
         raise UsageError("only a checkout has these checks", hint="clone image-builder's repository")
     # Next to this package in a checkout; never installed.
     checks: ModuleType = importlib.import_module("tests.selftest")

@@ -56,7 +56,10 @@ _CAPABILITIES: Mapping[int, str] = {
 }
 # What /proc/PID/uid_map holds outside of all user namespaces: every user is itself.
 _ALL_USERS = ["0", "0", "4294967295"]
-RIGHTS = "in a container, start it with --privileged, or with these and --security-opt unmask=ALL; else run it as root"
+RIGHTS = (
+    "run it as root; in a container, start it with --cap-add SYS_ADMIN,MKNOD and, where AppArmor is on, "
+    "--security-opt apparmor=unconfined; or with --privileged"
+)
 _TABLE = Path(__file__).with_name("host.txt")
 
 
@@ -80,7 +83,7 @@ def check_root(uid_map: Path = Path("/proc/self/uid_map")) -> None:
         raise HostError(
             "root is an ordinary user of the host here: this is a user namespace, which can't make device nodes "
             "and an overlay's trusted attributes",
-            hint="in a container, let root start it: sudo podman run --privileged",
+            hint="in a container, let root start it: sudo podman run",
         )
 
 
