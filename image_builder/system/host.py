@@ -77,7 +77,7 @@ def check_root(uid_map: Path = Path("/proc/self/uid_map")) -> None:
     if os.geteuid() != 0:
         raise HostError(
             "this needs root",
-            hint="run it with sudo, as a checkout's ./image-builder does by itself, or as root",
+            hint="run it with sudo, as a checkout's launcher does by itself, or as root",
         )
     if uid_map.read_text(encoding="ascii").split() != _ALL_USERS:
         raise HostError(
