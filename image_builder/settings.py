@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 DEFAULT_STORE = Path("/var/lib/image-builder")
+# This checkout; of an installed program, the folder of site-packages that has the same files in the same places.
 REPO_ROOT = Path(__file__).resolve().parent.parent
+# What starts a checkout, and has looked for Debian packages then; an installed program is started without it.
+LAUNCHER = REPO_ROOT / "image-builder"
 SUITE = REPO_ROOT / "image_builder" / "suite"
 CONFIGURATION = "ansible.cfg"
 # The user's own checks, and what breaks each.

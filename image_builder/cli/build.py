@@ -90,7 +90,7 @@ def validate(
     return 0
 
 
-@register(app, isolated=True)
+@register(app, isolated=lambda **_: os.geteuid() == 0)
 def lock(
     image: Image,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="[default: IMAGE.lock.json]")] = None,
@@ -103,7 +103,7 @@ def lock(
 ) -> int:
     """Resolve the newest packages and images, and lock them by digest for the next builds.
 
-    The image's next builds use this lock until there is a newer one.
+    The image's next builds use this lock until there is a newer one. In a store of your own, this needs no root.
 
     Example:
 
@@ -113,9 +113,13 @@ def lock(
     from image_builder.bake.lock.model import Lock
     from image_builder.bake.lock.resolve import remembered_lock
     from image_builder.errors import UsageError
+    from image_builder.system import host
 
+    host.check_writable(store)
     settings = host_settings(store, mirror=mirror, vault=vault)
     definition = read_inventory(inventory, vault, extra_vars).define(image)
+    if extensions().supplier.serves(definition):
+        host.check_root()  # its images are made in a sandbox first
     path = output or Path(f"{image}.lock.json")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"can't write the lock to {path}", hint="give a file in an existing directory")

@@ -14,7 +14,7 @@ import typer
 
 from image_builder.cli import failure
 from image_builder.errors import UsageError
-from image_builder.settings import Settings, VaultId, ansible_config, project_root
+from image_builder.settings import LAUNCHER, Settings, VaultId, ansible_config, project_root
 
 if TYPE_CHECKING:
     from image_builder.bake.stages.kind import Extensions
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from image_builder.node.net.kube import Client
 
 P = ParamSpec("P")
+# The command, or the group of commands, that this process runs.
+invoked = ""
 
 
 def register(
@@ -48,6 +50,9 @@ def register(
             def work() -> int:
                 return guard(lambda: function(*args, **options))
 
+            if not LAUNCHER.exists() and (refusal := guard(_check_packages)):
+                raise typer.Exit(refusal)
+
             if isolated(**options) if callable(isolated) else isolated:
                 raise typer.Exit(guard(lambda: _run_isolated(work, options.get("store"))))
             failure.end_on_sigterm()
@@ -64,12 +69,21 @@ def register(
     return decorate
 
 
+def _check_packages() -> int:
+    """Check what a checkout's launcher installs: an installed program says what is missing."""
+    from image_builder.system import host
+
+    host.check_packages(invoked)
+    return 0
+
+
 def _run_isolated(work: Callable[[], int], store: Any) -> int:
     """Run a command's work in namespaces of its own, and clear away what it could not when a signal ended it."""
     from image_builder.bake.store import Store
     from image_builder.system import cgroups, host, namespace
 
     host.check_root()
+    host.check_capabilities()
     status = namespace.run_isolated(work)
     if status > 128 and isinstance(store, Path):
         Store(store).reap()

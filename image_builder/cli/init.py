@@ -41,7 +41,13 @@ def init(
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise UsageError(f"{target} is not an empty directory")
     try:
-        shutil.copytree(TEMPLATE, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        shutil.copytree(
+            TEMPLATE,
+            target,
+            dirs_exist_ok=True,
+            copy_function=shutil.copyfile,
+            ignore=shutil.ignore_patterns("__pycache__"),  # pip compiles what it installs
+        )
     except shutil.Error as error:
         raise UsageError(f"can't write {target}: {error.args[0][0][2]}") from error
     except OSError as error:

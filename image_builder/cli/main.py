@@ -12,10 +12,23 @@ from typing import Annotated, get_args
 import typer
 
 from image_builder import __version__, text
-from image_builder.cli import build, ci, collections, failure, gate, init, lab, machine, pool, store
+from image_builder.cli import (
+    build,
+    ci,
+    collections,
+    command,
+    doctor,
+    failure,
+    gate,
+    init,
+    lab,
+    machine,
+    pool,
+    store,
+)
 from image_builder.cli.command import AsJson, StoreDir, register
 from image_builder.errors import UsageError
-from image_builder.settings import DEFAULT_STORE
+from image_builder.settings import DEFAULT_STORE, LAUNCHER
 
 
 def _exit_code_table() -> str:
@@ -37,6 +50,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _main(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
     install_deps: Annotated[  # noqa: ARG001  # handled by the launcher; listed here for --help
         bool, typer.Option("--install-deps", help="first install the Debian packages that the command needs")
@@ -53,6 +67,7 @@ def _main(
 ) -> None:
     if annotations not in (None, "", *get_args(ci.Service)):
         raise typer.BadParameter(f"{annotations}: must be {' or '.join(get_args(ci.Service))}")
+    command.invoked = context.invoked_subcommand or ""
     failure.service = annotations or None  # type: ignore[assignment]  # one of them, as was checked
     if version:
         print(__version__)
@@ -93,8 +108,10 @@ def test(
     return status
 
 
-for _group in (init.app, collections.app, build.app, machine.app, _checks):
+for _group in (init.app, collections.app, doctor.app, build.app, machine.app):
     app.add_typer(_group)
+if LAUNCHER.exists():
+    app.add_typer(_checks)
 for _name, _commands in {"lab": lab, "gate": gate, "pool": pool, "store": store}.items():
     app.add_typer(_commands.app, name=_name)
 

@@ -1,11 +1,12 @@
-"""Checks of this host before a bake changes anything on it."""
+"""Checks of this host: what a command needs of it, before it changes anything."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from image_builder.errors import HostError, SpaceError, StoreError
@@ -39,22 +40,98 @@ _UNSUITABLE = frozenset(
         "ecryptfs",
     ]
 )
+# Capabilities by their number (capabilities(7)), and what a bake uses each for.
+_CAPABILITIES: Mapping[int, str] = {
+    0: "CAP_CHOWN",
+    1: "CAP_DAC_OVERRIDE",
+    3: "CAP_FOWNER",
+    4: "CAP_FSETID",
+    5: "CAP_KILL",
+    6: "CAP_SETGID",
+    7: "CAP_SETUID",
+    18: "CAP_SYS_CHROOT",
+    21: "CAP_SYS_ADMIN",  # namespaces and mounts
+    27: "CAP_MKNOD",
+    31: "CAP_SETFCAP",
+}
+# What /proc/PID/uid_map holds outside of all user namespaces: every user is itself.
+_ALL_USERS = ["0", "0", "4294967295"]
+RIGHTS = (
+    "run it as root; in a container, start it with --cap-add SYS_ADMIN,MKNOD and, where AppArmor is on, "
+    "--security-opt apparmor=unconfined; or with --privileged"
+)
+_TABLE = Path(__file__).with_name("host.txt")
 
 
 def check_host(store: Path) -> None:
     """Check all that a build needs of the host and of its store's place; raises HostError, StoreError, SpaceError."""
     check_root()
-    machine = platform.machine()
-    if platform.system() != "Linux" or machine != "x86_64":
-        raise HostError(f"images are baked on Linux on x86_64, this is {platform.system()} on {machine}")
+    check_machine()
+    check_capabilities()
     check_kernel(("overlay",))
     check_store(store)
 
 
-def check_root() -> None:
-    """Raise HostError unless this process is root."""
+def check_root(uid_map: Path = Path("/proc/self/uid_map")) -> None:
+    """Raise HostError unless this process is root, and not only in a user namespace."""
     if os.geteuid() != 0:
-        raise HostError("this needs root", hint="run it through ./image-builder, which uses sudo, or as root")
+        raise HostError(
+            "this needs root",
+            hint="run it with sudo, as a checkout's launcher does by itself, or as root",
+        )
+    if uid_map.read_text(encoding="ascii").split() != _ALL_USERS:
+        raise HostError(
+            "root is an ordinary user of the host here: this is a user namespace, which can't make device nodes "
+            "and an overlay's trusted attributes",
+            hint="in a container, let root start it: sudo podman run",
+        )
+
+
+def check_machine() -> None:
+    """Raise HostError unless this is Linux on x86_64."""
+    machine = platform.machine()
+    if platform.system() != "Linux" or machine != "x86_64":
+        raise HostError(f"images are baked on Linux on x86_64, this is {platform.system()} on {machine}")
+
+
+def check_system(release: Mapping[str, str] | None = None, table: Path = _TABLE) -> None:
+    """Raise HostError for an operating system that this program is not made for, by the fields of its os-release."""
+    release = platform.freedesktop_os_release() if release is None else release
+    supported = [" ".join(fields) for kind, *fields in _requirements(table) if kind == "system"]
+    if f"{release.get('ID')} {release.get('VERSION_ID')}" not in supported:
+        name = release.get("PRETTY_NAME", "this system")
+        raise HostError(f"{name} is not supported", hint=f"use one of: {', '.join(supported)}")
+
+
+def check_packages(command: str, table: Path = _TABLE) -> None:
+    """Raise HostError that names the Debian packages which a command needs and this host lacks."""
+    missing = [
+        name
+        for kind, name, *rest in _requirements(table)
+        if kind == "package" and command in rest[1:] and not Path(rest[0]).exists()
+    ]
+    if missing:
+        names = " ".join(missing)
+        raise HostError(
+            f"these packages are missing: {names}",
+            hint=f"apt-get install --no-install-recommends {names}",
+        )
+
+
+def _requirements(table: Path) -> Iterator[list[str]]:
+    """Yield the lines of the table of what a host must have, each as its fields."""
+    for line in table.read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            yield line.split()
+
+
+def check_capabilities(status: Path = Path("/proc/self/status")) -> None:
+    """Raise HostError that names the capabilities which a bake needs and this process lacks, as in a container."""
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text(encoding="ascii"), re.MULTILINE)
+    held = int(match[1], 16) if match else 0
+    lacking = [name for number, name in _CAPABILITIES.items() if not held >> number & 1]
+    if lacking:
+        raise HostError(f"this process lacks {', '.join(lacking)}", hint=RIGHTS)
 
 
 def check_kernel(
@@ -69,6 +146,24 @@ def check_kernel(
         folder = {"overlay": "overlayfs"}.get(name, name)
         if name not in listed and not list(here.glob(f"kernel/fs/{folder}/{name}.ko*")):
             raise HostError(f"the kernel {platform.release()} of this host has no {name} filesystem")
+
+
+def check_writable(store: Path) -> None:
+    """Raise HostError where this user can't write to the store, nor make it."""
+    if not os.access(nearest_existing(store), os.W_OK):
+        raise HostError(
+            f"the store {store} is not writable for this user",
+            hint="use one of your own: --store DIR, or IMAGE_BUILDER_STORE=DIR; or run it as root",
+        )
+
+
+def check_cgroups(groups: Path = Path("/sys/fs/cgroup")) -> None:
+    """Raise HostError where container engines can't make control groups, as a preload's do."""
+    if os.statvfs(groups).f_flag & os.ST_RDONLY:
+        raise HostError(
+            f"{groups} is read-only here: an image with preloaded container images can't be built",
+            hint="in a container, start it with --privileged",
+        )
 
 
 def check_store(store: Path, proc: Path = Path("/proc")) -> None:

@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from typing import NoReturn
 
 from image_builder.errors import EXIT_BUG, EXIT_INTERRUPTED, HostError
 from image_builder.node import mounts
-from image_builder.system import environment
+from image_builder.system import environment, host
 from image_builder.system.process import die_with_parent, refuse_new
 
 _CLONE_NEWNS = 0x00020000
@@ -44,6 +45,7 @@ _SI_KERNEL = 0x80  # siginfo's code of a signal that no process sent: here, a ke
 _GRACE_SECONDS = 2.0
 # A signal to the whole group comes twice, by itself and passed on. One that comes later than this is a second one.
 _ECHO_SECONDS = 1.0
+_ERROR, _HINT = "error: ", "\nhint: "
 _Mask = set[signal.Signals | int]
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -120,6 +122,27 @@ def run_isolated(work: Callable[[], int]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def check() -> None:
+    """Raise HostError where ``run_isolated`` is refused, as in a container without the rights; tries it."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        child = os.fork()
+        if child == 0:
+            os.dup2(output.fileno(), 2)
+            os._exit(run_isolated(lambda: 0))
+        _, status = os.waitpid(child, 0)
+        if status:
+            output.seek(0)
+            message, _, hint = output.read().strip().removeprefix(_ERROR).partition(_HINT)
+            raise HostError(message, hint=hint)
+
+
+def _refused(reason: str) -> int:
+    """Say that the kernel refuses the namespaces or what they hold; return the status for it."""
+    sys.stderr.write(f"{_ERROR}private namespaces are refused: {reason}{_HINT}{host.RIGHTS}\n")
+    sys.stderr.flush()
+    return HostError.exit_code
+
+
 def _parent_is_gone(alive: tuple[int, int]) -> bool:
     """Tell whether the parent ended before it could be asked to take us along: its end of the pipe is closed.
 
@@ -139,9 +162,7 @@ def _make_namespaces(work: Callable[[], int], alive: tuple[int, int], mask: _Mas
             os._exit(code)
         pipe = os.pipe()
         if _libc.unshare(_CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWUTS) != 0:
-            reason = os.strerror(ctypes.get_errno())
-            sys.stderr.write(f"error: can't make private namespaces: {reason}\nhint: run as root\n")
-            code = HostError.exit_code
+            code = _refused(os.strerror(ctypes.get_errno()))
         else:
             first = os.fork()
             if first == 0:
@@ -185,9 +206,12 @@ def _become_init(work: Callable[[], int], alive: tuple[int, int], mask: _Mask) -
     try:
         if _parent_is_gone(alive):
             os._exit(code)
-        mounts.mount("none", "/", "", _MS_REC | _MS_PRIVATE)
-        mounts.mount("proc", "/proc", "proc", mounts.NOSUID | mounts.NODEV | mounts.NOEXEC)
-        environment.mount_dev("/dev")
+        try:
+            mounts.mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+            mounts.mount("proc", "/proc", "proc", mounts.NOSUID | mounts.NODEV | mounts.NOEXEC)
+            environment.mount_dev("/dev")
+        except OSError as error:
+            os._exit(_refused(f"{error.filename or 'a device in /dev'}: {error.strerror}"))
         assert os.getpid() == 1  # the worker may kill all that it sees
         worker = os.fork()
         if worker == 0:

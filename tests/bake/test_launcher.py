@@ -21,6 +21,7 @@ from image_builder.settings import REPO_ROOT
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
 NOBODY = 65534
+TABLE = "image_builder/system/host.txt"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,10 @@ def checkout(tmp_path: Path, python: Path) -> Checkout:
     for parent in tmp_path.parents[:2]:
         parent.chmod(0o755)  # pytest's own are closed to others
     path = tmp_path / "check out"  # a space on purpose
-    (path / "image_builder/cli").mkdir(parents=True)
+    for folder in ("cli", "system"):
+        (path / "image_builder" / folder).mkdir(parents=True)
     shutil.copy(REPO_ROOT / "image-builder", path)
+    shutil.copy(REPO_ROOT / TABLE, path / TABLE)
     (path / "requirements.lock").write_text("# nothing\n")
     (path / "image_builder/__init__.py").touch()
     (path / "image_builder/cli/__init__.py").touch()
@@ -215,13 +218,9 @@ def test_root_by_sudo_keeps_the_arguments_and_what_matters_of_the_environment(ch
     sudo.write_text('#!/bin/sh\nprintf "[%s]" "$@"\necho "${DOCKER_CONFIG-none}" >&2\n')
     sudo.chmod(0o755)
     launcher = checkout.path / "image-builder"
-    text = launcher.read_text()
     # This host may lack what a build needs, which is not the question here.
-    launcher.write_text(
-        text[: text.index("packages='")]
-        + "packages=''\n"
-        + text[text.index("# The variables that sudo keeps") :]
-    )
+    table = checkout.path / TABLE
+    table.write_text("".join(re.findall("^system .*\n", table.read_text(), re.MULTILINE)))
     done = checkout.start("verify", "--store", "/a b", "/tree", uid=NOBODY, path=str(checkout.bin))
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"[--][{launcher}][verify][--store][/a b][/tree]")
@@ -232,7 +231,18 @@ def test_root_by_sudo_keeps_the_arguments_and_what_matters_of_the_environment(ch
     (folder / "config.json").touch()
     done = checkout.start("verify", "/tree", uid=NOBODY, path=str(checkout.bin), HOME=str(checkout.bin))
     assert done.stderr == f"{folder}\n"  # what the caller logged in to, root pulls from
-    for command in (["images"], ["build", "--help"], ["verify", "ssh://x"], ["test", "--fast"], []):
+    mine = checkout.bin / "store"
+    mine.mkdir()
+    mine.chmod(0o777)
+    assert checkout.start("lock", "x", uid=NOBODY, path=str(checkout.bin)).stdout.startswith("[--preserve")
+    for command in (
+        ["lock", "x", "--store", str(mine)],
+        ["images"],
+        ["build", "--help"],
+        ["verify", "ssh://x"],
+        ["test", "--fast"],
+        [],
+    ):
         done = checkout.start(*command, uid=NOBODY, path=str(checkout.bin))
         assert done.stdout.startswith(f"cli {NOBODY}"), command
 
@@ -250,13 +260,12 @@ def test_every_variable_that_the_program_reads_gets_through_sudo() -> None:
 
 def _without_packages(checkout: Checkout, *names: str) -> None:
     """Let the launcher look for files that no host has, for these packages."""
-    launcher = checkout.path / "image-builder"
-    lines = launcher.read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines):
-        words = line.split(" ")
-        if words[0] in names:
-            lines[number] = " ".join([words[0], f"/nonexistent/{words[0]}", *words[2:]])
-    launcher.write_text("".join(lines))
+    table = checkout.path / TABLE
+    lines = [line.split(" ") for line in table.read_text().splitlines()]
+    for line in lines:
+        if line[1] in names:
+            line[2] = f"/nonexistent/{line[1]}"
+    table.write_text("".join(f"{' '.join(line)}\n" for line in lines))
 
 
 def test_missing_packages_are_named_by_command(checkout: Checkout, tmp_path: Path) -> None:

@@ -239,3 +239,27 @@ def test_what_a_killed_program_left_mounted_goes_with_the_mount_below_it(tmp_pat
     status, _, said = _beside(tmp_path, "mounts", (0, signal.SIGTERM))
     assert status == 128 + signal.SIGTERM
     assert "not started" in said, "unmounting did not fail"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "refusal"),
+    [
+        ((), ""),
+        (
+            ("unshare", "--user", "--map-root-user"),
+            "private namespaces are refused: a device in /dev: Operation not permitted | run it as root",
+        ),
+    ],
+)
+def test_what_the_kernel_refuses_is_known_before_any_work(prefix: tuple[str, ...], refusal: str) -> None:
+    """Root of a user namespace has all capabilities in there, and may mount, but makes no device nodes."""
+    code = (
+        "from image_builder.errors import HostError\n"
+        "from image_builder.system import namespace\n"
+        "try:\n    namespace.check()\n"
+        "except HostError as error:\n    print(error.message, '|', error.hint)\n"
+    )
+    argv = [*prefix, sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stderr == "" and done.stdout.startswith(refusal)
+    assert bool(done.stdout) == bool(refusal)

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
+from image_builder.errors import VerifyError
 from image_builder.pool.plan.model import Outcome
 from image_builder.pool.reach.reach import Reach
 from image_builder.pool.steps.suite import CHECKS, NO_RESULT, Runs, Suite
 from image_builder.pool.steps.worker_guard import children
-from image_builder.settings import Settings
+from image_builder.settings import LAUNCHER, Settings
 from tests.bench.measures import NOT_BOOTED, be_quick
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import USER, Fleet, fleet
@@ -270,3 +271,33 @@ def test_a_host_that_is_lost_in_mid_suite_is_dropped_and_verified_once_it_is_bac
             pool.mend(HANGS)
         assert "the connection to the machine is lost" in (suite.reports / "host-1" / "suite.log").read_text()
         assert run(runs, pool, HANGS, 3).detail == "the suite did not end within 3 s"
+
+
+def test_a_machine_is_verified_by_an_ordinary_user(pool: Fleet, minimal: Workplace, tmp_path: Path) -> None:
+    """By the command line, which starts no service and writes only where its user may."""
+    nobody, mine = 65534, tmp_path / "mine"
+    mine.mkdir()
+    for file, name in ((pool.key, "key"), (minimal.artefact / "facts.json", "facts.json")):
+        (mine / name).write_bytes(file.read_bytes())
+    (mine / "known_hosts").write_bytes(pool.pinned.path.read_bytes())
+    (mine / "key").chmod(0o600)
+    for path in (mine, *mine.iterdir()):
+        os.chown(path, nobody, nobody)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)  # pytest's own are closed to others
+    target = f"ssh://{USER}@{pool.hosts[0].address}?key={mine}/key&known_hosts={mine}/known_hosts"
+    done = subprocess.run(
+        [LAUNCHER, "verify", target, "--facts", mine / "facts.json", "--output", mine / "reports", "--json"],
+        cwd=mine,
+        user=nobody,
+        group=nobody,
+        extra_groups=[],
+        env={"PATH": os.environ["PATH"], "HOME": os.fspath(mine)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # It isn't a booted machine: some checks of services fail.
+    assert done.returncode == VerifyError.exit_code, done.stderr
+    assert json.loads(done.stdout)["counts"]["passed"] > 30
+    assert (mine / "reports/junit.xml").stat().st_uid == nobody

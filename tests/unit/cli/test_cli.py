@@ -27,6 +27,7 @@ COMMANDS = [
     ("build",),
     ("boot",),
     ("init",),
+    ("doctor",),
     ("verify",),
     ("test",),
     ("lab", "up"),

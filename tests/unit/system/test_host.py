@@ -76,3 +76,75 @@ def test_a_filesystem_may_be_a_module(tmp_path: Path) -> None:
     module.parent.mkdir(parents=True)
     module.touch()
     host.check_kernel(("overlay",), known, tmp_path)
+
+
+TABLE = """\
+# a comment
+system debian 12
+package sh-like /bin/sh build
+package gone /nonexistent/gone build boot
+package away /nonexistent/away boot
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "host.txt"
+    path.write_text(TABLE)
+    return path
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(table: Path) -> None:
+    host.check_packages("plan", table)
+    with pytest.raises(HostError, match="are missing: gone$"):
+        host.check_packages("build", table)
+    with pytest.raises(HostError, match="are missing: gone away$") as refused:
+        host.check_packages("boot", table)
+    assert refused.value.hint == "apt-get install --no-install-recommends gone away"
+
+
+def test_systems_are_those_of_the_table(table: Path) -> None:
+    host.check_system({"ID": "debian", "VERSION_ID": "12"}, table)
+    with pytest.raises(HostError, match="Debian sid is not supported") as refused:
+        host.check_system({"ID": "debian", "PRETTY_NAME": "Debian sid"}, table)
+    assert refused.value.hint == "use one of: debian 12"
+
+
+@pytest.mark.parametrize(
+    ("held", "lacking"),
+    [
+        ("000001ffffffffff", ""),
+        ("00000000a80425fb", "CAP_SYS_ADMIN"),  # as Docker starts a container
+        ("00000000800405fb", "CAP_SYS_ADMIN, CAP_MKNOD"),  # as Podman does
+    ],
+)
+def test_capabilities_that_a_container_lacks_are_named(tmp_path: Path, held: str, lacking: str) -> None:
+    status = tmp_path / "status"
+    status.write_text(f"Name:\tx\nCapPrm:\t000001ffffffffff\nCapEff:\t{held}\nCapBnd:\t{held}\n")
+    if not lacking:
+        host.check_capabilities(status)
+        return
+    with pytest.raises(HostError, match=f"lacks {lacking}$") as refused:
+        host.check_capabilities(status)
+    assert refused.value.hint == host.RIGHTS
+
+
+def test_root_of_a_user_namespace_is_not_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    uid_map = tmp_path / "uid_map"
+    uid_map.write_text("         0          0 4294967295\n")
+    host.check_root(uid_map)
+    uid_map.write_text("         0       1001          1\n         1     100000      65536\n")
+    with pytest.raises(HostError, match="user namespace"):
+        host.check_root(uid_map)
+    monkeypatch.setattr("os.geteuid", lambda: 1001)
+    with pytest.raises(HostError, match="needs root"):
+        host.check_root(uid_map)
+
+
+def test_a_store_that_this_user_can_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.check_writable(tmp_path / "deep" / "store")
+    monkeypatch.setattr("os.access", lambda path, _mode: path != tmp_path)
+    with pytest.raises(HostError, match="not writable") as refused:
+        host.check_writable(tmp_path / "deep" / "store")
+    assert refused.value.hint is not None and "--store DIR" in refused.value.hint

@@ -18,7 +18,7 @@ from image_builder.system.trees import named_digests
 # What a play reads by path, not by import.
 PLAY_DATA = ("image_builder/bake/plugins/connection/sandbox.py",)
 # What decides bytes when Ansible evaluates and templates, beside its own version.
-_EVALUATORS = ("ansible-core", "jinja2", "pyyaml")
+EVALUATORS = ("ansible-core", "jinja2", "pyyaml")
 # What a layer writes beside its packages: the initramfs, dpkg's database, copied-up files, built programs.
 WRITTEN = 60 * MIB
 
@@ -28,7 +28,7 @@ def play_options(draft: Draft, stage: str, reading: PlaybookReading) -> dict[str
     options: dict[str, JSON] = {
         "variables": reading.variables,
         "values": reading.values,
-        "ansible": {name: importlib.metadata.version(name) for name in _EVALUATORS},
+        "ansible": {name: importlib.metadata.version(name) for name in EVALUATORS},
     }
     if reading.unknown:
         options["unknown"] = reading.unknown
