@@ -49,6 +49,8 @@ COMMANDS = [
     ("pool", "broker"),
     ("store", "gc"),
     ("store", "verify"),
+    ("store", "export"),
+    ("store", "import"),
 ]
 
 
