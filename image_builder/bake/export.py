@@ -261,7 +261,7 @@ def _pack(store: Store, stage_id: str, unpacked: int, directory: Path) -> Archiv
     ignored = [f"--xattrs-exclude={name}" for name in sorted(tree_manifest.ATTRIBUTES_OF_PLACE)]
     # Times of access and of change are of the place; without them the archive's bytes follow from the stage's.
     headers = "--pax-option=exthdr.name=%d/%f,delete=atime,delete=ctime"
-    place = ["--directory", store.object(stage_id)]
+    place = ("--directory", store.object(stage_id))
     argv = [*_TAR, *ignored, "--create", "--format=posix", headers, "--sort=name", "--sparse", *compressed]
     process.run([*argv, "--file", draft, *place, *_MEMBERS])
     archive = Archive(

@@ -157,10 +157,12 @@ def runner(minimal: Workplace, tmp_path: Path) -> Iterator[Callable[[str], Runne
     subprocess.run(["rm", "-rf", "--one-file-system", folder], check=True)
 
 
-def _steps(service: str) -> list[str]:
-    """Return the commands in order, without those that fetch image-builder or boot a machine."""
+def _steps(service: str, *, boots: bool = False) -> list[str]:
+    """Return the commands in order, without those that fetch image-builder or, unless it ``boots``, a machine's."""
     commands, _ = SHELLS[service][0]()
-    return [c for c in commands if not c.startswith(_GETS_IMAGE_BUILDER) and " boot " not in c]
+    ours = [c for c in commands if not c.startswith(_GETS_IMAGE_BUILDER)]
+    assert sum(" boot " in command for command in ours) == 1
+    return [command for command in ours if boots or " boot " not in command]
 
 
 def test_each_service_of_the_command_is_tested() -> None:
@@ -203,6 +205,25 @@ def test_a_check_that_fails_is_shown_and_its_record_is_kept(
     junit = [p for p in machine.records(SHELLS[service][0]()[1]) if p.name.endswith("junit.xml")]
     assert len(junit) == 1 and "<failure" in junit[0].read_text()
     assert junit[0].stat().st_mode & 0o004, "the service's own programs read it"
+
+
+@pytest.mark.nightly
+@pytest.mark.boot
+def test_a_booted_machine_that_fails_a_check_leaves_its_record(
+    runner: Callable[[str], Runner], cache: Path
+) -> None:
+    machine = runner("github")
+    machine.prepare(cache)
+    *before, boot = (c for c in _steps("github", boots=True) if "GITHUB_PATH" in c or "node" in c)
+    for command in before:
+        assert machine.step(command) == 0, machine.output
+    facts = machine.checkout / "output/node/latest/facts.json"
+    facts.write_text(facts.read_text().replace("the platform team", "somebody else"))
+    assert machine.step(boot) == VerifyError.exit_code, machine.output
+    assert "\n::error::1 of " in machine.output and "❌ boot" in machine.summary()
+    records = [p for p in machine.records(SHELLS["github"][0]()[1]) if p.parent.parent.name == "boot"]
+    assert [path.name for path in records] == ["junit.xml"]
+    assert records[0].read_text().count("<failure") == 1
 
 
 @pytest.mark.parametrize("service", init.SERVICES)

@@ -206,7 +206,7 @@ def _replace(cache: Path, change: Callable[[Path, list[tarfile.TarInfo]], None])
     work.mkdir()
     subprocess.run(["tar", "-xf", cache / entry["file"], "-C", work, "--xattrs-include=*"], check=True)
     plain = cache.parent / "plain.tar"
-    pack = ["tar", "-cf", plain, "--format=posix", "--xattrs-include=*", "-C", work]
+    pack = ("tar", "-cf", plain, "--format=posix", "--xattrs-include=*", "-C", work)
     subprocess.run([*pack, "product", "manifest.gz", "meta.json"], check=True)
     members: list[tarfile.TarInfo] = []
     change(work, members)
@@ -408,7 +408,7 @@ def test_an_import_that_was_killed_is_gone_on_with(runner: Workplace, exported: 
 
 
 def test_the_command_says_what_is_wrong(minimal: Workplace, runner: Workplace, tmp_path: Path) -> None:
-    argv = [REPO_ROOT / "image-builder", "store", "import", tmp_path, "--store", runner.store]
+    argv = (REPO_ROOT / "image-builder", "store", "import", tmp_path, "--store", runner.store)
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == StoreError.exit_code
     assert f"{tmp_path} is no export of a store" in done.stderr and "store export --to" in done.stderr

@@ -61,7 +61,8 @@ def measure(image: str, source: Path) -> dict[str, Any]:
         remove_tree(work)
     sizes = {
         "stages_bytes": sum(archive.unpacked for archive in index.objects),
-        "export_bytes": sum(part.bytes for part in (*index.objects, *index.downloads)),
+        "export_bytes": sum(archive.bytes for archive in index.objects)
+        + sum(d.bytes for d in index.downloads),
     }
     return {"image": image, **sizes, **{name: round(seconds, 1) for name, seconds in figures.items()}}
 
