@@ -29,7 +29,7 @@ from image_builder.bake.lock.resolve import remembered_lock
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages import layer, preload
 from image_builder.bake.stages.kind import MIB, StageKind
-from image_builder.bake.store import Store
+from image_builder.bake.store import Store, locked_digests
 from image_builder.bake.verification import Count
 from image_builder.canonical import digest
 from image_builder.errors import CommandError, HostError, SpaceError, StoreError, UsageError
@@ -92,7 +92,7 @@ class Index(Strict):
     format: Literal[1] = FORMAT
     objects: list[Archive] = Field(default_factory=list)
     downloads: list[Download] = Field(default_factory=list)
-    images: dict[Annotated[str, Field(pattern=r"^[^./][^/]*$")], Build] = Field(default_factory=dict)
+    images: dict[Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")], Build] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,16 @@ def _locked(
     build: Mapping[str, Mapping[str, Any]], lock: Lock, kinds: Mapping[str, StageKind], *, everything: bool
 ) -> Iterator[str]:
     """Yield the digests of the locked files that the stages take which another store may have to run."""
-    for stage in build.values() if everything else redoable(build):
+    if everything:
+        yield from locked_digests(lock.as_json())
+        return
+    for stage in redoable(build):
         name = str(stage["name"])
         if name in lock.groups:
             yield from (package.sha256 for package in lock.groups[name].packages)
-        plan = StagePlan(name, str(stage["kind"]), stage["options"])
-        yield from (file.sha256 for file in kinds[plan.kind].files(plan, lock))
+        if kind := kinds.get(stage["kind"]):
+            plan = StagePlan(name, kind.name, stage["options"])
+            yield from (file.sha256 for file in kind.files(plan, lock))
 
 
 def _export(
@@ -259,8 +263,8 @@ def _pack(store: Store, stage_id: str, unpacked: int, directory: Path) -> Archiv
     file = directory / OBJECTS / f"{stage_id}{suffix}"
     draft = file.with_name(f".{file.name}.new")
     ignored = [f"--xattrs-exclude={name}" for name in sorted(tree_manifest.ATTRIBUTES_OF_PLACE)]
-    # Times of access and of change are of the place; without them the archive's bytes follow from the stage's.
-    headers = "--pax-option=exthdr.name=%d/%f,delete=atime,delete=ctime"
+    # Times of access and of change are of the place.
+    headers = "--pax-option=delete=atime,delete=ctime"
     place = ("--directory", store.object(stage_id))
     argv = [*_TAR, *ignored, "--create", "--format=posix", headers, "--sort=name", "--sparse", *compressed]
     process.run([*argv, "--file", draft, *place, *_MEMBERS])

@@ -323,7 +323,7 @@ class Store:
         named: set[str] = set()
         for path in (self.path / "locks").glob("*.lock.json"):
             try:
-                named |= set(_digests(json.loads(path.read_bytes())))
+                named |= set(locked_digests(json.loads(path.read_bytes())))
             except ValueError as error:
                 raise StoreError(
                     f"{path} can't be read: {error}", hint="remove it: image-builder lock makes a new one"
@@ -346,13 +346,13 @@ def _close(staged: Path) -> None:
     (staged / "product").chmod(_CLOSED)
 
 
-def _digests(value: JSON) -> Iterator[str]:
+def locked_digests(value: JSON) -> Iterator[str]:
     """Yield every ``sha256`` of a lock, whatever its format."""
     if isinstance(value, Mapping):
         yield from (str(item) for name, item in value.items() if name == "sha256")
     if isinstance(value, Mapping | list):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _digests(item)
+            yield from locked_digests(item)
 
 
 def _builds(path: Path) -> list[list[str]]:

@@ -181,7 +181,7 @@ def test_a_blank_runner_takes_up_where_the_last_run_ended(
     rows = [line for line in machine.summary().splitlines() if line.startswith("| ")][2:]
     assert rows and all(row.endswith("| there already |") for row in rows), rows
     assert "0 stages and 0 downloads written" in machine.output
-    assert (machine.checkout / "output/node/latest/node.raw").exists()
+    assert (machine.checkout / "output/node/latest/manifest.json").exists()
 
 
 @pytest.mark.parametrize("service", init.SERVICES)
