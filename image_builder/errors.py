@@ -120,7 +120,7 @@ class StageError(ImageBuilderError):
 
 class StoreError(ImageBuilderError):
     exit_code = 11
-    meaning = "the store is damaged or unsuitable"
+    meaning = "the store, or an export of one, is damaged or unsuitable"
 
 
 class VerifyError(ImageBuilderError):

@@ -177,8 +177,7 @@ class Store:
         ``name`` and ``sha256``. Returns the stage's meta.
         """
         started = time.monotonic()
-        for path, mode in ((staged, 0o755), (staged / "product", _CLOSED)):
-            path.chmod(mode)
+        _close(staged)
         hashed = {file["name"]: file["sha256"] for file in facts.get("files", ())}
         entries, size = tree_manifest.write(staged / "product", staged / "manifest.gz", hashed)
         meta: dict[str, Any] = {
@@ -193,12 +192,21 @@ class Store:
         node_files.syncfs(staged)
         meta["seconds"] = round(seconds + time.monotonic() - started, 2)
         node_files.write(staged / "meta.json", json.dumps(meta, indent=1, sort_keys=True).encode())
-        target = self.object(plan.id)
+        self._enter(plan.id, staged)
+        return meta
+
+    def enter(self, stage_id: str, staged: Path) -> None:
+        """Make ``staged``, an object that another store has committed, a finished stage, as ``commit`` does."""
+        _close(staged)
+        node_files.syncfs(staged)
+        self._enter(stage_id, staged)
+
+    def _enter(self, stage_id: str, staged: Path) -> None:
+        target = self.object(stage_id)
         if target.exists():
             remove_tree(target)
         staged.rename(target)
         node_files.sync_directory(target.parent)
-        return meta
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -315,7 +323,7 @@ class Store:
         named: set[str] = set()
         for path in (self.path / "locks").glob("*.lock.json"):
             try:
-                named |= set(_digests(json.loads(path.read_bytes())))
+                named |= set(locked_digests(json.loads(path.read_bytes())))
             except ValueError as error:
                 raise StoreError(
                     f"{path} can't be read: {error}", hint="remove it: image-builder lock makes a new one"
@@ -332,13 +340,19 @@ class Store:
                 path.unlink()
 
 
-def _digests(value: JSON) -> Iterator[str]:
+def _close(staged: Path) -> None:
+    """Open an object to all users but for its product."""
+    staged.chmod(0o755)
+    (staged / "product").chmod(_CLOSED)
+
+
+def locked_digests(value: JSON) -> Iterator[str]:
     """Yield every ``sha256`` of a lock, whatever its format."""
     if isinstance(value, Mapping):
         yield from (str(item) for name, item in value.items() if name == "sha256")
     if isinstance(value, Mapping | list):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _digests(item)
+            yield from locked_digests(item)
 
 
 def _builds(path: Path) -> list[list[str]]:

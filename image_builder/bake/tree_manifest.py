@@ -20,12 +20,12 @@ from image_builder.system import sparse
 from image_builder.system.trees import sha256
 
 # Extended attributes that belong to the host or to where a tree lies, not to the tree.
-_ATTRIBUTES_OF_PLACE = frozenset(
+ATTRIBUTES_OF_PLACE = frozenset(
     ["security.selinux", *(f"trusted.overlay.{name}" for name in ("origin", "impure", "uuid", "nlink"))]
 )
 
 
-def _entries(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+def entries(root: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Walk ``root`` in a fixed order: (path below it, lstat)."""
     for folder, dirs, files in os.walk(root):
         dirs.sort()
@@ -43,7 +43,7 @@ def _line(path: str, info: os.stat_result, content: str) -> list[JSON]:
 
 def _attributes(full: Path) -> str:
     """Return the extended attributes of an entry as text, sorted: a file's capabilities, an overlay's marks."""
-    names = sorted(set(os.listxattr(full, follow_symlinks=False)) - _ATTRIBUTES_OF_PLACE)
+    names = sorted(set(os.listxattr(full, follow_symlinks=False)) - ATTRIBUTES_OF_PLACE)
     return " ".join(f"{name}={os.getxattr(full, name, follow_symlinks=False).hex()}" for name in names)
 
 
@@ -61,7 +61,7 @@ def write(root: Path, target: Path, hashed: Mapping[str, str]) -> tuple[int, int
     """
     count = size = 0
     with gzip.GzipFile(target, "wb", compresslevel=1, mtime=0) as out:
-        for path, info in _entries(root):
+        for path, info in entries(root):
             content = hashed.get(path) or _content(root / path, info)
             line = [*_line(path, info, content), _attributes(root / path)]
             out.write(json.dumps(line).encode() + b"\n")
@@ -82,7 +82,7 @@ def differences(folder: Path, *, contents: bool, limit: int = 1) -> list[str]:
     except (OSError, ValueError, KeyError, EOFError) as error:
         return [f"its manifest can't be read: {error}"]
     root = folder / "product"
-    present = dict(_entries(root))
+    present = dict(entries(root))
     for line in lines:
         path = line[0]
         info = present.pop(path, None)

@@ -100,6 +100,12 @@ class Page:
             rows = [(check.name, check.outcome, _one_line(check.message)) for check in result.not_passed]
             self.table(("check", "outcome", "what"), rows)
 
+    def console(self, problems: Sequence[str]) -> None:
+        """Add what a machine's console had to complain about."""
+        if problems:
+            self.is_green = False
+            self.table(("on the console",), [(problem,) for problem in problems])
+
 
 @contextmanager
 def summary(file: Path | None, title: str) -> Iterator[Page]:

@@ -118,13 +118,19 @@ def read_inventory(
     extra: Sequence[str] | None = None,
 ) -> Inventory:
     """Return an inventory; by default that of the ``ansible.cfg`` which counts."""
-    from image_builder.definition import configured_inventories, load_inventory
+    from image_builder.definition import load_inventory
 
-    project = project_root()
+    return load_inventory(inventory_paths(paths), vault or (), project=project_root(), extra=extra or ())
+
+
+def inventory_paths(paths: Sequence[Path] | None) -> Sequence[Path]:
+    """Return what makes up the inventory: what was given, else what the ``ansible.cfg`` names which counts."""
+    from image_builder.definition import configured_inventories
+
     if not (paths or (paths := configured_inventories())):
-        reason = f"no inventory was given, and {ansible_config([project])} names none"
+        reason = f"no inventory was given, and {ansible_config([project_root()])} names none"
         raise UsageError(reason, hint="give one with -i")
-    return load_inventory(paths, vault or (), project=project, extra=extra or ())
+    return paths
 
 
 def extensions() -> Extensions:

@@ -118,13 +118,20 @@ def guard(work: Callable[[], int], *, json_wanted: bool, command: str = "") -> i
 
 def _show(error: ImageBuilderError, json_wanted: bool, command: str) -> int:
     sys.stdout.flush()
-    print(text(error, command), file=sys.stderr, flush=True)
-    for line in ci.annotate(error, service) if service else ():
-        # Both services read it there; a result of JSON stays the only document.
-        print(line, file=sys.stderr if json_wanted else sys.stdout, flush=True)
+    report(error, command, on_stdout=not json_wanted)
     if json_wanted:
         print(json.dumps(as_json(error), indent=1))
     return error.exit_code
+
+
+def report(error: ImageBuilderError, command: str = "", *, on_stdout: bool) -> None:
+    """Print an error for people, and for the CI service if there is one.
+
+    Services read both streams. Not ``on_stdout``: a result of JSON stays the only document there.
+    """
+    print(text(error, command), file=sys.stderr, flush=True)
+    for line in ci.annotate(error, service) if service else ():
+        print(line, file=sys.stdout if on_stdout else sys.stderr, flush=True)
 
 
 def end_on_sigterm() -> None:

@@ -15,6 +15,9 @@ from image_builder.errors import UsageError
 from image_builder.settings import REPO_ROOT
 
 TEMPLATE = Path(__file__).parent / "project"
+# A folder for each CI service, with the file in which that looks for what to run.
+PIPELINES = Path(__file__).parent / "project_ci"
+SERVICES = sorted(path.name for path in PIPELINES.iterdir())
 _NEXT = ("  image-builder build node", "  image-builder boot node --verify")
 
 app = typer.Typer()
@@ -25,14 +28,19 @@ def init(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="a directory that is empty or doesn't exist")
     ],
+    ci: Annotated[
+        str, typer.Option("--ci", metavar="SERVICE", help=f"add a pipeline for {', '.join(SERVICES)}")
+    ] = "github",
     as_json: AsJson = False,
 ) -> int:
-    """Start a repository of your own: an inventory with an image, a layer, a role and a check.
+    """Start a repository of your own: an inventory with an image, a layer, a role, a check, and a pipeline for a CI.
 
     Example:
 
         image-builder init images && cd images && image-builder build node
     """
+    if ci not in SERVICES:
+        raise UsageError(f"--ci {ci}: must be one of {', '.join(SERVICES)}")
     target = directory.absolute()
     if target.resolve().is_relative_to(REPO_ROOT):
         raise UsageError(
@@ -41,13 +49,11 @@ def init(
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise UsageError(f"{target} is not an empty directory")
     try:
-        shutil.copytree(
-            TEMPLATE,
-            target,
-            dirs_exist_ok=True,
-            copy_function=shutil.copyfile,
-            ignore=shutil.ignore_patterns("__pycache__"),  # pip compiles what it installs
-        )
+        leftovers = shutil.ignore_patterns("__pycache__")  # pip compiles what it installs
+        for template in (TEMPLATE, PIPELINES / ci):
+            shutil.copytree(
+                template, target, dirs_exist_ok=True, copy_function=shutil.copyfile, ignore=leftovers
+            )
     except shutil.Error as error:
         raise UsageError(f"can't write {target}: {error.args[0][0][2]}") from error
     except OSError as error:

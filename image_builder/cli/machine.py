@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,8 +80,9 @@ def boot(
         )
         if result.suite:
             page.checks(result.suite)
+            page.console(result.console_problems)
     _show(result, out_dir, as_json=as_json)
-    return _judge(result.require_passed) if verify else 0
+    return _judge(result.require_passed, as_json=as_json) if verify else 0
 
 
 def _show(result: BootResult, out_dir: Path, *, as_json: bool) -> None:
@@ -104,12 +104,12 @@ def _local_disks(sizes: list[str] | None, *, none: bool) -> tuple[ExtraDisk, ...
     return local_disks(sizes or ()) if sizes or none else None
 
 
-def _judge(require_passed: Callable[[], None]) -> int:
-    """Return the status of a verdict. The result was printed already: on stdout it stays the only document."""
+def _judge(require_passed: Callable[[], None], *, as_json: bool) -> int:
+    """Return the status of a verdict, whose result was printed already."""
     try:
         require_passed()
     except ImageBuilderError as error:
-        print(failure.text(error), file=sys.stderr)
+        failure.report(error, on_stdout=not as_json)
         return error.exit_code
     return 0
 
@@ -158,4 +158,4 @@ def verify(
         print(json.dumps(result.as_json(), indent=1))
     else:
         render.stdout_console().print(verification.table(result))
-    return _judge(lambda: verification.require_passed(result))
+    return _judge(lambda: verification.require_passed(result), as_json=as_json)

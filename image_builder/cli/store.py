@@ -1,19 +1,31 @@
-"""``image-builder store``: garbage collection and integrity checks."""
+"""``image-builder store``: garbage collection, integrity checks, and exports for runners without a disk."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from image_builder.cli.command import AsJson, StoreDir, register, show
+from image_builder.cli import render
+from image_builder.cli.command import (
+    AsJson,
+    Inventories,
+    StoreDir,
+    extensions,
+    host_settings,
+    inventory_paths,
+    register,
+    show,
+)
 from image_builder.errors import StoreError
 from image_builder.settings import DEFAULT_STORE
 from image_builder.text import columns, human_bytes
 
 if TYPE_CHECKING:
+    from image_builder.bake.export import Transfer
     from image_builder.bake.store import Store
 
 app = typer.Typer(
@@ -79,6 +91,82 @@ def verify(store: StoreDir = DEFAULT_STORE, as_json: AsJson = False) -> int:
         else:
             print("hint: remove the damaged objects and build again", file=sys.stderr)
         return StoreError.exit_code
+    return 0
+
+
+@register(app, isolated=True)
+def export(
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="images that were built")],
+    directory: Annotated[
+        Path, typer.Option("--to", metavar="DIR", help="an export to bring up to date, or a new directory")
+    ],
+    everything: Annotated[
+        bool, typer.Option("--all", help="all stages and downloads of the builds, compilers included")
+    ] = False,
+    inventory: Inventories = None,
+    store: StoreDir = DEFAULT_STORE,
+    as_json: AsJson = False,
+) -> int:
+    """Export what the images' next builds need, as files that any user can copy.
+
+    That is: nothing to do where nothing has changed, and the last layer where that has. DIR is brought up to date: what
+    is there already is not written again, what is not needed any more is removed.
+
+    Example:
+
+        image-builder store export --to /srv/cache worker
+    """
+    from image_builder.bake import export as exporting
+    from image_builder.bake.plan.resolve import kinds
+    from image_builder.definition.model import record_name
+    from image_builder.settings import project_root
+
+    _existing_store(store)
+    paths, project = inventory_paths(inventory), project_root()
+    with render.monitor(f"export {' '.join(images)}") as monitor:
+        transfer = exporting.export(
+            [record_name(image, paths, project) for image in images],
+            directory.absolute(),
+            host_settings(store),
+            kinds(extensions()),
+            monitor,
+            everything=everything,
+        )
+    return _show(transfer, f"{directory}: ", "written", as_json=as_json)
+
+
+@register(app, name="import", isolated=True)
+def import_(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="what `store export` wrote")],
+    store: StoreDir = DEFAULT_STORE,
+    as_json: AsJson = False,
+) -> int:
+    """Bring the stages, downloads and locks of an export into the store.
+
+    Every file is compared with its digest first. What the store has already stays as it is. Import only what comes from
+    someone who may change your images.
+
+    Example:
+
+        image-builder store import /srv/cache
+    """
+    from image_builder.bake import export as exporting
+    from image_builder.bake.store import Store
+    from image_builder.system import host
+
+    host.check_host(store)
+    with render.monitor(f"import {directory}") as monitor:
+        transfer = exporting.take_over(directory.absolute(), Store(store.absolute()), monitor)
+    return _show(transfer, "", "imported", as_json=as_json)
+
+
+def _show(transfer: Transfer, place: str, action: str, *, as_json: bool) -> int:
+    """Print what was copied between a store and an export."""
+    text = (
+        f"{place}{len(transfer.stages)} stages and {len(transfer.downloads)} downloads {action}, "
+        f"{human_bytes(transfer.bytes)}; {transfer.present} stages there already"
+    )
+    show(dataclasses.asdict(transfer), text, as_json=as_json)
     return 0
 
 

@@ -19,7 +19,7 @@ from image_builder.machine.ssh import SshTarget
 from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
 from image_builder.settings import Settings
 from image_builder.verify.result import SuiteResult, require_passed
-from image_builder.verify.runner import observe_suite
+from image_builder.verify.runner import clear_records, observe_suite
 
 # An emulated machine unpacks preloaded images at a tenth of a real one's speed.
 SYSTEM_SECONDS = 1200.0
@@ -134,6 +134,7 @@ def boot(
     specification = _specification(facts, disk, needed=verify)
     variables = specification.get("variables", {})
     out_dir.mkdir(parents=True, exist_ok=True)
+    clear_records(out_dir)
     store = Store(settings.store)
     store.prepare()
     monitor.stages_planned([(name, "", False) for name in ("boot", "verify")[: 1 + verify]])

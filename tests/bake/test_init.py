@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -27,6 +28,29 @@ def test_a_new_repository_is_valid_and_is_found_from_its_directory(tmp_path: Pat
     assert run("images", cwd=place).stdout == "node\n"
     checked = run("validate", cwd=place)
     assert (checked.returncode, checked.stdout) == (0, "node: no problems\n"), checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "pipeline"),
+    [
+        ((), ".github/workflows/image.yml"),
+        (("--ci", "github"), ".github/workflows/image.yml"),
+        (("--ci", "azure"), "azure-pipelines.yml"),
+        (("--ci", "gitlab"), ".gitlab-ci.yml"),
+    ],
+)
+def test_the_pipeline_is_of_one_service(tmp_path: Path, options: tuple[str, ...], pipeline: str) -> None:
+    made = run("init", "images", *options, "--json", cwd=tmp_path)
+    files = json.loads(made.stdout)["files"]
+    pipelines = [".github/workflows/image.yml", "azure-pipelines.yml", ".gitlab-ci.yml"]
+    assert [name for name in pipelines if name in files] == [pipeline]
+    assert (tmp_path / "images" / pipeline).stat().st_size and "README.md" in files
+
+
+def test_another_service_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    done = run("init", "images", "--ci", "jenkins", cwd=tmp_path)
+    assert done.returncode == UsageError.exit_code and "azure, github, gitlab" in done.stderr
+    assert not (tmp_path / "images").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from image_builder.errors import VerifyError
-from image_builder.settings import SUITE
+from image_builder.settings import REPO_ROOT, SUITE
 from image_builder.verify.result import SuiteResult, require_passed
 from image_builder.verify.runner import observe_suite
+from tests.support.images.builds import Workplace
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
@@ -134,6 +136,28 @@ def test_a_failing_check_fails_and_is_recorded(suite: Path) -> None:
     assert "1 of 2 checks failed" in message and "test_it.py::test_bad: one is not two" in message
     verdict = json.loads((suite.parent / "out/verify.json").read_text())
     assert verdict["verdict"] == "failed" and verdict["counts"]["failed"] == 1
+
+
+def test_the_command_keeps_the_record_of_what_failed(minimal: Workplace, tmp_path: Path) -> None:
+    """A tree without a single program."""
+    (tmp_path / "tree/etc").mkdir(parents=True)
+    places = (
+        "--facts",
+        minimal.artefact / "facts.json",
+        "--output",
+        tmp_path / "out",
+        "--store",
+        minimal.store,
+    )
+    pages = ("--annotations", "github", "verify", tmp_path / "tree", "--summary", tmp_path / "summary.md")
+    done = subprocess.run(
+        [REPO_ROOT / "image-builder", *pages, *places], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == VerifyError.exit_code, done.stderr
+    assert "\n::error::" in done.stdout and "error: " in done.stderr
+    assert "❌" in (tmp_path / "summary.md").read_text()
+    assert "<failure" in (tmp_path / "out/junit.xml").read_text()
+    assert json.loads((tmp_path / "out/verify.json").read_text())["verdict"] == "failed"
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
     if not bad:
         return 0
     error = PoolError(f"{report['state']}: {bad} of {report['hosts']} hosts are not up", hint=hint)
-    sys.stderr.write(f"{failure.text(error)}\n")  # the result was printed already: it stays the only document
+    failure.report(error, on_stdout=not as_json)  # the result was printed already
     return error.exit_code
 
 

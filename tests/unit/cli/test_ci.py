@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from image_builder.cli import ci, failure
-from image_builder.errors import DefinitionError, FetchError, ImageBuilderError, Problem, UsageError
+from image_builder.errors import (
+    DefinitionError,
+    FetchError,
+    ImageBuilderError,
+    Problem,
+    UsageError,
+    VerifyError,
+)
 from image_builder.verify.result import Check, SuiteResult
 
 PROBLEMS = DefinitionError(
@@ -58,6 +65,27 @@ def test_other_errors_have_no_place(
     failure.guard(fail, json_wanted=True)
     shown = capsys.readouterr()
     assert "::error::no answer" in shown.err and shown.out.startswith("{")
+
+
+def test_a_verdict_is_shown_to_the_service_beside_its_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(failure, "service", "azure")
+    for on_stdout in (True, False):
+        failure.report(VerifyError("1 of 2 checks failed"), on_stdout=on_stdout)
+        shown = capsys.readouterr()
+        line = "##vso[task.logissue type=error;]1 of 2 checks failed\n"
+        assert (shown.out, shown.err.count(line)) == (line if on_stdout else "", 0 if on_stdout else 1)
+
+
+def test_a_console_with_problems_makes_a_page_red(tmp_path: Path) -> None:
+    file = tmp_path / "summary.md"
+    with ci.summary(file, "boot node") as page:
+        page.checks(result("passed"))
+        page.console(())
+        assert page.is_green
+        page.console(("kernel: | oops",))
+    assert "### ❌ boot node" in file.read_text() and "| kernel: \\| oops |" in file.read_text()
 
 
 def result(outcome: str) -> SuiteResult:

@@ -50,6 +50,8 @@ COMMANDS = [
     ("pool", "broker"),
     ("store", "gc"),
     ("store", "verify"),
+    ("store", "export"),
+    ("store", "import"),
 ]
 
 

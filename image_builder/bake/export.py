@@ -1,0 +1,473 @@
+"""An export of a store: what the next builds of some images need, as plain files that any user can read and copy.
+
+    DIR/index.json              what belongs to the export, each file with its SHA-256; written last
+    DIR/objects/<id>.tar.zst    a finished stage as the store has it; ``.tar`` where there is no zstd
+    DIR/downloads/<sha256>      locked files, as they were fetched
+
+An export into the same directory writes what is new and removes what is no longer needed. An import takes over one
+object after the other, each by one rename, as a build commits its stages.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, ValidationError
+
+from image_builder.bake import space, tree_manifest
+from image_builder.bake.lock.model import Lock, Sha256
+from image_builder.bake.lock.resolve import remembered_lock
+from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.stages import layer, preload
+from image_builder.bake.stages.kind import MIB, StageKind
+from image_builder.bake.store import Store, locked_digests
+from image_builder.bake.verification import Count
+from image_builder.canonical import digest
+from image_builder.errors import CommandError, HostError, SpaceError, StoreError, UsageError
+from image_builder.events import Monitor, shown_stage
+from image_builder.node import files
+from image_builder.settings import Settings
+from image_builder.strict_yaml import Strict
+from image_builder.system import process
+from image_builder.system.environment import BASE
+from image_builder.system.trees import sha256
+
+FORMAT: Final = 1
+INDEX = "index.json"
+OBJECTS, DOWNLOADS = "objects", "downloads"
+_OWN = {INDEX, f".{INDEX}.new", OBJECTS, DOWNLOADS}
+# What an object consists of.
+_MEMBERS = ("product", "manifest.gz", "meta.json")
+# Trees keep all that their manifests record. Names with a colon are no hosts.
+_TAR = ("tar", "--force-local", "--numeric-owner", "--acls", "--xattrs", "--xattrs-include=*")
+# Character devices that a root has: null, zero, full, random, urandom, tty, console, ptmx; and an overlay's whiteout.
+_DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 1), (5, 2), (0, 0)}
+# Quick: an archive is read once, and a disk's bytes hardly get fewer.
+_ZSTD = "zstd -T0 -1"
+_HINT = "remove it: the next build makes all stages, and an export of that store is whole again"
+
+
+class Archive(Strict):
+    """A finished stage. ``unpacked`` are the bytes that it takes in a store."""
+
+    id: Sha256
+    file: Annotated[str, Field(pattern=rf"^{OBJECTS}/[0-9a-f]{{64}}\.tar(\.zst)?$")]
+    sha256: Sha256
+    bytes: Count
+    unpacked: Count
+
+
+class Download(Strict):
+    """A locked file; ``folder`` is where the store has it."""
+
+    folder: Literal["debs", "files"]
+    sha256: Sha256
+    bytes: Count
+
+    @property
+    def file(self) -> str:
+        """Return its path below the export."""
+        return f"{DOWNLOADS}/{self.sha256}"
+
+
+class Build(Strict):
+    """What a store remembers of an image: the stages of its last build, and the lock that the next one uses."""
+
+    stages: list[Sha256]
+    lock: Lock | None
+
+
+class Index(Strict):
+    """All that belongs to an export. ``images`` are builds by the image's ``record_name``."""
+
+    format: Literal[1] = FORMAT
+    objects: list[Archive] = Field(default_factory=list)
+    downloads: list[Download] = Field(default_factory=list)
+    images: dict[Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")], Build] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What an export wrote or an import took over: ids of stages, digests of downloads, bytes of their files.
+
+    ``present`` counts the stages that were there already, ``removed`` are files that were needed no longer.
+    """
+
+    stages: list[str]
+    downloads: list[str]
+    bytes: int
+    present: int
+    removed: list[str]
+
+
+# -- export ----------------------------------------------------------------------------------------------
+
+
+def export(
+    images: Sequence[str],
+    directory: Path,
+    settings: Settings,
+    kinds: Mapping[str, StageKind],
+    monitor: Monitor,
+    *,
+    everything: bool = False,
+) -> Transfer:
+    """Make ``directory`` the export of the last builds of ``images``, each given by its ``record_name``.
+
+    With ``everything`` it has all stages of these builds and all that their locks name, else what ``required`` says.
+    Raises UsageError for a directory of something else, StoreError where an image was not built or a stage is damaged.
+    """
+    store = Store(settings.store)
+    with store.in_use():
+        builds = {image: store.last_build(image) for image in images}
+        if unbuilt := sorted(image for image, build in builds.items() if not build):
+            raise StoreError(
+                f"the store {store.path} has no build of {', '.join(unbuilt)}",
+                hint="build it first; the inventories must be the same",
+            )
+        locks = {image: Lock.remembered(remembered_lock(settings, image)) for image in images}
+        with _own(directory), shown_stage(monitor, "export"):
+            return _export(builds, locks, directory, store, kinds, monitor, everything=everything)
+
+
+def required(build: Mapping[str, Mapping[str, Any]], *, everything: bool = False) -> list[Mapping[str, Any]]:
+    """Choose among the stages of a build, by name and in order, those that another store needs to go on from it.
+
+    These are the last layer and all that follows it, the trees and stages that those stand on, and what was pulled:
+    so a build has nothing to do where nothing has changed, and begins at the last layer where that has. The stages
+    that only lower layers take something from, such as compilers, are left out.
+    """
+    stages = list(build.values())
+    if everything:
+        return stages
+    redone = redoable(build)
+    needed = {str(stage["id"]) for stage in redone}
+    needed |= {i for stage in redone for i in (*stage["lowers"], *stage["inputs"].values())}
+    return [stage for stage in stages if stage["id"] in needed or stage["kind"] == preload.KIND.name]
+
+
+def redoable(build: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the last layer of a build and the stages that follow it."""
+    stages = list(build.values())
+    layers = [number for number, stage in enumerate(stages) if stage["kind"] == layer.KIND.name]
+    return stages[layers[-1] if layers else 0 :]
+
+
+def _locked(
+    build: Mapping[str, Mapping[str, Any]], lock: Lock, kinds: Mapping[str, StageKind], *, everything: bool
+) -> Iterator[str]:
+    """Yield the digests of the locked files that the stages take which another store may have to run."""
+    if everything:
+        yield from locked_digests(lock.as_json())
+        return
+    for stage in redoable(build):
+        name = str(stage["name"])
+        if name in lock.groups:
+            yield from (package.sha256 for package in lock.groups[name].packages)
+        if kind := kinds.get(stage["kind"]):
+            plan = StagePlan(name, kind.name, stage["options"])
+            yield from (file.sha256 for file in kind.files(plan, lock))
+
+
+def _export(
+    builds: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    locks: Mapping[str, Lock | None],
+    directory: Path,
+    store: Store,
+    kinds: Mapping[str, StageKind],
+    monitor: Monitor,
+    *,
+    everything: bool,
+) -> Transfer:
+    chosen = {
+        str(stage["id"]): int(stage["bytes"])
+        for build in builds.values()
+        for stage in required(build, everything=everything)
+    }
+    digests = {
+        name
+        for image, build in builds.items()
+        if (lock := locks[image])
+        for name in _locked(build, lock, kinds, everything=everything)
+    }
+    archived = {archive.id: archive for archive in _present(directory)}
+    new = [stage_id for stage_id in chosen if stage_id not in archived]
+    done, total = 0, sum(chosen[stage_id] for stage_id in new)
+    for stage_id in new:
+        monitor.stage_progress("export", done, total, "B")
+        archived[stage_id] = _pack(store, stage_id, chosen[stage_id], directory)
+        done += chosen[stage_id]
+    downloads, copied = _copy_downloads(sorted(digests), store, directory)
+    index = Index(
+        objects=[archived[stage_id] for stage_id in sorted(chosen)],
+        downloads=downloads,
+        images={
+            image: Build(stages=[str(stage["id"]) for stage in builds[image].values()], lock=locks[image])
+            for image in sorted(builds)
+        },
+    )
+    _write_index(directory, index)
+    written: list[Archive | Download] = [*(archived[stage_id] for stage_id in new), *copied]
+    return Transfer(
+        new,
+        [download.sha256 for download in copied],
+        sum(file.bytes for file in written),
+        len(chosen) - len(new),
+        _remove_others(directory, index),
+    )
+
+
+@contextmanager
+def _own(directory: Path) -> Iterator[None]:
+    """Be the only one that writes an export, in a directory that has nothing else; raises UsageError, StoreError."""
+    if directory.is_dir() and (foreign := set(os.listdir(directory)) - _OWN):
+        raise UsageError(
+            f"{directory} is no export, it has {min(foreign)}",
+            hint="give an empty directory, or one that doesn't exist",
+        )
+    for folder in (OBJECTS, DOWNLOADS):
+        (directory / folder).mkdir(parents=True, exist_ok=True)
+    with files.descriptor(directory, os.O_DIRECTORY) as fd:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+
+
+def _present(directory: Path) -> list[Archive]:
+    """Return the archives of an earlier export that are still there, whole by their size."""
+    try:
+        index = read_index(directory)
+    except StoreError:  # there is none, or one that can't be gone on from
+        return []
+    return [archive for archive in index.objects if _size(directory / archive.file) == archive.bytes]
+
+
+def _size(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    return -1
+
+
+def _pack(store: Store, stage_id: str, unpacked: int, directory: Path) -> Archive:
+    """Write the archive of a finished stage; it has its name once it is whole."""
+    store.check(stage_id)
+    suffix, compressed = (".tar.zst", [f"--use-compress-program={_ZSTD}"]) if _has_zstd() else (".tar", [])
+    file = directory / OBJECTS / f"{stage_id}{suffix}"
+    draft = file.with_name(f".{file.name}.new")
+    ignored = [f"--xattrs-exclude={name}" for name in sorted(tree_manifest.ATTRIBUTES_OF_PLACE)]
+    # Times of access and of change are of the place.
+    headers = "--pax-option=delete=atime,delete=ctime"
+    place = ("--directory", store.object(stage_id))
+    argv = [*_TAR, *ignored, "--create", "--format=posix", headers, "--sort=name", "--sparse", *compressed]
+    process.run([*argv, "--file", draft, *place, *_MEMBERS])
+    archive = Archive(
+        id=stage_id,
+        file=f"{OBJECTS}/{file.name}",
+        sha256=sha256(draft),
+        bytes=draft.stat().st_size,
+        unpacked=unpacked,
+    )
+    draft.chmod(0o644)
+    draft.replace(file)
+    return archive
+
+
+def _has_zstd() -> bool:
+    return shutil.which("zstd", path=BASE["PATH"]) is not None
+
+
+def _copy_downloads(
+    digests: Sequence[str], store: Store, directory: Path
+) -> tuple[list[Download], list[Download]]:
+    """Copy the downloads that the store has; return all of them, and those that are new."""
+    downloads: list[Download] = []
+    copied: list[Download] = []
+    for name in digests:
+        for folder in ("debs", "files"):
+            source = store.path / folder / name
+            if (size := _size(source)) < 0:
+                continue
+            download = Download.model_validate({"folder": folder, "sha256": name, "bytes": size})
+            target = directory / download.file
+            if _size(target) != size:
+                draft = target.with_name(f".{name}.new")
+                shutil.copyfile(source, draft)
+                draft.replace(target)
+                copied.append(download)
+            downloads.append(download)
+    return downloads, copied
+
+
+def _write_index(directory: Path, index: Index) -> None:
+    content = index.model_dump(mode="json", exclude={"images"})
+    content["images"] = {
+        image: {"stages": build.stages, "lock": build.lock and build.lock.as_json()}
+        for image, build in index.images.items()
+    }
+    content["sha256"] = digest(content)
+    files.write_changed(directory / INDEX, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+
+
+def _remove_others(directory: Path, index: Index) -> list[str]:
+    """Remove the files that the index doesn't list, drafts of a killed export among them; return their paths."""
+    listed = {*(archive.file for archive in index.objects), *(d.file for d in index.downloads)}
+    present = [
+        f"{folder}/{name}" for folder in (OBJECTS, DOWNLOADS) for name in os.listdir(directory / folder)
+    ]
+    others = sorted(set(present) - listed)
+    for path in others:
+        (directory / path).unlink()
+    return others
+
+
+# -- import ----------------------------------------------------------------------------------------------
+
+
+def take_over(directory: Path, store: Store, monitor: Monitor) -> Transfer:
+    """Bring an export's stages and downloads into the store, and what it remembers of images that the store doesn't.
+
+    Every file is compared with its digest before the first one is unpacked. Raises StoreError for an export that is
+    damaged or none, SpaceError, HostError where a program is missing. What the store has stays as it is.
+    """
+    index = read_index(directory)
+    store.prepare()
+    with store.in_use(), store.staging() as staging, shown_stage(monitor, "import"):
+        objects = [archive for archive in index.objects if not store.has(archive.id)]
+        downloads = [d for d in index.downloads if not (store.path / d.folder / d.sha256).exists()]
+        parts: list[Archive | Download] = [*objects, *downloads]
+        _require_space(store.path, sum(a.unpacked for a in objects) + sum(d.bytes for d in downloads))
+        for part in parts:
+            _require_sound(directory / part.file, part)
+        for download in downloads:
+            _take_download(directory, download, store, staging)
+        done, total = 0, sum(archive.unpacked for archive in objects)
+        for archive in objects:
+            monitor.stage_progress("import", done, total, "B")
+            with store.claim(
+                archive.id, lambda: monitor.stage_doing("import", "another build makes a stage")
+            ):
+                if not store.has(archive.id):
+                    store.enter(archive.id, _unpack(directory, archive, staging, store))
+            done += archive.unpacked
+        for image, build in index.images.items():
+            _remember(store, staging, image, build)
+    return Transfer(
+        [archive.id for archive in objects],
+        [download.sha256 for download in downloads],
+        sum(part.bytes for part in parts),
+        len(index.objects) - len(objects),
+        [],
+    )
+
+
+def read_index(directory: Path) -> Index:
+    """Return what belongs to an export; raises StoreError for one that is damaged, of another format, or none."""
+    path = directory / INDEX
+    try:
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise StoreError(
+            f"{directory} is no export of a store: {INDEX}: {error.strerror}",
+            hint="make one: image-builder store export --to DIR IMAGE",
+        ) from error
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged: {error}", hint=_HINT) from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise StoreError(f"{path} is not an export of format {FORMAT}, which this version reads", hint=_HINT)
+    if document.pop("sha256", None) != digest(document):
+        raise StoreError(f"{path} is damaged: its bytes are not the ones that were written", hint=_HINT)
+    try:
+        return Index.model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise StoreError(f"{path} is no index: {where}: {first['msg']}", hint=_HINT) from error
+
+
+def _require_space(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise SpaceError(
+            f"{path} has {free // MIB} MiB free, the export takes {needed // MIB} MiB",
+            hint="free some: image-builder store gc --keep 1; or another disk: --store DIR",
+        )
+
+
+def _require_sound(path: Path, part: Archive | Download) -> None:
+    """Raise StoreError for a file that isn't the one of the index."""
+    size = _size(path)
+    if size < 0:
+        raise StoreError(f"{path} is missing", hint=_HINT)
+    if size != part.bytes:
+        raise StoreError(f"{path} is damaged: it has {size} of {part.bytes} bytes", hint=_HINT)
+    if sha256(path) != part.sha256:
+        raise StoreError(f"{path} is damaged: its bytes are not the ones that were written", hint=_HINT)
+
+
+def _take_download(directory: Path, download: Download, store: Store, staging: Path) -> None:
+    staged = staging / download.sha256
+    shutil.copyfile(directory / download.file, staged)
+    _require_sound(staged, download)  # it is the copy that is believed from now on
+    staged.chmod(0o644)
+    staged.rename(store.path / download.folder / download.sha256)
+
+
+def _unpack(directory: Path, archive: Archive, staging: Path, store: Store) -> Path:
+    """Unpack an archive into the staging area; return a whole and sound object, or raise StoreError.
+
+    GNU tar follows no link and leaves no directory: it strips leading slashes, refuses ``..``, and makes links that
+    lead elsewhere last. What it makes of a foreign archive is no object.
+    """
+    file, staged = directory / archive.file, staging / archive.id
+    if file.suffix == ".zst" and not _has_zstd():
+        raise HostError(f"{file} can't be read without zstd", hint="apt-get install zstd")
+    staged.mkdir()
+    try:
+        process.run([*_TAR, "--extract", "--keep-old-files", "--file", file, "--directory", staged])
+    except CommandError as error:
+        if shortage := space.shortage(store.path):
+            raise SpaceError(
+                f"{shortage}: {file}", hint="free some: image-builder store gc --keep 1"
+            ) from error
+        raise StoreError(f"{file} can't be unpacked: {error.tail or error.message}", hint=_HINT) from error
+    if reason := _fault(staged, archive.id):
+        raise StoreError(f"{file} is no stage of a store: {reason}", hint=_HINT)
+    return staged
+
+
+def _fault(staged: Path, stage_id: str) -> str | None:
+    """Say why a directory isn't the object of a stage; None where it is."""
+    types = {name: stat.S_IFMT((staged / name).lstat().st_mode) for name in os.listdir(staged)}
+    if types != dict(zip(_MEMBERS, (stat.S_IFDIR, stat.S_IFREG, stat.S_IFREG), strict=True)):
+        return f"it has {', '.join(sorted(types)) or 'nothing'}, not {', '.join(_MEMBERS)}"
+    try:
+        meta = json.loads((staged / "meta.json").read_bytes())
+        parts = {name: meta[name] for name in StagePlan("", "").parts}
+    except (ValueError, KeyError, TypeError) as error:
+        return f"meta.json: {error!r}"
+    if digest(parts) != stage_id or meta.get("id") != stage_id:
+        return "what it was made of is not what its id says"
+    for path, info in tree_manifest.entries(staged / "product"):
+        device = (os.major(info.st_rdev), os.minor(info.st_rdev))
+        if stat.S_ISBLK(info.st_mode) or (stat.S_ISCHR(info.st_mode) and device not in _DEVICES):
+            return f"{path} is a device"
+    return next(iter(tree_manifest.differences(staged, contents=False)), None)
+
+
+def _remember(store: Store, staging: Path, image: str, build: Build) -> None:
+    """Have the store remember an image's build and lock, unless it remembers some already."""
+    if not store.last_build(image):
+        store.record(image, build.stages)
+    if build.lock:
+        draft = staging / "lock"
+        build.lock.save(draft)
+        with suppress(FileExistsError):
+            files.rename_new(draft, store.path / "locks" / f"{image}.lock.json")

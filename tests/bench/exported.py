@@ -1,0 +1,96 @@
+"""What a runner without a disk of its own pays for a warm build: export, import, and the build itself.
+
+    .venv/bin/python tests/bench/exported.py [--image minimal] [--store DIR] [--json]
+
+Needs root, and a store in which the image was built. A blank store beside it takes the place of the next runner's.
+
+    export_seconds   `store export` into an empty directory
+    again_seconds    the same once more: nothing is new
+    import_seconds   `store import` into a blank store
+    copy_seconds     `cp -a` of the same stages from store to store, and a sync: what no import can do without
+    warm_seconds     `build` there, nothing changed, without the copy of its artifacts to the output; goal <= 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from image_builder.bake.export import read_index  # noqa: E402
+from image_builder.bake.store import Store  # noqa: E402
+from image_builder.settings import DEFAULT_STORE  # noqa: E402
+from image_builder.system.trees import remove_tree  # noqa: E402
+
+_GOALS = {"warm_seconds": 5.0}
+
+
+def _timed(*argv: str | Path) -> float:
+    started = time.monotonic()
+    subprocess.run(argv, stdout=subprocess.DEVNULL, check=True)
+    return time.monotonic() - started
+
+
+def measure(image: str, source: Path) -> dict[str, Any]:
+    program = REPO / "image-builder"
+    work = Path(tempfile.mkdtemp(prefix="bench-exported-", dir=source.parent))
+    export, blank, output = work / "export", work / "store", work / "output"
+    places = ("--store", blank, "--output", output)
+    try:
+        argv = (program, "store", "export", "--to", export, image, "--store", source)
+        figures = {"export_seconds": _timed(*argv), "again_seconds": _timed(*argv)}
+        index = read_index(export)
+        os.sync()
+        (work / "copy").mkdir()
+        objects = [Store(source).object(archive.id) for archive in index.objects]
+        figures["copy_seconds"] = _timed("cp", "-a", *objects, work / "copy") + _timed("sync")
+        figures["import_seconds"] = _timed(program, "store", "import", export, "--store", blank)
+        # The artifacts are copied once, whatever was built; then they are there already.
+        figures["published_seconds"] = _timed(program, "build", image, *places)
+        figures["warm_seconds"] = _timed(program, "build", image, *places)
+    finally:
+        remove_tree(work)
+    sizes = {
+        "stages_bytes": sum(archive.unpacked for archive in index.objects),
+        "export_bytes": sum(archive.bytes for archive in index.objects)
+        + sum(d.bytes for d in index.downloads),
+    }
+    return {"image": image, **sizes, **{name: round(seconds, 1) for name, seconds in figures.items()}}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--image", default="minimal")
+    parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = measure(options.image, options.store)
+    if options.json:
+        print(json.dumps(figures))
+    else:
+        mib = figures["stages_bytes"] >> 20, figures["export_bytes"] >> 20
+        rows = [
+            (f"export, {mib[0]} to {mib[1]} MiB", "export_seconds", ""),
+            ("export, nothing new", "again_seconds", ""),
+            ("import", "import_seconds", f"{figures['copy_seconds']} s"),
+            ("first build, artifacts published", "published_seconds", ""),
+            ("build, nothing changed", "warm_seconds", ""),
+        ]
+        print(f"{'name':<34}{'ours':>10}{'cp -a':>10}{'goal':>10}")
+        for name, key, other in rows:
+            goal = f"<= {_GOALS[key]}" if key in _GOALS else "-"
+            print(f"{name:<34}{figures[key]:>8} s{other or '-':>10}{goal:>10}")
+    return 0 if all(figures[key] <= goal for key, goal in _GOALS.items()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
