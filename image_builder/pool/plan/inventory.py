@@ -9,6 +9,8 @@ A pool is a group of the inventory. A scale set is a group in it (or the pool it
     pool_scale_set  the scale set's name, where it isn't the group's
     pool_vm_id      Azure's id of the instance
     pool_power_state  Azure's power state: who is stopped or deallocated, or about to be, is left out
+
+How a host is connected to stands in Ansible's own variables (definition/connection.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.canonical import JSON, digest
+from image_builder.definition import connection
+from image_builder.definition.connection import Hop
 from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
@@ -37,9 +41,8 @@ _TEXTS = (
     "pool_scale_set",
     "pool_vm_id",
     "pool_power_state",
-    "ansible_host",
 )
-_READ = (*_TEXTS, "pool_capacity", "ansible_port")
+_READ = frozenset({*_TEXTS, "pool_capacity", *connection.NAMES})
 # Nobody answers there: such hosts would time out, and spend what may fail.
 _OFF = ("stopping", "stopped", "deallocating", "deallocated")
 _REQUIRED = ("pool_image", "pool_vm_size")
@@ -190,11 +193,11 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
         fault("pool_image", f"unknown image `{image}`{did_you_mean(image, reading.images)}")
     if "pool_scale_set" not in texts and len(groups) > 1:
         fault("pool_scale_set", f"is missing, and the host is in {', '.join(sorted(groups))}")
-    port = values.get("ansible_port", 22)
-    if isinstance(port, bool) or not str(port).isdigit() or not 0 < int(str(port)) < 65536:
-        fault("ansible_port", f"must be a port, got {json.dumps(port)}")
+    way, faults = connection.read({key: value for key, value in values.items() if key not in wrong})
+    for variable, reason in faults:
+        fault(variable, reason)
     scale_set = texts.get("pool_scale_set", groups[0] if groups else pool)
-    reading.own.append((("ansible_host", texts.get("ansible_host", name), str(port)), name))
+    reading.own.append((("ansible_host", f"{way.address or name}{_behind(way.hops)}", str(way.port)), name))
     if "pool_vm_id" in texts:
         reading.own.append((("pool_vm_id", texts["pool_vm_id"], ""), name))
     capacities = reading.capacities.setdefault((pool, scale_set), {})
@@ -206,15 +209,23 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
         return None
     return Host(
         name=name,
-        address=texts.get("ansible_host", name),
-        port=int(str(port)),
+        address=way.address or name,
+        port=way.port,
         pool=pool,
         scale_set=scale_set,
         vm_size=texts["pool_vm_size"],
         zone=texts.get("pool_zone", ""),
         image=texts["pool_image"],
         vm_id=texts.get("pool_vm_id", ""),
+        user=way.user,
+        key=way.key,
+        hops=way.hops,
     )
+
+
+def _behind(hops: Sequence[Hop]) -> str:
+    """Return what tells an address from the same one behind another bastion."""
+    return f" behind {hops[-1].address}" if hops else ""
 
 
 def _hashable(value: JSON) -> JSON:

@@ -233,7 +233,7 @@ def slice_of(*delays: float, key: Path = Path("/keys/pool")) -> ansible.Slice:
         for n in range(len(delays))
     ]
     work = [Work(host, 1, delay) for host, delay in zip(hosts, delays, strict=True)]
-    return ansible.Slice(work, Access("admin", key, Pinned(Path("/keys/hosts"))), 900.0)
+    return ansible.Slice(work, Access(Pinned(Path("/keys/hosts")), "admin", key), 900.0)
 
 
 def test_a_slice_is_a_private_data_directory_without_secrets(tmp_path: Path) -> None:

@@ -1,0 +1,209 @@
+"""Real hosts that can be reached only through a real bastion: the promises of a direct connection hold behind it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.definition.connection import Hop
+from image_builder.pool.reach.reach import Answer, Reach
+from image_builder.pool.run.records import Result
+from tests.support.images.builds import Workplace
+from tests.support.pools.fleet import USER, Fault, Fleet, fleet
+from tests.support.pools.rollouts import Rollout, install, make, signature, wait
+from tests.support.pools.traces import here
+
+pytestmark = [pytest.mark.root, pytest.mark.hosts]
+
+# Two bastions; the others are behind them. OTHER has another user than the rest.
+OUTER, INNER, OTHER, LAST = 0, 1, 4, 7
+BEHIND = (2, 3, OTHER)
+FAULTS: dict[int, Fault] = {5: "refused", 6: "dead"}
+ACCEPTED = "Accepted publickey for"
+_KEY = "/etc/ssh/ssh_host_ed25519_key"
+_LONG = 300.0
+
+
+@pytest.fixture(scope="module")
+def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet(minimal, tmp_path_factory.mktemp("fleet"), LAST + 1, faults=FAULTS) as hosts:
+        install(hosts, BEHIND)
+        hosts.run(OTHER, "sh", "-ec", f"sed -i 's/^{USER}:/other:/' /etc/passwd /etc/shadow")
+        hosts.run(OTHER, "sh", "-ec", f"sed -i 's/^{USER} /other /' /etc/sudoers.d/fleet")
+        for number in range(INNER, LAST + 1):
+            if number != 6:  # nobody reaches that one
+                hosts.part(number)
+        with hosts.pinned.path.open("a") as keys:
+            for number in (OUTER, INNER):
+                keys.write(
+                    f"{hosts.hosts[number].address} {(hosts.folder / f'host-{number}.pub').read_text()}"
+                )
+        yield hosts
+
+
+def hop(pool: Fleet, number: int, **more: Any) -> Hop:
+    return Hop(address=pool.hosts[number].address, **more)
+
+
+def ask(pool: Fleet, *numbers: int, hops: tuple[Hop, ...], **more: Any) -> list[Answer]:
+    """Ask these hosts at once for who root is there; return their answers."""
+    hosts = [pool.hosts[n].model_copy(update={"hops": hops, **more}) for n in numbers]
+    with Reach(pool.access(connect_seconds=10.0)) as reach:
+        futures = [reach.submit(host, ["id", "-un"], root=True, seconds=_LONG) for host in hosts]
+        return [future.result() for future in futures]
+
+
+def kinds(answers: list[Answer]) -> list[str]:
+    return [answer.outcome.kind for answer in answers]
+
+
+def test_hosts_behind_a_bastion_are_reached_over_one_connection_to_it(pool: Fleet) -> None:
+    before = pool.log(OUTER).count(ACCEPTED)
+    answers = ask(pool, 2, 3, hops=(hop(pool, OUTER),))
+    assert [answer.stdout for answer in answers] == [b"root\n"] * 2, answers
+    assert pool.log(OUTER).count(ACCEPTED) == before + 1
+    assert kinds(ask(pool, 2, hops=())) == ["timeout"]
+
+
+def test_a_second_bastion_is_reached_through_the_first(pool: Fleet) -> None:
+    before = pool.log(INNER).count(ACCEPTED)
+    answers = ask(pool, 2, 3, hops=(hop(pool, OUTER), hop(pool, INNER)))
+    assert [answer.stdout for answer in answers] == [b"root\n"] * 2, answers
+    assert pool.log(INNER).count(ACCEPTED) == before + 1
+
+
+def test_hosts_behind_a_bastion_end_in_their_own_classes(pool: Fleet) -> None:
+    way = (hop(pool, OUTER),)
+    assert kinds(ask(pool, 2, 5, hops=way)) == ["ok", "refused"]
+    assert kinds(ask(pool, 2, hops=way, port=2222)) == ["refused"]
+    assert kinds(ask(pool, OTHER, hops=way)) == ["auth"]
+    (dead,) = ask(pool, 6, hops=way)
+    assert dead.outcome.kind in ("timeout", "refused")  # it depends on when the bastion gives up
+
+
+@pytest.mark.parametrize("number", [2, OUTER])
+def test_changed_key_behind_or_of_a_bastion_stops_before_it_knows_who_we_are(
+    pool: Fleet, number: int
+) -> None:
+    kept = pool.run(number, "cat", _KEY)
+    pool.change_key(number)
+    before = pool.log(number)
+    try:
+        answers = ask(pool, 2, 3, hops=(hop(pool, OUTER),))
+    finally:
+        logged = pool.log(number).removeprefix(before)
+        pool.restore_key(number, kept)
+    assert kinds(answers) == (["bastion"] * 2 if number == OUTER else ["host key", "ok"])
+    assert "SHA256:" in answers[0].outcome.detail
+    assert "Connection from" in logged and "userauth-request" not in logged
+    assert kinds(ask(pool, 2, 3, hops=(hop(pool, OUTER),))) == ["ok"] * 2
+
+
+def test_a_bastion_that_is_wrong_is_not_its_hosts_fault(pool: Fleet) -> None:
+    for wrong in ({"port": 2222}, {"user": "nobody"}):
+        answers = ask(pool, 2, 3, hops=(hop(pool, OUTER, **wrong),))
+        assert kinds(answers) == ["bastion"] * 2
+        assert pool.hosts[OUTER].address in answers[0].outcome.detail
+    unpinned = Hop(address="198.19.0.9")
+    assert "no key is pinned" in ask(pool, 2, hops=(unpinned,))[0].outcome.detail
+
+
+def test_a_bastion_that_forwards_nothing_is_the_fault(pool: Fleet) -> None:
+    pool.configure(OUTER, "AllowTcpForwarding no")
+    try:
+        assert kinds(ask(pool, 2, hops=(hop(pool, OUTER),))) == ["bastion"]
+    finally:
+        pool.configure(OUTER)
+
+
+def test_connections_break_with_their_bastion_and_a_new_one_is_made(pool: Fleet) -> None:
+    host = pool.hosts[2].model_copy(update={"hops": (hop(pool, OUTER),)})
+    with Reach(pool.access()) as reach:
+        future = reach.submit(host, ["sh", "-c", "touch /tmp/begun; sleep 600"], seconds=_LONG)
+        wait(lambda: "begun" in pool.run(2, "ls", "/tmp"))
+        pool.run(OUTER, "pkill", "-f", "^sshd-session: ")
+        assert future.result().outcome.kind == "bastion", future.result()
+        assert reach.submit(host, ["true"], seconds=_LONG).result().outcome.ok
+
+
+def through(pool: Fleet) -> dict[int, dict[str, Any]]:
+    """Return the variables of the hosts, as an inventory has them: who logs in, with which key, and how."""
+    address = pool.hosts[OUTER].address
+    command = f"ssh -W %h:%p -q -i {shlex.quote(str(pool.key))} {USER}@{address}"
+    return {
+        2: {"ansible_ssh_common_args": f"-J {USER}@{address}"},
+        3: {"ansible_ssh_extra_args": f"-o ProxyJump={USER}@{address}"},
+        OTHER: {
+            "ansible_ssh_common_args": f"-o ProxyCommand={shlex.quote(command)}",
+            "ansible_user": "other",
+        },
+    }
+
+
+def plan(pool: Fleet, folder: Path, **policy: Any) -> Rollout:
+    """Plan a rollout of the hosts behind the bastion, which are as new."""
+    login = {"ansible_user": USER, "ansible_become": True, "ansible_ssh_private_key_file": str(pool.key)}
+    variables = {number: login | way for number, way in through(pool).items()}
+    agent = "seconds=5\n"
+    return make(pool, folder, BEHIND, policy=policy, agent=agent, sound=BEHIND, variables=variables)
+
+
+_INVENTORY = {"user": "", "key": ""}  # what the command line says
+
+
+def test_a_rollout_goes_through_the_bastion_as_the_inventory_says(pool: Fleet, tmp_path: Path) -> None:
+    """As two users, by sudo: probed and verified over one connection to the bastion, told over one of the slice."""
+    run = plan(pool, tmp_path, waves=["100%"], verify="100%")
+    before = [pool.log(number).count(ACCEPTED) for number in (OUTER, INNER)]
+    report = run.finish(**_INVENTORY)
+    assert outcomes(report) == dict.fromkeys(BEHIND, "ok"), report["results"]
+    assert run.joins() == dict.fromkeys(BEHIND, 1)
+    # The canary is a wave, and a slice, of its own.
+    assert [pool.log(n).count(ACCEPTED) - b for n, b in zip((OUTER, INNER), before, strict=True)] == [3, 0]
+    assert f"{ACCEPTED} other" in pool.log(OTHER)
+    assert here(pool) == [] and run.left() == []
+    verified = run.finish(**_INVENTORY, verify=True)
+    assert outcomes(verified) == dict.fromkeys(BEHIND, "ok")
+
+
+def test_the_command_line_wins_over_the_inventory(pool: Fleet, tmp_path: Path) -> None:
+    run = plan(pool, tmp_path, waves=["100%"], retries=0)
+    report = run.finish(**(_INVENTORY | {"user": USER}), status=1)
+    assert report["results"][f"host-{OTHER}"]["outcome"]["kind"] in ("auth", "not started")
+    assert "auth" in {outcome["kind"] for outcome in ends(report)}
+
+
+def test_a_bastion_that_dies_in_mid_run_costs_attempts_and_no_host(pool: Fleet, tmp_path: Path) -> None:
+    policy = {"waves": ["100%"], "canaries": 0, "retries": 9, "retry_seconds": 1}
+    run = plan(pool, tmp_path, **policy)
+    with run.start(**_INVENTORY) as child:
+        wait(lambda: child.poll() is not None or any(run.joins().values()))
+        pool.cut(OUTER)
+        try:
+            wait(lambda: child.poll() is not None or any(r.outcome.kind == "bastion" for r in results(run)))
+        finally:
+            pool.mend(OUTER)
+        out, err = child.communicate(timeout=280)
+    assert child.returncode == 0, err
+    assert outcomes(json.loads(out)) == dict.fromkeys(BEHIND, "ok"), out
+    assert run.joins() == dict.fromkeys(BEHIND, 1)
+    assert {r.outcome.kind for r in results(run)} <= {"ok", "bastion", "dropped", "timeout"}
+    assert run.left() == []
+
+
+def results(run: Rollout) -> list[Result]:
+    return [record for record in run.records if isinstance(record, Result)]
+
+
+def ends(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [result["outcome"] for result in report["results"].values() if result["outcome"]]
+
+
+def outcomes(report: Mapping[str, Any]) -> dict[int, str]:
+    named = report["results"].items()
+    return {int(name.rpartition("-")[2]): signature(result["outcome"]) for name, result in named}
