@@ -7,6 +7,7 @@ What of these variables can't be honoured is refused; of arguments for OpenSSH o
 from __future__ import annotations
 
 import getopt
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ _ONLY = {
 }
 _BECOME = "ansible_become"
 NAMES = frozenset({*ARGUMENTS, *_ONLY, _BECOME, *(name for names in VARIABLES.values() for name in names)})
-_ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+_ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9._:-]*")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _FORWARD = ("%h:%p", "[%h]:%p")
 
@@ -50,6 +51,12 @@ class Hop(BaseModel):
     port: int = Field(default=22, ge=1, le=65535)
     user: str = ""
     key: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return the form that ``parse_jump`` takes, which has no key."""
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{self.user}@{address}:{self.port}".removeprefix("@")
 
 
 class Connection(NamedTuple):
@@ -79,7 +86,7 @@ def read(values: Mapping[str, JSON]) -> tuple[Connection, list[Fault]]:
         elif isinstance(value, str | int) and not isinstance(value, bool):
             return name, str(value)
         elif value is not None:
-            faults.append((name, f"must be a text, got {value!r}"))
+            faults.append((name, f"must be a text, got {json.dumps(value)}"))
         return name, ""
 
     (_, address), (port_name, port), (_, user), (_, key) = (text(names) for names in VARIABLES.values())
@@ -160,11 +167,14 @@ def _hop(text: str) -> Hop:
 
 def _parse_command(text: str) -> tuple[Hop, ...]:
     """Return the way of a ProxyCommand that is OpenSSH's own; raises ValueError for any other."""
+    refused = f"ProxyCommand `{text}` is not supported, {_SUPPORTED}"
     program, *arguments = shlex.split(text) or [""]
+    if PurePath(program).name != "ssh":
+        raise ValueError(refused)
     options, rest = _options(arguments, "qJ:W:i:l:o:p:")
     values = dict(options)
-    if PurePath(program).name != "ssh" or values.get("-W") not in _FORWARD or len(rest) != 1:
-        raise ValueError(f"ProxyCommand `{text}` is not supported, {_SUPPORTED}")
+    if values.get("-W") not in _FORWARD or len(rest) != 1:
+        raise ValueError(refused)
     user, _, host = rest[0].rpartition("@")
     user, port = values.get("-l", user), values.get("-p", "")
     hop = _hop((f"{user}@" if user else "") + host + (f":{port}" if port else ""))
