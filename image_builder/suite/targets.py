@@ -152,6 +152,11 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
     def _log_in(self, user: str, host: str, port: int) -> paramiko.SSHClient:
         """Log in to what is next on the way, through what was last."""
         via = self._clients[-1].get_transport() if self._clients else None
+        channel = (
+            via.open_channel("direct-tcpip", (host, port), ("127.0.0.1", 0), timeout=self.timeout)
+            if via
+            else None
+        )
         client = paramiko.SSHClient()
         client.load_host_keys(str(self.address.known_hosts))
         client.set_missing_host_key_policy(paramiko.RejectPolicy())
@@ -160,8 +165,7 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
             port=port,
             username=user,
             key_filename=str(self.address.key) if self.address.key else None,
-            sock=via
-            and via.open_channel("direct-tcpip", (host, port), ("127.0.0.1", 0), timeout=self.timeout),
+            sock=channel,
             allow_agent=False,
             look_for_keys=False,
             timeout=self.timeout,

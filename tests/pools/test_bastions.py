@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 from image_builder.definition.connection import Hop
 from image_builder.pool.reach.reach import Answer, Reach
 from image_builder.pool.run.records import Result
-from tests.support.images.builds import Workplace
+from tests.bench.measures import be_quick
+from tests.support.images.builds import REPO, Workplace
 from tests.support.pools.fleet import USER, Fault, Fleet, fleet
 from tests.support.pools.rollouts import Rollout, install, make, signature, wait
 from tests.support.pools.traces import here
@@ -129,6 +132,34 @@ def test_connections_break_with_their_bastion_and_a_new_one_is_made(pool: Fleet)
         pool.run(OUTER, "pkill", "-f", "^sshd-session: ")
         assert future.result().outcome.kind == "bastion", future.result()
         assert reach.submit(host, ["true"], seconds=_LONG).result().outcome.ok
+
+
+def test_one_machine_is_verified_through_bastions(minimal: Workplace, pool: Fleet, tmp_path: Path) -> None:
+    """By ``image-builder verify``, whose file of keys is OpenSSH's own: each machine under its address."""
+    be_quick(pool, (2,))
+    known, before = tmp_path / "known_hosts", pool.log(OUTER).count(ACCEPTED)
+    numbers = (OUTER, INNER, 2)
+    lines = (f"{pool.hosts[n].address} {(pool.folder / f'host-{n}.pub').read_text()}" for n in numbers)
+    known.write_text("".join(lines))
+    jump = f"{pool.hosts[OUTER].address},{USER}@{pool.hosts[INNER].address}"
+    url = f"ssh://{USER}@{pool.hosts[2].address}?key={pool.key}&known_hosts={known}&jump={jump}"
+    facts = minimal.artefact / "facts.json"
+    argv = [
+        sys.executable,
+        "-m",
+        "image_builder.cli",
+        "verify",
+        url,
+        "--facts",
+        facts,
+        "-o",
+        tmp_path,
+        "--json",
+    ]
+    done = subprocess.run(argv, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False)
+    passed = {check["name"] for check in json.loads(done.stdout)["checks"] if check["outcome"] == "passed"}
+    assert len(passed) > 80, done.stdout
+    assert pool.log(OUTER).count(ACCEPTED) == before + 1
 
 
 def through(pool: Fleet) -> dict[int, dict[str, Any]]:

@@ -167,7 +167,9 @@ class Results:
 def _lost(message: str, task: str, *, is_told: bool) -> JoinStatus:
     outcome = unreached(message, answered=is_told)
     # Who did not let us in can't have been told. Where the connection broke while it was, anything may be.
-    untold = not is_told and (task == CONFIGURE or outcome.kind in ("refused", "auth", "host key", "sudo"))
+    untold = not is_told and (
+        task == CONFIGURE or outcome.kind in ("refused", "bastion", "auth", "host key", "sudo")
+    )
     return JoinStatus(outcome, "no" if untold else "unknown")
 
 
