@@ -12,7 +12,7 @@ import posixpath
 import shlex
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 import paramiko
 
-from image_builder.definition.connection import Hop, parse_jump
+from image_builder.definition.connection import Connection, Hop, parse_jump
 from image_builder.errors import BootError, CommandError, UsageError
 from image_builder.system.process import TAIL_LINES, Completed
 
@@ -72,8 +72,11 @@ class SshAddress:
         return [*argv, f"{self.user}@{self.host}"]
 
 
-def parse(url: str) -> SshAddress:
-    """Return the address in ``url``; raises UsageError with what is wrong."""
+def parse(url: str, inventory: Callable[[str], Connection] = lambda _: Connection()) -> SshAddress:
+    """Return the address in ``url``; raises UsageError with what is wrong.
+
+    ``inventory`` returns what is to count for a host where the URL says nothing; it is asked by the URL's host.
+    """
     hint = "an address looks like ssh://user@host:22?key=/path/to/private/key"
     parts = urlsplit(url)
     try:
@@ -96,13 +99,14 @@ def parse(url: str) -> SshAddress:
         jump = parse_jump(query["jump"]) if query.get("jump") else ()
     except ValueError as error:
         raise UsageError(f"{url}: {error}", hint=hint) from None
+    known = inventory(parts.hostname)
     return SshAddress(
-        user=unquote(parts.username or "root"),
-        host=parts.hostname,
-        port=port or 22,
-        key=files.get("key"),
+        user=unquote(parts.username or known.user or "root"),
+        host=known.address or parts.hostname,
+        port=port or known.port,
+        key=files.get("key", Path(known.key) if known.key else None),
         known_hosts=files.get("known_hosts"),
-        jump=jump,
+        jump=jump or known.hops,
     )
 
 

@@ -18,7 +18,7 @@ from image_builder.pool.run.records import Result
 from tests.bench.measures import be_quick
 from tests.support.images.builds import REPO, Workplace
 from tests.support.pools.fleet import USER, Fault, Fleet, fleet
-from tests.support.pools.rollouts import Rollout, install, make, signature, wait
+from tests.support.pools.rollouts import POLICY, Rollout, install, make, signature, wait, write_plan
 from tests.support.pools.traces import here
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
@@ -135,27 +135,18 @@ def test_connections_break_with_their_bastion_and_a_new_one_is_made(pool: Fleet)
 
 
 def test_one_machine_is_verified_through_bastions(minimal: Workplace, pool: Fleet, tmp_path: Path) -> None:
-    """By ``image-builder verify``, whose file of keys is OpenSSH's own: each machine under its address."""
+    """By ``image-builder verify``, as its inventory says; its file of keys has each machine under its address."""
     be_quick(pool, (2,))
     known, before = tmp_path / "known_hosts", pool.log(OUTER).count(ACCEPTED)
     numbers = (OUTER, INNER, 2)
     lines = (f"{pool.hosts[n].address} {(pool.folder / f'host-{n}.pub').read_text()}" for n in numbers)
     known.write_text("".join(lines))
-    jump = f"{pool.hosts[OUTER].address},{USER}@{pool.hosts[INNER].address}"
-    url = f"ssh://{USER}@{pool.hosts[2].address}?key={pool.key}&known_hosts={known}&jump={jump}"
-    facts = minimal.artefact / "facts.json"
-    argv = [
-        sys.executable,
-        "-m",
-        "image_builder.cli",
-        "verify",
-        url,
-        "--facts",
-        facts,
-        "-o",
-        tmp_path,
-        "--json",
-    ]
+    jump = f"-J {pool.hosts[OUTER].address},{USER}@{pool.hosts[INNER].address}"
+    login = {"ansible_user": USER, "ansible_private_key_file": str(pool.key), "ansible_ssh_common_args": jump}
+    write_plan(pool, tmp_path, (2,), POLICY, {2: login})
+    url = f"ssh://host-2?known_hosts={known}"
+    paths = ("-i", tmp_path / "hosts.json", "--facts", minimal.artefact / "facts.json", "-o", tmp_path)
+    argv = [sys.executable, "-m", "image_builder.cli", "verify", url, *map(str, paths), "--json"]
     done = subprocess.run(argv, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False)
     passed = {check["name"] for check in json.loads(done.stdout)["checks"] if check["outcome"] == "passed"}
     assert len(passed) > 80, done.stdout

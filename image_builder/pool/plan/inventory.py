@@ -25,7 +25,7 @@ from typing import Any
 
 from image_builder.canonical import JSON, digest
 from image_builder.definition import connection
-from image_builder.definition.connection import Hop
+from image_builder.definition.connection import Connection, Hop
 from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
@@ -117,6 +117,20 @@ def read_fleet(
         raise DefinitionError(reading.problems)
     planned_from = PlannedFrom(paths=tuple(str(p) for p in paths), digest=inventory_digest(absolute, hosts))
     return Fleet(planned_from, counted_pools, tuple(hosts), skipped)
+
+
+def read_connection(paths: Sequence[Path], name: str, vault: Sequence[VaultId] = ()) -> Connection:
+    """Return how an inventory's host is connected to; raises UsageError without that host, else as ``read_fleet``."""
+    with opened([path.absolute() for path in paths], vault) as source:
+        # In an URL a name has no case.
+        host = next((host for host in map(str, source.manager.hosts) if host.lower() == name.lower()), None)
+        if host is None:
+            raise UsageError(f"no host `{name}` in the inventory{did_you_mean(name, source.manager.hosts)}")
+        values, failures = values_of(source, host, connection.NAMES.__contains__)
+        way, faults = connection.read(values)
+        if problems := [*failures.items(), *faults]:
+            raise DefinitionError([Problem(where(source, host, key), key, why) for key, why in problems])
+    return way
 
 
 def _hosts(reading: _Reading, pools: Sequence[str]) -> list[Host]:

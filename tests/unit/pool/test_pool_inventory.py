@@ -8,9 +8,9 @@ from textwrap import dedent
 
 import pytest
 
-from image_builder.definition.connection import Hop
+from image_builder.definition.connection import Connection, Hop
 from image_builder.errors import DefinitionError, UsageError, VaultError
-from image_builder.pool.plan.inventory import Fleet, read_fleet
+from image_builder.pool.plan.inventory import Fleet, read_connection, read_fleet
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
 from image_builder.settings import REPO_ROOT
 
@@ -201,6 +201,17 @@ def test_how_hosts_are_logged_in_to_is_by_group_and_host(write: Write) -> None:
     inner = Hop(address="inner")
     assert hosts["gpu-a-0"].hops == (Hop(address="other", port=2222, user="ops"), inner)
     assert hosts["gpu-b-0"].hops == (Hop(address="gate", port=2222, user="ops"), inner)
+
+
+def test_how_one_host_is_connected_to(write: Write) -> None:
+    text = GOOD.replace("cpu-1: {", "CPU-1: {ansible_user: 'u{{ size }}', ansible_ssh_common_args: -J gate, ")
+    assert read_connection([write(text)], "cpu-1") == Connection(
+        "10.0.0.2", 2222, "uD16", "", (Hop(address="gate"),)
+    )
+    with pytest.raises(UsageError, match="no host `cpu-9` in the inventory, did you mean"):
+        read_connection([write(text)], "cpu-9")
+    with pytest.raises(DefinitionError, match="`-C` is not supported"):
+        read_connection([write(text.replace("-J gate", "-C"))], "cpu-1")
 
 
 def test_the_same_address_behind_another_bastion_is_another_hosts(write: Write) -> None:
