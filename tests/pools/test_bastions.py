@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 
 from image_builder.definition.connection import Hop
+from image_builder.pool.reach.provision import JoinStatus
 from image_builder.pool.reach.reach import Answer, Reach
+from image_builder.pool.run.driver import Work
 from image_builder.pool.run.records import Result
+from image_builder.pool.steps.ansible import Process, Slice
+from image_builder.settings import Settings
 from tests.bench.measures import be_quick
 from tests.support.images.builds import REPO, Workplace
 from tests.support.pools.fleet import USER, Fault, Fleet, fleet
@@ -132,6 +136,31 @@ def test_connections_break_with_their_bastion_and_a_new_one_is_made(pool: Fleet)
         pool.run(OUTER, "pkill", "-f", "^sshd-session: ")
         assert future.result().outcome.kind == "bastion", future.result()
         assert reach.submit(host, ["true"], seconds=_LONG).result().outcome.ok
+
+
+def test_a_slice_tells_a_bastions_fault_from_a_hosts(pool: Fleet, tmp_path: Path) -> None:
+    """By what OpenSSH says; whoever is behind a wrong bastion was certainly not told."""
+
+    def ends(number: int, **bastion: Any) -> tuple[str, str]:
+        host = pool.hosts[number].model_copy(update={"hops": (hop(pool, OUTER, **bastion),)})
+        slice_ = Slice((Work(host, 1, 0.0),), pool.access(), 60.0)
+        statuses: list[JoinStatus] = []
+        process = Process(slice_, tmp_path / "slice", Settings().python)
+        process.run(lambda _, status: statuses.append(status))
+        (status,) = statuses
+        return status.outcome.kind, status.joined
+
+    assert ends(2, user="nobody") == ("bastion", "no")
+    assert ends(2, port=2222) == ("bastion", "no")
+    assert ends(5) == ("refused", "no")
+    key = pool.run(OUTER, "cat", _KEY)
+    pool.change_key(OUTER)
+    before = pool.log(OUTER)
+    try:
+        assert ends(2) == ("bastion", "no")
+        assert "userauth-request" not in pool.log(OUTER).removeprefix(before)
+    finally:
+        pool.restore_key(OUTER, key)
 
 
 def test_one_machine_is_verified_through_bastions(minimal: Workplace, pool: Fleet, tmp_path: Path) -> None:

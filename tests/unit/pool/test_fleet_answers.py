@@ -142,6 +142,18 @@ PREFIX = "Failed to connect to the host via ssh: "
         ("admin is not in the sudoers file.", "sudo"),
         ("Timeout (12s) waiting for privilege escalation prompt: ", "sudo"),
         (PREFIX + "something that nobody has seen", "timeout"),
+        (
+            PREFIX
+            + "ops@gate: Permission denied (publickey).\nno way through hop-0\nkex_exchange_identification:"
+            " Connection closed by remote host\nConnection closed by UNKNOWN port 65535",
+            "bastion",
+        ),
+        (
+            PREFIX
+            + "stdio forwarding request failed: Session open refused by peer\nkex_exchange_identification:"
+            " Connection closed by remote host\nConnection closed by UNKNOWN port 65535",
+            "refused",
+        ),
     ],
 )
 def test_what_openssh_and_sudo_say(message: str, kind: str) -> None:
