@@ -141,23 +141,24 @@ def test_connections_break_with_their_bastion_and_a_new_one_is_made(pool: Fleet)
 def test_a_slice_tells_a_bastions_fault_from_a_hosts(pool: Fleet, tmp_path: Path) -> None:
     """By what OpenSSH says; whoever is behind a wrong bastion was certainly not told."""
 
-    def ends(number: int, **bastion: Any) -> tuple[str, str]:
+    def ends(number: int, words: str, **bastion: Any) -> tuple[str, str]:
         host = pool.hosts[number].model_copy(update={"hops": (hop(pool, OUTER, **bastion),)})
         slice_ = Slice((Work(host, 1, 0.0),), pool.access(), 60.0)
         statuses: list[JoinStatus] = []
         process = Process(slice_, tmp_path / "slice", Settings().python)
         process.run(lambda _, status: statuses.append(status))
         (status,) = statuses
+        assert words in status.outcome.detail
         return status.outcome.kind, status.joined
 
-    assert ends(2, user="nobody") == ("bastion", "no")
-    assert ends(2, port=2222) == ("bastion", "no")
-    assert ends(5) == ("refused", "no")
+    assert ends(2, "Permission denied", user="nobody") == ("bastion", "no")
+    assert ends(2, "Connection refused", port=2222) == ("bastion", "no")
+    assert ends(5, "Connection closed") == ("refused", "no")
     key = pool.run(OUTER, "cat", _KEY)
     pool.change_key(OUTER)
     before = pool.log(OUTER)
     try:
-        assert ends(2) == ("bastion", "no")
+        assert ends(2, "Host key verification failed") == ("bastion", "no")
         assert "userauth-request" not in pool.log(OUTER).removeprefix(before)
     finally:
         pool.restore_key(OUTER, key)
@@ -165,15 +166,15 @@ def test_a_slice_tells_a_bastions_fault_from_a_hosts(pool: Fleet, tmp_path: Path
 
 def test_one_machine_is_verified_through_bastions(minimal: Workplace, pool: Fleet, tmp_path: Path) -> None:
     """By ``image-builder verify``, as its inventory says; its file of keys has each machine under its address."""
-    be_quick(pool, (2,))
+    be_quick(pool, (LAST,))
     known, before = tmp_path / "known_hosts", pool.log(OUTER).count(ACCEPTED)
-    numbers = (OUTER, INNER, 2)
+    numbers = (OUTER, INNER, LAST)
     lines = (f"{pool.hosts[n].address} {(pool.folder / f'host-{n}.pub').read_text()}" for n in numbers)
     known.write_text("".join(lines))
     jump = f"-J {pool.hosts[OUTER].address},{USER}@{pool.hosts[INNER].address}"
     login = {"ansible_user": USER, "ansible_private_key_file": str(pool.key), "ansible_ssh_common_args": jump}
-    write_plan(pool, tmp_path, (2,), POLICY, {2: login})
-    url = f"ssh://host-2?known_hosts={known}"
+    write_plan(pool, tmp_path, (LAST,), POLICY, {LAST: login})
+    url = f"ssh://host-{LAST}?known_hosts={known}"
     paths = ("-i", tmp_path / "hosts.json", "--facts", minimal.artefact / "facts.json", "-o", tmp_path)
     argv = [sys.executable, "-m", "image_builder.cli", "verify", url, *map(str, paths), "--json"]
     done = subprocess.run(argv, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False)

@@ -56,8 +56,7 @@ _ANY_STATUS = range(-64, 256)
 _CLASSES: Sequence[tuple[re.Pattern[str], str]] = tuple(
     (re.compile(pattern, re.IGNORECASE), kind)
     for pattern, kind in (
-        # Of bastion.sh, behind what OpenSSH said of that.
-        (r"no way through hop-\d+", "bastion"),
+        (r"SSH-no way through hop-\d+", "bastion"),  # bastion.sh
         (r"\bsudo\b|\bsudoers\b|privilege escalation|a password is required", "sudo"),
         (
             r"host key verification failed|host identification has changed|no .* host key is known"

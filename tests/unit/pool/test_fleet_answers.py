@@ -143,16 +143,9 @@ PREFIX = "Failed to connect to the host via ssh: "
         ("Timeout (12s) waiting for privilege escalation prompt: ", "sudo"),
         (PREFIX + "something that nobody has seen", "timeout"),
         (
-            PREFIX
-            + "ops@gate: Permission denied (publickey).\nno way through hop-0\nkex_exchange_identification:"
-            " Connection closed by remote host\nConnection closed by UNKNOWN port 65535",
+            PREFIX + "kex_exchange_identification: Bad remote protocol version identification: "
+            "'SSH-no way through hop-0: ops@gate: Permission denied (publickey).'",
             "bastion",
-        ),
-        (
-            PREFIX
-            + "stdio forwarding request failed: Session open refused by peer\nkex_exchange_identification:"
-            " Connection closed by remote host\nConnection closed by UNKNOWN port 65535",
-            "refused",
         ),
     ],
 )
