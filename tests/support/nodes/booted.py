@@ -32,11 +32,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Request:
-    """What a host is made of: its trees, topmost first, a directory for its files, and a flat package repository."""
+    """What a host is made of: its trees, topmost first, a directory for its files, and directories below /run."""
 
     trees: tuple[str, ...]
     folder: str
-    packages: str
+    binds: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class BootedHost:
         entered = ["nsenter", "--target", str(self.pid), "--all", "--root", "--wd", "--"]
         return _run([*entered, *argv])
 
-    def play(self, playbook: Path, *argv: Arg, settings: Mapping[str, str] | None = None) -> Ended:
-        """Run a playbook for the host by plain ansible-playbook, over ssh."""
+    def play(self, playbook: str | Path, *argv: Arg, **settings: str) -> Ended:
+        """Run a playbook by plain ansible-playbook, over ssh, with ``settings`` in its environment and none else."""
         return _run(
             [
                 *("nsenter", "--target", str(self.pid), "--net", "--"),
@@ -76,25 +76,29 @@ class BootedHost:
             {
                 "PATH": os.environ["PATH"],
                 "HOME": os.fspath(self.folder),
-                "ANSIBLE_FORCE_COLOR": "false",
-                "ANSIBLE_ROLES_PATH": os.fspath(REPO / "roles"),
-                **(settings or {}),
+                "ANSIBLE_PIPELINING": "true",
+                **settings,
             },
+            self.folder,
         )
 
 
-def _run(argv: Sequence[Arg], env: Mapping[str, str] | None = None) -> Ended:
-    done = subprocess.run(
-        argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def _run(argv: Sequence[Arg], env: Mapping[str, str] | None = None, folder: Path | None = None) -> Ended:
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(argv, env=env, cwd=folder, text=True, check=False, **streams)
     return Ended(done.returncode, done.stdout)
 
 
 @contextmanager
-def booted(trees: Sequence[Path], folder: Path, packages: Path) -> Iterator[BootedHost]:
-    """Boot a host; it ends, and all of it, with the block. ``packages`` is a flat repository, its only one."""
+def booted(trees: Sequence[Path], folder: Path, binds: Mapping[str, Path]) -> Iterator[BootedHost]:
+    """Boot a host; it ends, and all of it, with the block.
+
+    ``binds`` maps paths below /run to directories here. A flat repository at ``repository.MOUNT_POINT`` is its only one.
+    """
     folder.mkdir(parents=True)
-    request = Request(tuple(map(os.fspath, trees)), os.fspath(folder), os.fspath(packages))
+    request = Request(
+        tuple(map(os.fspath, trees)), os.fspath(folder), {at: os.fspath(path) for at, path in binds.items()}
+    )
     (folder / "request.json").write_text(json.dumps(asdict(request)))
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
     with cgroups.held(), (folder / "console.log").open("wb") as console:
@@ -145,7 +149,7 @@ def _ready(process: subprocess.Popen[bytes], folder: Path) -> BootedHost:
         "ansible_ssh_common_args": f"-F none -o StrictHostKeyChecking=accept-new -o UserKnownHostsFile={folder}/known",
         "ansible_python_interpreter": "/usr/bin/python3",
     }
-    (folder / "hosts.yml").write_text(json.dumps({"all": {"hosts": {"host": reached}}}))
+    (folder / "hosts.yml").write_text(json.dumps({"nodes": {"hosts": {"host": reached}}}))
     return BootedHost(int(children[0]), folder)
 
 
@@ -160,9 +164,9 @@ def main(file: str) -> None:
     options = f"lowerdir={':'.join(request.trees)},upperdir={base}/upper,workdir={base}/work"
     namespace.mount("overlay", "overlay", os.fspath(root), options)
     _mount_system(root)
-    packages = root / repository.MOUNT_POINT.lstrip("/")
-    packages.mkdir(parents=True)
-    namespace.bind(request.packages, os.fspath(packages), read_only=True)
+    for place, source in request.binds.items():
+        os.makedirs(f"{root}{place}")
+        namespace.bind(source, f"{root}{place}", read_only=True)
     _write_files(root, (base / "key.pub").read_text())
     _libc.sethostname(b"booted", 6)
     os.chdir(root)

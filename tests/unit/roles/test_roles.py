@@ -32,7 +32,7 @@ KEYWORDS = words(
 EXPRESSIONS = frozenset({"when", "changed_when", "failed_when", "until", "that"})
 # What ansible-core itself offers to templates; and what a template makes of its own.
 OFFERED = words(
-    "ansible_managed ansible_check_mode ansible_loop item omit role_path role_name lookup query now undef"
+    "ansible_managed ansible_check_mode ansible_collection_name ansible_loop item omit role_path role_name lookup query now undef"
 )
 TYPES: dict[str, type | tuple[type, ...]] = {
     "str": str,
