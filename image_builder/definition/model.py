@@ -340,7 +340,7 @@ class ImageDefinition:
 
     @property
     def play_variables(self) -> dict[str, JSON]:
-        """Return what every play gets as extra variables: the ``image_*`` ones, checked and complete, and ``target``."""
+        """Return every play's extra variables: the ``image_*`` ones, checked and complete, and ``target``."""
         return {name: self.variables[name] for name in sorted(BUILDER_NAMES - NOT_FOR_ROLES)} | self.target
 
     @property

@@ -1,4 +1,4 @@
-"""The roles as a collection: built from this repository, installed without a network, and applied by their full names."""
+"""The roles as a collection: built from this repository, installed offline, applied by their full names."""
 
 from __future__ import annotations
 
@@ -65,12 +65,14 @@ def host(minimal: Workplace, tmp_path: Path) -> Iterator[BootedHost]:
     locked = Lock.load(minimal.lock).group("system")
     with store.staging() as staging:
         repository.write_repository(locked.packages, locked.suite, minimal.store / "debs", staging / "repo")
-        with booted(minimal.trees("seal"), tmp_path / "host", {repository.MOUNT_POINT: staging / "repo"}) as host:
+        with booted(
+            minimal.trees("seal"), tmp_path / "host", {repository.MOUNT_POINT: staging / "repo"}
+        ) as host:
             yield host
 
 
 def play(host: BootedHost, collections: Path, *argv: str | Path) -> int:
-    """Run a playbook with the collection and nothing else of this repository; return how many tasks changed something."""
+    """Run a playbook with the collection and nothing else of this repository; return the number of changes."""
     done = host.play(*argv, ANSIBLE_COLLECTIONS_PATH=os.fspath(collections))
     assert done.status == 0, done.output
     return done.changed
@@ -79,7 +81,16 @@ def play(host: BootedHost, collections: Path, *argv: str | Path) -> int:
 def test_archive_has_what_the_roles_need_and_nothing_else(archive: Path) -> None:
     with tarfile.open(archive) as opened:
         names = [Path(name) for name in opened.getnames()]
-    tops = {"FILES.json", "LICENSE", "MANIFEST.json", "image_builder", "meta", "playbooks", "plugins", "roles"}
+    tops = {
+        "FILES.json",
+        "LICENSE",
+        "MANIFEST.json",
+        "image_builder",
+        "meta",
+        "playbooks",
+        "plugins",
+        "roles",
+    }
     assert {name.parts[0] for name in names} == tops
     assert {name.parts[1] for name in names if name.parts[0] == "image_builder" and len(name.parts) > 1} == {
         "__init__.py",

@@ -1,8 +1,8 @@
-"""Each role alone, by plain ansible-playbook, on a host that systemd has booted: the play of its README, as it stands there.
+"""Each role alone, by plain ansible-playbook, on a host that systemd has booted: the play of its README as it stands.
 
-First in check mode, then for real, then once more, when nothing is left to change. Addresses that a README makes up are
-replaced by those of packages and programs that are here. `image_seal` is for trees, and `nvidia` needs a kernel with its
-modules: their scenarios (test_molecule.py) have both.
+First in check mode, then for real, then once more, when nothing is left to change. Addresses that a README makes up
+are replaced by those of packages and programs that are here. `image_seal` is for trees, and `nvidia` needs a kernel
+with its modules: their scenarios (test_molecule.py) have both.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def binds(request: pytest.FixtureRequest) -> Iterator[dict[str, Path]]:
     built: Workplace = request.getfixturevalue(WHOLE)
     store = Store(built.store)
     groups = [group for group in Lock.load(built.lock).groups.values() if group.suite == "trixie"]
-    packages = {p.sha256: p for group in groups for p in group.packages if (built.store / "debs" / p.sha256).exists()}
+    packages = {
+        p.sha256: p for group in groups for p in group.packages if (built.store / "debs" / p.sha256).exists()
+    }
     assert programs.DIRECTORY
     with store.staging() as staging:
         repository.write_repository(packages.values(), "trixie", built.store / "debs", staging / "repo")
@@ -60,7 +62,9 @@ def host(minimal: Workplace, binds: dict[str, Path], tmp_path: Path) -> Iterator
 
 def readme_play(role: str) -> str:
     """Return the first play of a role's README."""
-    blocks = re.findall(r"^```yaml\n(.*?)^```", (REPO / "roles" / role / "README.md").read_text(), re.M | re.S)
+    blocks = re.findall(
+        r"^```yaml\n(.*?)^```", (REPO / "roles" / role / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     return next(block for block in blocks if block.startswith("- hosts:"))
 
 

@@ -1,6 +1,6 @@
 """A host that systemd has booted, in namespaces of its own: an overlay over a baked tree, reached by its own sshd.
 
-The kernel is this machine's. What belongs to all of it is read-only: kernel settings outside of the network's, and sysfs.
+The kernel is this machine's. What belongs to all of it is read-only: sysfs, and kernel settings besides the network's.
 The controller enters the host's network, which has its loopback alone, and nothing else.
 """
 
@@ -93,7 +93,8 @@ def _run(argv: Sequence[Arg], env: Mapping[str, str] | None = None, folder: Path
 def booted(trees: Sequence[Path], folder: Path, binds: Mapping[str, Path]) -> Iterator[BootedHost]:
     """Boot a host; it ends, and all of it, with the block.
 
-    ``binds`` maps paths below /run to directories here. A flat repository at ``repository.MOUNT_POINT`` is its only one.
+    ``binds`` maps paths below /run to directories here. Packages come from a flat repository at
+    ``repository.MOUNT_POINT`` and from nowhere else.
     """
     folder.mkdir(parents=True)
     request = Request(

@@ -92,7 +92,12 @@ class Rendered:
         book = RoleBook((REPOSITORY,))
         layer = book.layer("kubernetes")
         use = next(use for use in layer.uses if use.name == "kubelet")
-        known = {"target_booted": False, "target_archives": "/archives", "image_inputs": "/inputs", **inventory}
+        known = {
+            "target_booted": False,
+            "target_archives": "/archives",
+            "image_inputs": "/inputs",
+            **inventory,
+        }
         self.variables = role_variables(book, layer, use, known)
         self._evaluator = engine.Evaluator({**self.variables, "ansible_managed": "Ansible managed"})
         self._files: dict[str, str] = {}

@@ -32,7 +32,8 @@ KEYWORDS = words(
 EXPRESSIONS = frozenset({"when", "changed_when", "failed_when", "until", "that"})
 # What ansible-core itself offers to templates; and what a template makes of its own.
 OFFERED = words(
-    "ansible_managed ansible_check_mode ansible_collection_name ansible_loop item omit role_path role_name lookup query now undef"
+    "ansible_managed ansible_check_mode ansible_collection_name ansible_loop item omit role_path role_name "
+    "lookup query now undef"
 )
 TYPES: dict[str, type | tuple[type, ...]] = {
     "str": str,
@@ -251,7 +252,9 @@ def test_facts_of_the_baking_machine_are_not_used(role: Path) -> None:
 def test_playbook_is_one_play_of_known_roles(path: Path) -> None:
     plays = load(path)
     assert len(plays) == 1 and plays[0]["gather_facts"] is False
-    assert plays[0]["hosts"] == ("images" if path.stem == "seal" else "{{ target_hosts | default('images') }}")
+    assert plays[0]["hosts"] == (
+        "images" if path.stem == "seal" else "{{ target_hosts | default('images') }}"
+    )
     names = {entry["role"]: entry for entry in plays[0]["roles"]}
     assert set(names) <= {role.name for role in ROLES}
     for name, entry in names.items():
