@@ -16,9 +16,7 @@ import yaml
 
 from image_builder import __version__
 from image_builder.bake.lock import repository
-from image_builder.bake.lock.model import Lock
-from image_builder.bake.store import Store
-from tests.support.images.builds import REPO, Workplace
+from tests.support.images.builds import REPO, Workplace, offered_packages
 from tests.support.nodes.booted import BootedHost, booted
 
 pytestmark = pytest.mark.root
@@ -61,14 +59,11 @@ def collections(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture
 def host(minimal: Workplace, tmp_path: Path) -> Iterator[BootedHost]:
     """A booted host of the small image, with the packages of that."""
-    store = Store(minimal.store)
-    locked = Lock.load(minimal.lock).group("system")
-    with store.staging() as staging:
-        repository.write_repository(locked.packages, locked.suite, minimal.store / "debs", staging / "repo")
-        with booted(
-            minimal.trees("seal"), tmp_path / "host", {repository.MOUNT_POINT: staging / "repo"}
-        ) as host:
-            yield host
+    with (
+        offered_packages(minimal) as packages,
+        booted(minimal.trees("seal"), tmp_path / "host", {repository.MOUNT_POINT: packages}) as host,
+    ):
+        yield host
 
 
 def play(host: BootedHost, collections: Path, *argv: str | Path) -> int:

@@ -18,10 +18,8 @@ import pytest
 import yaml
 
 from image_builder.bake.lock import repository
-from image_builder.bake.lock.model import Lock
-from image_builder.bake.store import Store
 from tests.support.images import programs
-from tests.support.images.builds import REPO, Workplace
+from tests.support.images.builds import REPO, Workplace, offered_packages
 from tests.support.images.fixtures import WHOLE
 from tests.support.nodes.booted import BootedHost, booted
 
@@ -41,16 +39,9 @@ ROLES = [
 @pytest.fixture(scope="module")
 def binds(request: pytest.FixtureRequest) -> Iterator[dict[str, Path]]:
     """What a host has below /run: the locked packages of a whole worker, and today's programs."""
-    built: Workplace = request.getfixturevalue(WHOLE)
-    store = Store(built.store)
-    groups = [group for group in Lock.load(built.lock).groups.values() if group.suite == "trixie"]
-    packages = {
-        p.sha256: p for group in groups for p in group.packages if (built.store / "debs" / p.sha256).exists()
-    }
     assert programs.DIRECTORY
-    with store.staging() as staging:
-        repository.write_repository(packages.values(), "trixie", built.store / "debs", staging / "repo")
-        yield {repository.MOUNT_POINT: staging / "repo", PROGRAMS: programs.DIRECTORY}
+    with offered_packages(request.getfixturevalue(WHOLE)) as packages:
+        yield {repository.MOUNT_POINT: packages, PROGRAMS: programs.DIRECTORY}
 
 
 @pytest.fixture
@@ -65,7 +56,8 @@ def readme_play(role: str) -> str:
     blocks = re.findall(
         r"^```yaml\n(.*?)^```", (REPO / "roles" / role / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )
-    return next(block for block in blocks if block.startswith("- hosts:"))
+    play: str = next(block for block in blocks if block.startswith("- hosts:"))
+    return play
 
 
 def real_addresses() -> dict[str, Any]:
@@ -73,26 +65,62 @@ def real_addresses() -> dict[str, Any]:
     current = yaml.safe_load((REPO / "inventories/lab/group_vars/current.yml").read_text())
     source = current["current_programs"]["directory"]
     repository_here = {**source["repository"], "uris": [f"file:{PROGRAMS}/repository"]}
-    here = {"url": source["kubelet"]["url"].replace("file:", f"file://{PROGRAMS}/")}
+
+    def here(program: dict[str, str]) -> dict[str, str]:
+        return {**program, "url": program["url"].replace("file:", f"file://{PROGRAMS}/")}
+
     return {
         "container_runtime_repository": repository_here,
         "container_runtime_containerd_version": source["containerd"],
         "kubelet_container_runtime_version": source["containerd"],
         "kubelet_version": current["kubelet_version"],
-        "kubelet_source": {**source["kubelet"], **here},
+        "kubelet_source": here(source["kubelet"]),
+        "kubelet_crictl": here(source["crictl"]),
     }
+
+
+def settings(host: BootedHost) -> list[str]:
+    """Return the arguments of a play that name the real addresses."""
+    (host.folder / "addresses.json").write_text(json.dumps(real_addresses()))
+    return ["-e", f"@{host.folder}/addresses.json"]
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_readmes_play(role: str, host: BootedHost) -> None:
     play = host.folder / "play.yml"
     play.write_text(readme_play(role))
-    (host.folder / "addresses.json").write_text(json.dumps(real_addresses()))
-    argv, settings = ["-e", "@addresses.json"], {"ANSIBLE_ROLES_PATH": os.fspath(REPO / "roles")}
-    checked = host.play(play, "--check", *argv, **settings)
-    assert checked.status == 0, checked.output
-    first = host.play(play, *argv, **settings)
-    assert first.status == 0, first.output
-    second = host.play(play, *argv, **settings)
-    assert second.status == 0, second.output
-    assert second.changed == 0, second.output
+    argv = settings(host)
+    changes = []
+    for check in (["--check"], [], []):
+        done = host.play(play, *check, *argv, ANSIBLE_ROLES_PATH=os.fspath(REPO / "roles"))
+        assert done.status == 0, done.output
+        changes.append(done.changed)
+    assert changes[-1] == 0, changes
+
+
+@pytest.mark.nightly
+def test_layers_of_a_worker(host: BootedHost) -> None:
+    """On a host of no image: all layers of a worker that joins a cluster, as its group of the lab has them."""
+    groups = {
+        name: {"hosts": {"host": {"container_runtime_engine": "containerd"}}}
+        for name in ("current", "joining")
+    }
+    (host.folder / "groups.json").write_text(json.dumps(groups))
+    argv: list[str | Path] = [
+        "-i",
+        REPO / "inventories/lab",
+        "-i",
+        host.folder / "groups.json",
+        *settings(host),
+        "-e",
+        "target_hosts=nodes",
+    ]
+    layers = yaml.safe_load((REPO / "inventories/lab/group_vars/joining.yml").read_text())["image_layers"]
+    changes = []
+    for layer in layers * 2:
+        done = host.play(
+            REPO / f"playbooks/layers/{layer}.yml", *argv, ANSIBLE_ROLES_PATH=os.fspath(REPO / "roles")
+        )
+        assert done.status == 0, done.output
+        changes.append(done.changed)
+    assert changes[len(layers) :] == [0] * len(layers)

@@ -25,6 +25,9 @@ from image_builder.system.process import Arg
 REPO = Path(__file__).resolve().parents[3]
 USER = "admin"
 _BOOT_SECONDS = 300
+_STATE = ("systemctl", "is-system-running")
+# A unit may fail for want of a machine: the root is remounted by none here.
+_UP = ("running", "degraded")
 _KEPT = ("--bounding-set", "-sys_module,-sys_rawio,-sys_time,-sys_boot", "--")
 _UNSHARED = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--fork", "--kill-child")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -84,8 +87,16 @@ class BootedHost:
 
 
 def _run(argv: Sequence[Arg], env: Mapping[str, str] | None = None, folder: Path | None = None) -> Ended:
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(argv, env=env, cwd=folder, text=True, check=False, **streams)
+    done = subprocess.run(
+        argv,
+        env=env,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     return Ended(done.returncode, done.stdout)
 
 
@@ -133,15 +144,11 @@ def _group() -> Path:
 
 
 def _ready(process: subprocess.Popen[bytes], folder: Path) -> BootedHost:
-    """Wait until the host has started all units; say where it is reached."""
+    """Wait until the host has started all units; say how it is reached."""
     deadline = time.monotonic() + _BOOT_SECONDS
-    state = ""
-    while state not in ("running", "degraded"):
+    while not (host := _init_of(process, folder)) or host.run(*_STATE).output.strip() not in _UP:
         assert process.poll() is None and time.monotonic() < deadline, (folder / "console.log").read_text()
         time.sleep(0.1)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        if children and Path(f"/proc/{children[0]}/root/run/systemd/private").exists():
-            state = BootedHost(int(children[0]), folder).run("systemctl", "is-system-running").output.strip()
     reached = {
         "ansible_host": "127.0.0.1",
         "ansible_user": USER,
@@ -151,6 +158,17 @@ def _ready(process: subprocess.Popen[bytes], folder: Path) -> BootedHost:
         "ansible_python_interpreter": "/usr/bin/python3",
     }
     (folder / "hosts.yml").write_text(json.dumps({"nodes": {"hosts": {"host": reached}}}))
+    # Check mode reads no index, and a sealed image has none.
+    indexed = host.run("apt-get", "update", "--error-on=any")
+    assert indexed.status == 0, indexed.output
+    return host
+
+
+def _init_of(process: subprocess.Popen[bytes], folder: Path) -> BootedHost | None:
+    """Return the host as soon as its systemd can be asked."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    if not children or not Path(f"/proc/{children[0]}/root/run/systemd/private").exists():
+        return None
     return BootedHost(int(children[0]), folder)
 
 
@@ -210,8 +228,8 @@ def _write_files(root: Path, key: str) -> None:
         path.chmod(0o600 if path.is_file() else 0o700)
     (root / "etc/sudoers.d/admin").write_text(f"{USER} ALL=(ALL:ALL) NOPASSWD: ALL\n")
     (root / "etc/sudoers.d/admin").chmod(0o440)
-    for file in (root / "etc/apt/sources.list.d").iterdir():
-        file.unlink()
+    for source in (root / "etc/apt/sources.list.d").iterdir():
+        source.unlink()
     (root / "etc/apt/sources.list").write_text(f"{repository.SOURCES_LINE}\n")
 
 
