@@ -62,9 +62,10 @@ def role_variables(
 
 
 def play_variables(definition: ImageDefinition, layer: Layer) -> dict[str, JSON]:
-    """Return the inventory's and Ansible's own variables of an image's host in a layer's play."""
+    """Return an image's variables in a layer's play: the inventory's, Ansible's own, and the bake's."""
     of_host = definition.variables_in(layer.playbook)
-    return {**of_host, **definition.magic, "playbook_dir": str(layer.playbook.parent)}
+    beside = {"playbook_dir": str(layer.playbook.parent)}
+    return {**of_host, **definition.magic, **definition.target, **beside}
 
 
 @dataclass(frozen=True)
