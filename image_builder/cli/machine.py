@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from image_builder.cli import ci, failure, render
-from image_builder.cli.command import AsJson, Facts, Output, StoreDir, host_settings, register, show
+from image_builder.cli.command import AsJson, Facts, Output, StoreDir, VaultIds, host_settings, register, show
 from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.settings import DEFAULT_STORE
 from image_builder.text import human_seconds
@@ -133,6 +133,16 @@ def verify(
         typer.Argument(metavar="DIR|URL", help="a directory, or ssh://user@host:port?key=…&known_hosts=…"),
     ],
     facts: Facts = None,
+    inventory: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "-i",
+            "--inventory",
+            metavar="PATH",
+            help="the URL's host is one of this inventory, whose connection variables count; repeatable",
+        ),
+    ] = None,
+    vault: VaultIds = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="directory for the reports")] = Path(
         "output/verify"
     ),
@@ -146,12 +156,22 @@ def verify(
 
         image-builder verify 'ssh://admin@node7?key=KEY&known_hosts=FILE' --facts facts.json
     """
+    from image_builder.definition.connection import Connection
+    from image_builder.pool.plan.inventory import read_connection
     from image_builder.verify import command as verifying
     from image_builder.verify import result as verification
 
+    def known(host: str) -> Connection:
+        return read_connection(inventory, host, vault or ()) if inventory else Connection()
+
     with ci.summary(summary, f"verify {target}") as page, render.monitor(f"verify {target}") as monitor:
         result = verifying.verify(
-            target, facts, output.absolute(), settings=host_settings(store), monitor=monitor
+            target,
+            facts,
+            output.absolute(),
+            settings=host_settings(store),
+            monitor=monitor,
+            inventory=known,
         )
         page.checks(result)
     if as_json:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 
 from image_builder.canonical import JSON
-from image_builder.definition import engine
+from image_builder.definition import connection, engine
 from image_builder.definition.engine import Source
 from image_builder.definition.evaluate import resolved_variables
 from image_builder.definition.model import ImageDefinition
@@ -52,20 +52,11 @@ POOL_NAMES = frozenset(
 ANSIBLE_NAMES = frozenset(
     f"ansible_{name}"
     for name in (
-        *(
-            "host",
-            "port",
-            "user",
-            "password",
-            "connection",
-            "group_priority",
-            "python_interpreter",
-            "remote_tmp",
-        ),
-        *("become", "become_method", "become_user", "become_password", "become_exe", "become_flags"),
-        *("ssh_private_key_file", "ssh_common_args", "ssh_extra_args", "ssh_pipelining", "managed"),
+        *("password", "group_priority", "python_interpreter", "remote_tmp"),
+        *("become_password", "become_exe", "become_flags"),
+        *("ssh_pipelining", "managed"),
     )
-)
+) | set(connection.NAMES)
 
 
 def pool_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
@@ -78,7 +69,25 @@ def pool_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
         *_join_problems(definition, source),
         *_azure_problems(definition, source),
         *_address_problems(definition, source),
+        *_connection_problems(definition, source),
     ]
+
+
+def _connection_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
+    """Return what can't be honoured of how the machines of this image's pools are connected to."""
+    problems = []
+    for pool in source.inherited_variables():
+        names = [name for name in connection.NAMES if name in pool]
+        if pool.get(IMAGE) != definition.name or not names:
+            continue
+        values = dict(zip(names, evaluated_variables(pool, *names), strict=True))
+        # A template that is left may be of what only a host has: then the plan of its pool says it.
+        known = {name: value for name, value in values.items() if not is_template(value)}
+        problems += [
+            Problem(str(engine.place_in(pool, [name]) or ""), name, reason)
+            for name, reason in connection.read(known)[1]
+        ]
+    return list(dict.fromkeys(problems))
 
 
 def _join_problems(definition: ImageDefinition, source: Source) -> list[Problem]:

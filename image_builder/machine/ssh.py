@@ -1,4 +1,4 @@
-"""A machine reached by SSH: ``ssh://USER@HOST:PORT?key=FILE&known_hosts=FILE``.
+"""A machine reached by SSH: ``ssh://USER@HOST:PORT?key=FILE&known_hosts=FILE&jump=[USER@]HOST[:PORT][,…]``.
 
 Keys come from that address alone: no agent, no ``~/.ssh``. A host key that was never seen is pinned for the
 time of the connection object when ``known_hosts`` is missing, and refused when it differs later.
@@ -12,7 +12,7 @@ import posixpath
 import shlex
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 import paramiko
 
+from image_builder.definition.connection import Connection, Hop, parse_jump
 from image_builder.errors import BootError, CommandError, UsageError
 from image_builder.system.process import TAIL_LINES, Completed
 
@@ -37,21 +38,26 @@ _LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class SshAddress:
-    """Where a machine is and how to get in. ``key`` is a private key file without passphrase."""
+    """Where a machine is and how to get in. ``key`` is a private key file without passphrase.
+
+    ``jump`` are bastions on the way, in its order, which let the same key in.
+    """
 
     user: str
     host: str
     port: int = 22
     key: Path | None = None
     known_hosts: Path | None = None
+    jump: tuple[Hop, ...] = ()
 
     @property
     def url(self) -> str:
         """Return the address in the form that ``parse`` takes."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        files = {"key": self.key, "known_hosts": self.known_hosts}
+        jump = ",".join(hop.text for hop in self.jump)
+        options = {"key": self.key, "known_hosts": self.known_hosts, "jump": jump}
         query = urlencode(
-            {name: str(path) for name, path in files.items() if path}, safe="/", quote_via=quote
+            {name: str(value) for name, value in options.items() if value}, safe="/", quote_via=quote
         )
         return f"ssh://{quote(self.user, safe='')}@{host}:{self.port}" + (f"?{query}" if query else "")
 
@@ -66,8 +72,11 @@ class SshAddress:
         return [*argv, f"{self.user}@{self.host}"]
 
 
-def parse(url: str) -> SshAddress:
-    """Return the address in ``url``; raises UsageError with what is wrong."""
+def parse(url: str, inventory: Callable[[str], Connection] = lambda _: Connection()) -> SshAddress:
+    """Return the address in ``url``; raises UsageError with what is wrong.
+
+    ``inventory`` returns what is to count for a host where the URL says nothing; it is asked by the URL's host.
+    """
     hint = "an address looks like ssh://user@host:22?key=/path/to/private/key"
     parts = urlsplit(url)
     try:
@@ -75,7 +84,7 @@ def parse(url: str) -> SshAddress:
     except ValueError:
         raise UsageError(f"{url}: the port is not a number below 65536", hint=hint) from None
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    unknown = sorted(set(query) - {"key", "known_hosts"})
+    unknown = sorted(set(query) - {"key", "known_hosts", "jump"})
     if (
         parts.scheme != "ssh"
         or not parts.hostname
@@ -85,13 +94,19 @@ def parse(url: str) -> SshAddress:
     ):
         reason = f"unknown option {', '.join(unknown)}" if unknown else "not an SSH address"
         raise UsageError(f"{url}: {reason}", hint=hint)
-    files = {name: Path(value) for name, value in query.items() if value}
+    files = {name: Path(query[name]) for name in ("key", "known_hosts") if query.get(name)}
+    try:
+        jump = parse_jump(query["jump"]) if query.get("jump") else ()
+    except ValueError as error:
+        raise UsageError(f"{url}: {error}", hint=hint) from None
+    known = inventory(parts.hostname)
     return SshAddress(
-        user=unquote(parts.username or "root"),
-        host=parts.hostname,
-        port=port or 22,
-        key=files.get("key"),
+        user=unquote(parts.username or known.user or "root"),
+        host=known.address or parts.hostname,
+        port=port or known.port,
+        key=files.get("key", Path(known.key) if known.key else None),
         known_hosts=files.get("known_hosts"),
+        jump=jump or known.hops,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import stat
 import tempfile
@@ -24,7 +25,7 @@ from image_builder.pool.plan.plan import Faults, Plan, make_plan, named
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.waves import plan_waves
 from image_builder.pool.reach.hostkeys import Verifier, known_as
-from image_builder.pool.reach.reach import Access, read_key
+from image_builder.pool.reach.reach import KEY_HINT, Access, read_key
 from image_builder.pool.run import driver
 from image_builder.pool.run.journal import in_use, journal_of, open_journal, read_journal, real_plan
 from image_builder.pool.run.progress import apply, begin
@@ -85,7 +86,9 @@ def prepare(options: Options) -> Rollout:
         faults.problems += plans.stale(plan, fleet.inventory, fleet.hosts)
     faults.collect("journal", lambda: _check_journal(options, plan))
     hosts = fleet.hosts if fleet else plan.hosts
-    _check_access(faults, options.access, hosts)
+    keys = _check_access(faults, options.access, hosts)
+    if plan.policy.workers and len(keys) > 1:
+        faults.add("workers", f"a slice takes only one private key to its worker: {', '.join(keys)}")
     sample = {name for wave in plan.waves for name in wave.verify}
     suite = _suite(faults, options, [host for host in hosts if host.name in sample or options.is_resumed])
     configurations = faults.collect("--node-configs", lambda: _configurations(options, hosts)) or {}
@@ -171,14 +174,16 @@ def _check_journal(options: Options, plan: Plan) -> None:
         raise UsageError(f"no run of this plan has begun: {path} has no record; start one with `pool run`")
 
 
-def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> None:
-    faults.collect("--key", lambda: read_key(access.key))
+def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> list[str]:
+    """Return the files of all private keys, after a look at them, at the hosts' keys and at their names."""
     faults.collect("host keys", lambda: Verifier(access.host_keys))
-    with contextlib.suppress(OSError):  # which was told
-        if stat.S_IMODE(access.key.stat().st_mode) & 0o077:
-            faults.add(
-                "--key", f"{access.key}: others can read it, and OpenSSH refuses such a key: chmod 600"
-            )
+    keys = _keys(faults, access, hosts)
+    for key in keys:
+        faults.collect("--key", partial(read_key, Path(key)))
+        with contextlib.suppress(OSError):  # which was told
+            if stat.S_IMODE(Path(key).stat().st_mode) & 0o077:
+                reason = f"{key}: others can read it, and OpenSSH refuses such a key: chmod 600"
+                faults.add("--key", reason)
     unnamed = []
     for host in hosts:
         try:
@@ -187,6 +192,21 @@ def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> None
             unnamed.append(host.name)
     if unnamed:
         faults.add("pool_vm_id", f"can't be names in known_hosts: {named(unnamed)}")
+    return keys
+
+
+def _keys(faults: Faults, access: Access, hosts: Iterable[Host]) -> list[str]:
+    """Return the files of all private keys that are used."""
+    keys, without = {os.fspath(access.key)} if access.key else set(), []
+    for host in hosts:
+        try:
+            login = access.login(host)
+            keys |= {login.key, *(hop.key for hop in login.hops)}
+        except UsageError:
+            without.append(host.name)
+    if without:
+        faults.add("--key", f"no private key for {named(without)}: {KEY_HINT}")
+    return sorted(keys)
 
 
 def _control_plane(kubeconfig: Path | None) -> ControlPlane:

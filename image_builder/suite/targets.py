@@ -19,7 +19,7 @@ from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 import paramiko
 import pytest
@@ -28,7 +28,10 @@ from testinfra.backend.base import BaseBackend, CommandResult
 from testinfra.backend.paramiko import ParamikoBackend
 from testinfra.host import Host
 
+from image_builder.errors import UsageError
+from image_builder.machine import ssh
 from image_builder.machine.shell import Shell
+from image_builder.machine.ssh import SshAddress
 
 TARGET = pytest.StashKey["Target"]()
 # Nothing that a check asks for takes so long, even on an emulated machine.
@@ -45,11 +48,7 @@ class Target:
     kind: str
     path: str = ""
     work: str = ""
-    user: str = ""
-    address: str = ""
-    port: int = 22
-    key: str = ""
-    known_hosts: str = ""
+    address: SshAddress | None = None
 
     @property
     def booted(self) -> bool:
@@ -67,18 +66,12 @@ def parse_target(url: str) -> Target:
         trees, _, options = rest.partition("?")
         return Target("mutant", path=trees, work=parse_qs(options)["work"][0])
     if kind in ("ssh", "broken"):
-        parts = urlsplit(url.removeprefix("broken:"))
-        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        unknown = set(query) - {"key", "known_hosts"}
-        if parts.scheme == "ssh" and parts.hostname and not unknown and "known_hosts" in query:
-            return Target(
-                kind,
-                user=parts.username or "root",
-                address=parts.hostname,
-                port=parts.port or 22,
-                key=query.get("key", ""),
-                known_hosts=query["known_hosts"],
-            )
+        try:
+            address = ssh.parse(url.removeprefix("broken:"))
+        except UsageError as error:
+            raise ValueError(error.message) from error
+        if address.known_hosts:
+            return Target(kind, address=address)
         raise ValueError(f"{url}: give ssh://user@host:port?key=/path&known_hosts=/path")
     raise ValueError(
         f"{url}: neither sandbox:/path of a directory nor ssh://user@host:port?key=…&known_hosts=…"
@@ -89,7 +82,7 @@ def open_target(target: Target) -> Host:
     """Return testinfra's host for a target that is not a mutant."""
     if not target.booted:
         return enter(target.path)
-    backend = Relayed(socket.socket(fileno=0)) if target.kind == "stdin" else _StrictParamiko(target)
+    backend = _StrictParamiko(target.address) if target.address else Relayed(socket.socket(fileno=0))
     machine = Host(backend)
     backend.set_host(machine)
     return machine
@@ -110,9 +103,11 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
     and logs in and calls sudo for each.
     """
 
-    def __init__(self, target: Target) -> None:
-        super().__init__(f"{target.user}@{target.address}:{target.port}", timeout=60)
-        self.target = target
+    def __init__(self, address: SshAddress) -> None:
+        super().__init__(f"{address.user}@{address.host}:{address.port}", timeout=60)
+        self.address = address
+        # To the bastions on the way, and to the machine.
+        self._clients: list[paramiko.SSHClient] = []
         # Else it asks an interpreter on the machine, once something isn't ASCII.
         self._encoding = "utf-8"
         self._shell: Shell | None = None
@@ -121,7 +116,7 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
         """Run a command as root. Raises TimeoutError, ShellEndedError; the next one then gets another shell."""
         line = _line(self, command, args)
         if self._shell is None:
-            self._shell = Shell(self._transport(), sudo=self.target.user != "root", seconds=self.timeout)
+            self._shell = Shell(self._transport(), sudo=self.address.user != "root", seconds=self.timeout)
         try:
             status, out, err = self._shell.run(line, _COMMAND_SECONDS)
         except OSError:
@@ -141,23 +136,42 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
 
     @cached_property
     def client(self) -> paramiko.SSHClient:
+        while self._clients:
+            self._clients.pop().close()
+        to = self.address
+        for user, host, port in (
+            *((hop.user or to.user, hop.address, hop.port) for hop in to.jump),
+            (to.user, to.host, to.port),
+        ):
+            self._clients.append(self._log_in(user, host, port))
+        transport = self._clients[-1].get_transport()
+        assert transport is not None
+        transport.set_keepalive(15)
+        return self._clients[-1]
+
+    def _log_in(self, user: str, host: str, port: int) -> paramiko.SSHClient:
+        """Log in to what is next on the way, through what was last."""
+        via = self._clients[-1].get_transport() if self._clients else None
+        channel = (
+            via.open_channel("direct-tcpip", (host, port), ("127.0.0.1", 0), timeout=self.timeout)
+            if via
+            else None
+        )
         client = paramiko.SSHClient()
-        client.load_host_keys(self.target.known_hosts)
+        client.load_host_keys(str(self.address.known_hosts))
         client.set_missing_host_key_policy(paramiko.RejectPolicy())
         client.connect(
-            self.target.address,
-            port=self.target.port,
-            username=self.target.user,
-            key_filename=self.target.key or None,
+            host,
+            port=port,
+            username=user,
+            key_filename=str(self.address.key) if self.address.key else None,
+            sock=channel,
             allow_agent=False,
             look_for_keys=False,
             timeout=self.timeout,
             banner_timeout=self.timeout,
             auth_timeout=self.timeout,
         )
-        transport = client.get_transport()
-        assert transport is not None
-        transport.set_keepalive(15)
         return client
 
 

@@ -5,11 +5,13 @@ The suite is the one that every build runs; what the target must be stands in a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from image_builder.bake import manifest
 from image_builder.bake.store import Store
+from image_builder.definition.connection import Connection
 from image_builder.errors import UsageError, VerifyError
 from image_builder.events import Monitor, shown_stage
 from image_builder.machine import ssh
@@ -30,20 +32,27 @@ def is_remote(target: str) -> bool:
 
 
 def verify(
-    target: str, facts: Path | None, out_dir: Path, *, settings: Settings, monitor: Monitor
+    target: str,
+    facts: Path | None,
+    out_dir: Path,
+    *,
+    settings: Settings,
+    monitor: Monitor,
+    inventory: Callable[[str], Connection] = lambda _: Connection(),
 ) -> SuiteResult:
     """Run the suite on ``target`` and return what it found, failed checks included.
 
     ``target`` is ``ssh://user@host:port?key=FILE&known_hosts=FILE``, the root directory of an unpacked image, or the
     directory of a published build; for the directories the caller is in namespaces of its own. ``facts`` defaults to
-    the facts.json in or beside the directory. Reports go to ``out_dir``. Raises VerifyError, UsageError.
+    the facts.json in or beside the directory. ``inventory`` returns how a machine of this name is connected to, where
+    the URL doesn't say it. Reports go to ``out_dir``. Raises VerifyError, UsageError.
     """
     if facts is not None and not facts.is_file():
         raise UsageError(f"no such file: {facts}")
     if is_remote(target):
         if facts is None:
             raise UsageError("for a machine, --facts FILE is required: the facts.json of its build")
-        return _run(_address(target).url, facts, out_dir, settings, monitor)
+        return _run(_address(target, inventory).url, facts, out_dir, settings, monitor)
     folder = Path(target).resolve()
     facts = facts or next((p / FACTS for p in (folder, folder.parent) if (p / FACTS).is_file()), None)
     if not folder.is_dir() or facts is None:
@@ -61,9 +70,11 @@ def verify(
             return _run(f"sandbox:{root.path}", facts, out_dir, settings, monitor)
 
 
-def _address(target: str) -> ssh.SshAddress:
+def _address(target: str, inventory: Callable[[str], Connection]) -> ssh.SshAddress:
     """Return the address of a machine with its files as the suite needs them; raises UsageError."""
-    address = ssh.parse(target)
+    address = ssh.parse(target, inventory)
+    if any(hop.key for hop in address.jump):
+        raise UsageError(f"{target}: its bastion has a key of its own", hint="image-builder pool verify")
     if address.key is None or address.known_hosts is None:
         raise UsageError(
             f"{target}: a key to log in with and the file that knows the machine's own key are needed",

@@ -102,7 +102,7 @@ from image_builder.pool.reach.hostkeys import Pinned
 from image_builder.pool.plan.model import Host
 from image_builder.pool.reach.reach import Access, Reach
 user, key, pinned, hosts = json.loads(Path(sys.argv[1]).read_text())
-with Reach(Access(user, Path(key), Pinned(Path(pinned)), auth_seconds=120)) as reach:
+with Reach(Access(Pinned(Path(pinned)), user, Path(key), auth_seconds=120)) as reach:
     asked = [reach.submit(Host(**host), ["true"], seconds=120) for host in hosts]
 sys.exit(any(a.result().status != 0 for a in asked))
 """

@@ -19,6 +19,7 @@ from image_builder.pool.plan.model import Host
 from image_builder.pool.reach.hostkeys import CertificateAuthority, FirstUse, HostKeys, openssh_options
 from image_builder.pool.reach.reach import Answer, Reach
 from image_builder.pool.reach.session import OUTPUT_LIMIT
+from image_builder.pool.steps.openssh import arguments
 from tests.pools.conftest import FAULTS
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import CLASSES, GATEWAY, SLOW_SECONDS, USER, Fleet, fleet, new_key, sign
@@ -57,7 +58,11 @@ def wait_for(pool: Fleet, host: int, file: str) -> None:
 def openssh(pool: Fleet, host: int, host_keys: HostKeys) -> bool:
     """Tell whether OpenSSH logs in to a host, by the same file of host keys."""
     argv = ["ssh", "-F", "none", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-i", os.fspath(pool.key)]
-    argv += [*openssh_options(host_keys, pool.hosts[host]), f"{USER}@{pool.hosts[host].address}", "true"]
+    argv += [
+        *arguments(openssh_options(host_keys, pool.hosts[host])),
+        f"{USER}@{pool.hosts[host].address}",
+        "true",
+    ]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert done.returncode in (0, 255), done.stderr
     assert done.returncode == 0 or "Host key verification failed" in done.stderr, done.stderr

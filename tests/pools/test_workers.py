@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ from image_builder.pool.run.records import Intent, Result
 from image_builder.pool.steps import ansible, worker_guard
 from image_builder.pool.steps.ansible import Slice
 from tests.support.images.builds import Workplace
-from tests.support.pools.fleet import SITE, USER, Fault, Fleet, fleet
-from tests.support.pools.rollouts import Rollout, configuration, install, put, results, wait
+from tests.support.pools.fleet import GATEWAY, SITE, USER, Fault, Fleet, fleet
+from tests.support.pools.rollouts import Rollout, configuration, install, make, put, results, wait
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
@@ -101,6 +102,29 @@ def test_a_slice_on_a_worker_is_a_slice(rollout: Callable[..., Rollout], pool: F
     secret = pool.key.read_text().splitlines()[1]
     for path in (p for p in run.folder.rglob("*") if p.is_file()):
         assert secret not in path.read_text(errors="replace"), path
+
+
+def test_a_slice_on_a_worker_goes_through_its_hosts_bastion(pool: Fleet, tmp_path: Path) -> None:
+    """Over one connection to it, as the driver's own questions do; nobody else comes to the hosts."""
+    bastion, worker = WORKERS
+    address = pool.hosts[bastion].address
+    keys = tmp_path / "keys"
+    keys.write_text(
+        f"{pool.pinned.path.read_text()}{address} {(pool.folder / f'host-{bastion}.pub').read_text()}"
+    )
+    way = {n: {"ansible_ssh_common_args": f"-J {USER}@{address}", "pool_vm_size": f"D{n}"} for n in HOSTS}
+    before = {n: pool.log(n) for n in (bastion, *HOSTS)}
+    run = make(pool, tmp_path, HOSTS, policy=_workers(pool, worker), sound=HOSTS, variables=way)
+    report = run.finish(known_hosts=os.fspath(keys))
+    assert _kinds(report) == {"ok"}, report["results"]
+    assert run.joins() == dict.fromkeys(HOSTS, 1)
+    come_from = {n: _COME_FROM.findall(pool.log(n).removeprefix(log)) for n, log in before.items()}
+    assert sorted(come_from.pop(bastion)) == [pool.hosts[worker].address, GATEWAY]
+    assert {source for sources in come_from.values() for source in sources} == {address}
+    assert _left(pool, worker) == "" and run.left() == []
+
+
+_COME_FROM = re.compile(rf"Accepted publickey for {USER} from (\S+)")
 
 
 def test_a_worker_that_can_t_be_reached_or_dies_costs_an_attempt(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from image_builder.cli.command import AsJson, VaultIds, register, show
-from image_builder.cli.pool.plan import Inventory, PlanFile, writing
+from image_builder.cli.pool.plan import USER_HELP, Inventory, PlanFile, writing
 from image_builder.errors import UsageError
 from image_builder.text import columns, did_you_mean
 
@@ -67,7 +67,7 @@ def slice_(
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="where to make a directory for each slice: 0, 1, …")
     ],
-    user: Annotated[str, typer.Option("--user", metavar="NAME", help="log in to the hosts as NAME")] = "root",
+    user: Annotated[str, typer.Option("--user", metavar="NAME", help=USER_HELP)] = "",
     node_configs: Annotated[
         Path | None,
         typer.Option(
@@ -97,7 +97,7 @@ def slice_(
         raise UsageError(f"no such file: {known_hosts}")
     configurations = read_configurations(node_configs, chosen.hosts) if node_configs else {}
     # The key isn't read: whoever runs the slice brings it.
-    access = Access(user, Path("-"), Pinned(known_hosts.absolute()))
+    access = Access(Pinned(known_hosts.absolute()), user, Path("-"))
     with writing(out):
         out.mkdir(parents=True)
     first = 0

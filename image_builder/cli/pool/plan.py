@@ -28,6 +28,7 @@ Inventory = Annotated[
         "-i", "--inventory", metavar="PATH", help="an inventory, as in Ansible; repeatable, required"
     ),
 ]
+USER_HELP = "log in to the hosts as NAME  [default: ansible_user, else root]"
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="the file that `pool plan` wrote")]
 
 

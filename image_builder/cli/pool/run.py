@@ -18,7 +18,7 @@ import typer
 
 from image_builder.cli.command import AsJson, VaultIds, register, show
 from image_builder.cli.pool import plan as plan_commands
-from image_builder.cli.pool.plan import Inventory, PlanFile
+from image_builder.cli.pool.plan import USER_HELP, Inventory, PlanFile
 from image_builder.errors import EXIT_INTERRUPTED, PoolError, UsageError
 
 if TYPE_CHECKING:
@@ -35,9 +35,12 @@ app = typer.Typer()
 class HostOptions:
     """Options for reaching hosts and for what they must be."""
 
-    user: Annotated[str, typer.Option("--user", metavar="NAME", help="log in to the hosts as NAME")] = "root"
+    user: Annotated[str, typer.Option("--user", metavar="NAME", help=USER_HELP)] = ""
     key: Annotated[
-        Path | None, typer.Option("--key", metavar="FILE", help="private key for the hosts; required")
+        Path | None,
+        typer.Option(
+            "--key", metavar="FILE", help="private key for the hosts  [default: ansible_ssh_private_key_file]"
+        ),
     ] = None
     host_ca: Annotated[
         Path | None,
@@ -93,11 +96,7 @@ class HostOptions:
                 "give exactly one of --host-ca, --known-hosts and --trust-first-use",
                 hint="hosts whose key can't be verified are not contacted",
             )
-        if self.key is None:
-            raise UsageError(
-                "give the private key with --key", hint="no agent is asked and no default key is used"
-            )
-        return Access(self.user, self.key.absolute(), host_keys[0])
+        return Access(host_keys[0], self.user, self.key.absolute() if self.key else None)
 
 
 @dataclass(frozen=True)
@@ -327,4 +326,4 @@ def _hint(counts: Mapping[str, int]) -> str:
     )
 
 
-_FAILED = ("refused", "timeout", "auth", "host key", "sudo", "dropped", "failed")
+_FAILED = ("refused", "timeout", "bastion", "auth", "host key", "sudo", "dropped", "failed")

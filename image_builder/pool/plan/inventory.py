@@ -9,6 +9,8 @@ A pool is a group of the inventory. A scale set is a group in it (or the pool it
     pool_scale_set  the scale set's name, where it isn't the group's
     pool_vm_id      Azure's id of the instance
     pool_power_state  Azure's power state: who is stopped or deallocated, or about to be, is left out
+
+How a host is connected to stands in Ansible's own variables (definition/connection.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.canonical import JSON, digest
+from image_builder.definition import connection
+from image_builder.definition.connection import Connection, Hop
 from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
@@ -37,9 +41,8 @@ _TEXTS = (
     "pool_scale_set",
     "pool_vm_id",
     "pool_power_state",
-    "ansible_host",
 )
-_READ = (*_TEXTS, "pool_capacity", "ansible_port")
+_READ = frozenset({*_TEXTS, "pool_capacity", *connection.NAMES})
 # Nobody answers there: such hosts would time out, and spend what may fail.
 _OFF = ("stopping", "stopped", "deallocating", "deallocated")
 _REQUIRED = ("pool_image", "pool_vm_size")
@@ -116,6 +119,20 @@ def read_fleet(
     return Fleet(planned_from, counted_pools, tuple(hosts), skipped)
 
 
+def read_connection(paths: Sequence[Path], name: str, vault: Sequence[VaultId] = ()) -> Connection:
+    """Return how an inventory's host is connected to; raises UsageError without that host, else as ``read_fleet``."""
+    with opened([path.absolute() for path in paths], vault) as source:
+        # In an URL a name has no case.
+        host = next((host for host in map(str, source.manager.hosts) if host.lower() == name.lower()), None)
+        if host is None:
+            raise UsageError(f"no host `{name}` in the inventory{did_you_mean(name, source.manager.hosts)}")
+        values, failures = values_of(source, host, connection.NAMES.__contains__)
+        way, faults = connection.read(values)
+        if problems := [*failures.items(), *faults]:
+            raise DefinitionError([Problem(where(source, host, key), key, why) for key, why in problems])
+    return way
+
+
 def _hosts(reading: _Reading, pools: Sequence[str]) -> list[Host]:
     """Return the hosts of all pools, each once."""
     groups = reading.source.manager.groups
@@ -190,11 +207,11 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
         fault("pool_image", f"unknown image `{image}`{did_you_mean(image, reading.images)}")
     if "pool_scale_set" not in texts and len(groups) > 1:
         fault("pool_scale_set", f"is missing, and the host is in {', '.join(sorted(groups))}")
-    port = values.get("ansible_port", 22)
-    if isinstance(port, bool) or not str(port).isdigit() or not 0 < int(str(port)) < 65536:
-        fault("ansible_port", f"must be a port, got {json.dumps(port)}")
+    way, faults = connection.read({key: value for key, value in values.items() if key not in wrong})
+    for variable, reason in faults:
+        fault(variable, reason)
     scale_set = texts.get("pool_scale_set", groups[0] if groups else pool)
-    reading.own.append((("ansible_host", texts.get("ansible_host", name), str(port)), name))
+    reading.own.append((("ansible_host", f"{way.address or name}{_behind(way.hops)}", str(way.port)), name))
     if "pool_vm_id" in texts:
         reading.own.append((("pool_vm_id", texts["pool_vm_id"], ""), name))
     capacities = reading.capacities.setdefault((pool, scale_set), {})
@@ -206,15 +223,23 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
         return None
     return Host(
         name=name,
-        address=texts.get("ansible_host", name),
-        port=int(str(port)),
+        address=way.address or name,
+        port=way.port,
         pool=pool,
         scale_set=scale_set,
         vm_size=texts["pool_vm_size"],
         zone=texts.get("pool_zone", ""),
         image=texts["pool_image"],
         vm_id=texts.get("pool_vm_id", ""),
+        user=way.user,
+        key=way.key,
+        hops=way.hops,
     )
+
+
+def _behind(hops: Sequence[Hop]) -> str:
+    """Return what tells an address from the same one behind another bastion."""
+    return f" behind {hops[-1].address}" if hops else ""
 
 
 def _hashable(value: JSON) -> JSON:

@@ -15,12 +15,17 @@ from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-# The one class that a host ends in. `dropped` is a connection that broke after it was made, `failed` a phase on the
-# host that said so itself, `unknown` that nobody can tell whether the host joined.
-Class = Literal["ok", "refused", "timeout", "auth", "host key", "sudo", "dropped", "failed", "unknown"]
+from image_builder.definition.connection import Hop
+
+# The one class that a host ends in. `dropped` is a connection that broke after it was made, `bastion` that the way to
+# the host is the fault, `failed` a phase on the host that said so itself, `unknown` that nobody can tell whether the
+# host joined.
+Class = Literal[
+    "ok", "refused", "timeout", "bastion", "auth", "host key", "sudo", "dropped", "failed", "unknown"
+]
 CLASSES: tuple[Class, ...] = get_args(Class)
 # What says nothing about the host's own state, so that asking again may be answered otherwise.
-UNREACHED: frozenset[Class] = frozenset({"refused", "timeout", "dropped"})
+UNREACHED: frozenset[Class] = frozenset({"refused", "timeout", "bastion", "dropped"})
 
 Step = Literal["probe", "bootstrap", "verify"]
 STEPS: tuple[Step, ...] = get_args(Step)
@@ -73,10 +78,15 @@ class Cell(NamedTuple):
     image: str
 
 
+def _is_empty(value: object) -> bool:
+    return not value
+
+
 class Host(Strict):
     """One host, as the inventory has it. ``zone`` is empty where a scale set has no zones.
 
-    ``vm_id`` is Azure's id of the instance: with another one, a host of the same name is another machine.
+    ``vm_id`` is Azure's id of the instance: with another one, a host of the same name is another machine. ``user``,
+    ``key`` (a private key's file) and ``hops`` are how it is logged in to, where the inventory says so.
     """
 
     name: str = Field(min_length=1)
@@ -88,6 +98,9 @@ class Host(Strict):
     zone: str = ""
     image: str
     vm_id: str = ""
+    user: str = Field(default="", exclude_if=_is_empty)
+    key: str = Field(default="", exclude_if=_is_empty)
+    hops: tuple[Hop, ...] = Field(default=(), exclude_if=_is_empty)
 
     @property
     def cell(self) -> Cell:

@@ -26,6 +26,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization as forms
 
+from image_builder.definition.connection import Hop
 from image_builder.errors import UsageError
 from image_builder.node import files
 from image_builder.pool.plan.model import Host
@@ -83,20 +84,23 @@ class Entry:
     blob: bytes
 
 
-def known_as(host: Host) -> str:
+def known_as(host: Host | Hop) -> str:
     """Return the name of a host's keys: the VM's id, or its name in the inventory where no id is known.
 
-    Lower case, as OpenSSH makes it. Raises UsageError for a name that a known_hosts file can't hold as itself.
+    A bastion's is its address, as the inventory has it. Lower case, as OpenSSH makes it. Raises UsageError for a name
+    that a known_hosts file can't hold as itself.
     """
+    if isinstance(host, Hop):
+        return host.address.lower()
     name = (host.vm_id or host.name).lower()
     if not _NAME.fullmatch(name):
         raise UsageError(f"{host.name}: `{name}` can't be a name of host keys", hint="give it a pool_vm_id")
     return name
 
 
-def openssh_options(host_keys: HostKeys, host: Host) -> list[str]:
+def openssh_options(host_keys: HostKeys, host: Host | Hop) -> dict[str, str]:
     """Return what makes OpenSSH hold a host to the same file; a first key is never learnt by it."""
-    options = {
+    return {
         "HostKeyAlias": known_as(host),
         "UserKnownHostsFile": f'"{host_keys.path}"',
         "GlobalKnownHostsFile": "none",
@@ -104,7 +108,6 @@ def openssh_options(host_keys: HostKeys, host: Host) -> list[str]:
         "CheckHostIP": "no",
         "UpdateHostKeys": "no",
     }
-    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
 
 def fingerprint(blob: bytes) -> str:
@@ -261,7 +264,7 @@ class Verifier:
         self._marked = tuple(entry for entry in entries if entry.marker)
         self._keys = dict(keys)
 
-    def algorithms(self, host: Host) -> tuple[str, ...]:
+    def algorithms(self, host: Host | Hop) -> tuple[str, ...]:
         """Return the algorithms to ask a host for; raises HostKeyError where no key of it could be right."""
         if isinstance(self._source, CertificateAuthority):
             return _CERTIFICATES
@@ -270,7 +273,7 @@ class Verifier:
             raise HostKeyError(f"no key is pinned for {known_as(host)}")
         return tuple(name for name, kind in _SIGNATURES.items() if not kinds or kind in kinds)
 
-    def check(self, host: Host, blob: bytes) -> bytes:
+    def check(self, host: Host | Hop, blob: bytes) -> bytes:
         """Return the key of a host that may show this key or certificate; raises HostKeyError.
 
         A key that is learnt is on the disk when this returns. Raises UsageError where it can't be written.

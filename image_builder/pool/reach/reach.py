@@ -3,6 +3,7 @@
     refused    something there says no: no server at the port, or one that hangs up or isn't SSH
     timeout    nothing answers in time, or there is no way there
     host key   its key is not the one it may show; nothing was sent that could tell it who we are
+    bastion    the way there is the fault: a bastion isn't reached, doesn't let us in or through, or was lost
     auth       it doesn't let us in
     sudo       sudo asks for a password, refuses, or doesn't answer
     dropped    the connection broke after it was made
@@ -15,6 +16,9 @@ time: a watch closes a connection that is past it, since some of paramiko's wait
 from __future__ import annotations
 
 import errno
+import functools
+import math
+import os
 import shlex
 import socket
 import threading
@@ -30,9 +34,11 @@ from typing import Self
 import paramiko
 from cryptography.exceptions import UnsupportedAlgorithm
 
+from image_builder.definition.connection import Hop
 from image_builder.errors import HostError, UsageError
 from image_builder.machine.ssh import dial
-from image_builder.pool.plan.model import OK, Host, Outcome
+from image_builder.pool.plan.model import OK, Class, Host, Outcome
+from image_builder.pool.reach.bastions import Bastions
 from image_builder.pool.reach.hostkeys import HostKeyError, HostKeys, Verifier
 from image_builder.pool.reach.session import (
     GRACE_SECONDS,
@@ -41,26 +47,32 @@ from image_builder.pool.reach.session import (
     NotReachedError,
     Session,
     Watch,
+    is_lost,
 )
 
 _MISSED_KEEPALIVES = 3
 # How often a connection that waits is looked after: hundreds do, and paramiko's tenth of a second is a core's work.
 _IDLE_SECONDS = 1.0
 _KEPT_SECONDS = 60.0  # a connection for its host's next command
+# RFC 4254: the other reasons not to open a channel say nothing of the host.
+_CONNECT_FAILED = 2
+KEY_HINT = "give --key, or ansible_ssh_private_key_file; no agent is asked and no default key is used"
 
 
 @dataclass(frozen=True)
 class Access:
-    """How hosts are reached: by one private key, without agent, key search or password.
+    """How hosts are reached: by a private key each, without agent, key search or password.
+
+    ``user`` and ``key`` win over the inventory's.
 
     Seconds: until a TCP connection stands, until the server has shown its banner, for the key exchange and again for
     the login, between two signs of life (after three without an answer the connection counts as broken), and until
     a shell answers, root's by sudo.
     """
 
-    user: str
-    key: Path
     host_keys: HostKeys
+    user: str = ""
+    key: Path | None = None
     connect_seconds: float = 10.0
     banner_seconds: float = 10.0
     auth_seconds: float = 15.0
@@ -69,8 +81,28 @@ class Access:
 
     @property
     def answer_seconds(self) -> float:
-        """Return the seconds until a shell answers, at most."""
-        return self.connect_seconds + self.banner_seconds + 2 * self.auth_seconds + self.sudo_seconds
+        """Return the seconds until a shell answers, at most, where no bastion is on the way."""
+        return self._login_seconds + self.sudo_seconds
+
+    @property
+    def _login_seconds(self) -> float:
+        return self.connect_seconds + self.banner_seconds + 2 * self.auth_seconds
+
+    def way_seconds(self, host: Host) -> float:
+        """Return the seconds until all bastions on the way to a host have let us in, at most."""
+        return len(host.hops) * self._login_seconds
+
+    def login(self, host: Host) -> Host:
+        """Return a host with the user and key that are used for it, and for each hop to it. Raises UsageError."""
+        user = self.user or host.user or "root"
+        key = _absolute(self.key or host.key)
+        if not key:
+            raise UsageError(f"{host.name}: no private key", hint=KEY_HINT)
+        hops = tuple(
+            hop.model_copy(update={"user": hop.user or user, "key": _absolute(hop.key) or key})
+            for hop in host.hops
+        )
+        return host.model_copy(update={"user": user, "key": key, "hops": hops})
 
 
 @dataclass(frozen=True)
@@ -112,16 +144,18 @@ class Reach:
     def __init__(self, access: Access, *, at_once: int = 200) -> None:
         """Read the key and the hosts' keys; raises UsageError when they can't be had."""
         self._access = access
-        self._key = read_key(access.key)
+        self._read_key = functools.cache(read_key)
+        if access.key:
+            self._read_key(access.key)
         self._verifier = Verifier(access.host_keys)
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="reach")
         self._watch = Watch()
         self._kept = Kept(at_once)
+        self._bastions = Bastions(self._connect_hop)
 
-    @property
-    def user(self) -> str:
-        """As whom hosts are logged in to."""
-        return self._access.user
+    def login(self, host: Host) -> Host:
+        """Return a host as it is logged in to; see ``Access.login``."""
+        return self._access.login(host)
 
     def __enter__(self) -> Self:
         self._watch.start()
@@ -136,6 +170,7 @@ class Reach:
         self._pool.shutdown()
         self._watch.cut_all()
         self._kept.close()
+        self._bastions.close()
         self._watch.stop()
 
     def submit(
@@ -189,31 +224,43 @@ class Reach:
         return session
 
     def _connect(self, stack: ExitStack, host: Host, root: bool) -> Session:
+        host = self._access.login(host)
+        transport = self._log_in(stack, host, host.hops)
+        return Session(transport, sudo=root and host.user != "root", seconds=self._access.sudo_seconds)
+
+    def _connect_hop(self, stack: ExitStack, hops: tuple[Hop, ...]) -> paramiko.Transport:
+        """Connect to the last of these bastions, for as long as it lasts."""
+        transport = self._log_in(stack, hops[-1], hops[:-1])
+        self._watch.until(transport, math.inf)
+        return transport
+
+    def _log_in(self, stack: ExitStack, host: Host | Hop, hops: tuple[Hop, ...]) -> paramiko.Transport:
+        """Exchange keys, check the host's, and only then say who we are."""
         access = self._access
         try:
             algorithms = self._verifier.algorithms(host)
-            sock = stack.enter_context(_dial(host, access))
+            via = self._bastions.through(hops) if hops else None
+            sock = _open_channel(via, host, access) if via else stack.enter_context(_dial(host, access))
             transport = _Transport(sock)
-            stack.enter_context(self._watch.over(transport))
+            stack.enter_context(self._watch.over(transport, via))
             sock.settimeout(_IDLE_SECONDS)
             transport.algorithms = algorithms
-            self._log_in(transport, host)
+            self._watch.until(transport, access.auth_seconds + GRACE_SECONDS)
+            _exchange_keys(transport, access.auth_seconds)
+            key = transport.get_remote_server_key()
+            shown = key.public_blob.key_blob if key.public_blob else key.asbytes()
+            if self._verifier.check(host, shown) != key.asbytes():
+                raise HostKeyError("its certificate is for another key than it has")
         except HostKeyError as error:
             raise NotReachedError("host key", error) from error
-        return Session(transport, sudo=root and access.user != "root", seconds=access.sudo_seconds)
-
-    def _log_in(self, transport: _Transport, host: Host) -> None:
-        """Exchange keys, check the host's, and only then say who we are."""
-        access = self._access
         self._watch.until(transport, access.auth_seconds + GRACE_SECONDS)
-        _exchange_keys(transport, access.auth_seconds)
-        key = transport.get_remote_server_key()
-        shown = key.public_blob.key_blob if key.public_blob else key.asbytes()
-        if self._verifier.check(host, shown) != key.asbytes():
-            raise HostKeyError("its certificate is for another key than it has")
-        self._watch.until(transport, access.auth_seconds + GRACE_SECONDS)
-        _authenticate(transport, access.user, self._key, access.auth_seconds)
+        _authenticate(transport, host.user, self._read_key(Path(host.key)), access.auth_seconds)
         transport.set_keepalive(max(1, round(access.keepalive_seconds)))
+        return transport
+
+
+def _absolute(key: Path | str | None) -> str:
+    return os.fspath(Path(key).expanduser().absolute()) if key else ""
 
 
 def read_key(path: Path) -> paramiko.PKey:
@@ -230,7 +277,20 @@ def read_key(path: Path) -> paramiko.PKey:
         ) from error
 
 
-def _dial(host: Host, access: Access) -> socket.socket:
+def _open_channel(via: paramiko.Transport, host: Host | Hop, access: Access) -> paramiko.Channel:
+    """Let a bastion connect to a host."""
+    to = (host.address, host.port)
+    try:
+        return via.open_channel("direct-tcpip", to, ("127.0.0.1", 0), timeout=access.connect_seconds)
+    except paramiko.ChannelException as error:
+        kind: Class = "refused" if error.code == _CONNECT_FAILED else "bastion"
+        raise NotReachedError(kind, f"the bastion opens no connection: {error.text}") from error
+    except (OSError, EOFError, paramiko.SSHException) as error:
+        kind = "bastion" if is_lost(via) else "timeout"
+        raise NotReachedError(kind, f"the bastion opens no connection: {error}") from error
+
+
+def _dial(host: Host | Hop, access: Access) -> socket.socket:
     """Connect, and see that a server is there."""
     try:
         sock = dial(host.address, host.port, access.connect_seconds, access.banner_seconds)

@@ -18,6 +18,7 @@ from image_builder.pool.plan.model import Class, Host, ended
 OUTPUT_LIMIT = 1 << 20  # bytes of each stream that are kept
 GRACE_SECONDS = 2.0  # what ends by itself gets this much before the watch ends it
 _WATCH_SECONDS = 0.25
+_SETTLE_SECONDS = 0.5
 
 
 class NotReachedError(Exception):
@@ -26,6 +27,12 @@ class NotReachedError(Exception):
     def __init__(self, kind: Class, detail: object) -> None:
         super().__init__(kind)
         self.outcome = ended(kind, str(detail) or type(detail).__name__)
+
+    def of_bastion(self, address: str) -> NotReachedError:
+        """Return the error of the hosts behind it, where what was not reached is a bastion."""
+        if self.outcome.kind == "bastion":  # it is behind another one
+            return self
+        return NotReachedError("bastion", f"bastion {address}: {self.outcome.kind}: {self.outcome.detail}")
 
 
 class Session:
@@ -174,13 +181,20 @@ class Watch:
             _cut(transport)
 
     @contextmanager
-    def over(self, transport: paramiko.Transport) -> Iterator[None]:
-        """Watch a connection and close it in the end; what paramiko raises inside becomes NotReachedError."""
+    def over(self, transport: paramiko.Transport, via: paramiko.Transport | None = None) -> Iterator[None]:
+        """Watch a connection and close it in the end; what paramiko raises inside becomes NotReachedError.
+
+        ``via`` is the connection to a bastion that it leads through: where that is lost, it is the cause.
+        """
         try:
             yield
-        except (NotReachedError, ImageBuilderError):
+        except ImageBuilderError:
             raise
         except Exception as error:  # what a broken peer's bytes make of paramiko's parsers can be anything
+            if via is not None and is_lost(via):
+                raise NotReachedError("bastion", "the connection to the bastion is lost") from error
+            if isinstance(error, NotReachedError):
+                raise
             kind: Class = "timeout" if transport in self._late else "dropped"
             raise NotReachedError(kind, error) from error
         finally:
@@ -191,7 +205,16 @@ class Watch:
                 self._late.discard(transport)
 
 
+def is_lost(transport: paramiko.Transport) -> bool:
+    """Tell whether a connection has ended; what ran over it may learn of that a moment earlier."""
+    transport.join(_SETTLE_SECONDS)
+    return not transport.is_alive()
+
+
 def _cut(transport: paramiko.Transport) -> None:
-    # Not close(): that waits for the transport's thread, which waits for this.
-    with suppress(OSError):
-        transport.sock.shutdown(socket.SHUT_RDWR)
+    # Not the transport's close(): that waits for its thread, which waits for this.
+    with suppress(OSError, EOFError, paramiko.SSHException):
+        if isinstance(transport.sock, paramiko.Channel):  # whose shutdown() wakes no reader
+            transport.sock.close()
+        else:
+            transport.sock.shutdown(socket.SHUT_RDWR)

@@ -36,6 +36,7 @@ MEANINGS: Mapping[Class, str] = {
     "ok": "joined, and verified if it is in the sample",
     "refused": "connection refused",
     "timeout": "nothing answered in time",
+    "bastion": "no way through a bastion; nothing is known of the host",
     "auth": "no login with this key",
     "host key": "shows another host key than the known one",
     "sudo": "logged in, but no rights",

@@ -28,11 +28,11 @@ from image_builder.node.net.fetch import proven_by
 from image_builder.pool.plan.model import Outcome, ended, failed
 from image_builder.pool.plan.plan import named
 from image_builder.pool.plan.render import one_nodes_of_several
-from image_builder.pool.reach.hostkeys import openssh_options
 from image_builder.pool.reach.provision import LOCK, NO_CONFIG, NOT_STARTED, JoinStatus, after_join
 from image_builder.pool.reach.reach import Access
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.journal import in_use
+from image_builder.pool.steps import openssh
 from image_builder.pool.steps.control_plane import server_fault
 from image_builder.pool.steps.slice import CONTROL, DATA, PLAYBOOK, WORKER, Worker, describe
 from image_builder.settings import REPO_ROOT
@@ -47,7 +47,6 @@ CONFIGURE, START, WAIT = (
 )
 # Waiting hosts hold a fork each, yet all were told before: a full slice waits about as long as its slowest host.
 FORKS = 50
-_KEEPALIVES = 3
 _MESSAGES = ("msg", "stderr", "module_stderr", "stdout")
 # Seconds: for what comes before joining, and for a process to end that was asked to.
 _TASKS_SECONDS, _GRACE = 120.0, 30.0
@@ -57,6 +56,7 @@ _ANY_STATUS = range(-64, 256)
 _CLASSES: Sequence[tuple[re.Pattern[str], str]] = tuple(
     (re.compile(pattern, re.IGNORECASE), kind)
     for pattern, kind in (
+        (r"SSH-no way through hop-\d+", "bastion"),  # bastion.sh
         (r"\bsudo\b|\bsudoers\b|privilege escalation|a password is required", "sudo"),
         (
             r"host key verification failed|host identification has changed|no .* host key is known"
@@ -166,7 +166,9 @@ class Results:
 def _lost(message: str, task: str, *, is_told: bool) -> JoinStatus:
     outcome = unreached(message, answered=is_told)
     # Who did not let us in can't have been told. Where the connection broke while it was, anything may be.
-    untold = not is_told and (task == CONFIGURE or outcome.kind in ("refused", "auth", "host key", "sudo"))
+    untold = not is_told and (
+        task == CONFIGURE or outcome.kind in ("refused", "bastion", "auth", "host key", "sudo")
+    )
     return JoinStatus(outcome, "no" if untold else "unknown")
 
 
@@ -175,7 +177,7 @@ def _joined(result: Mapping[str, Any]) -> JoinStatus:
 
 
 def _is_sudo(message: str) -> bool:
-    return bool(_CLASSES[0][0].search(message))
+    return unreached(message, answered=False).kind == "sudo"
 
 
 class Process:
@@ -287,12 +289,13 @@ def write(slice_: Slice, folder: Path) -> None:
     """Make the private data directory of a slice, and what its process needs beside. Raises OSError."""
     folder.mkdir(mode=0o700)
     if slice_.worker:
-        (folder / WORKER).write_text(describe(slice_.worker, slice_.access.key), encoding="utf-8")
+        key = Path(slice_.access.login(slice_.work[0].host).key)  # the only one, as was checked
+        (folder / WORKER).write_text(describe(slice_.worker, key), encoding="utf-8")
         write_portable(slice_, folder / DATA)
         return
     for name in ("tmp", CONTROL):
         (folder / name).mkdir()
-    _fill(folder, inventory(slice_), environment(folder, slice_.access, len(slice_.work)))
+    _fill(folder, slice_, environment(folder, slice_))
 
 
 def write_portable(slice_: Slice, folder: Path) -> None:
@@ -307,43 +310,55 @@ def write_portable(slice_: Slice, folder: Path) -> None:
         access=replace(access, host_keys=host_keys),
         configurations={name: Path(here) / f"{name}.json" for name in slice_.configurations},
     )
-    document = inventory(moved)
-    del document["all"]["vars"]["ansible_ssh_private_key_file"]
     folder.mkdir(mode=0o700)
     # Ansible's working directory is `project`.
-    _fill(folder, document, environment(Path(".."), access, len(slice_.work), agent=True))
+    settings = environment(Path(".."), slice_, agent=True)
+    _fill(folder, moved, settings, here=here, agent=True)
     (folder / "env" / "known_hosts").write_bytes(access.host_keys.path.read_bytes())
     for work in slice_.work:
         if path := slice_.configurations.get(work.host.name):
             (folder / "env" / f"{work.host.name}.json").write_bytes(path.read_bytes())
 
 
-def _fill(folder: Path, inventory: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+def _fill(
+    folder: Path, slice_: Slice, environment: Mapping[str, str], *, here: str = "../env", agent: bool = False
+) -> None:
     for name in ("inventory", "project", "env"):
         (folder / name).mkdir()
     (folder / "project" / PLAYBOOK).write_bytes((REPO_ROOT / "playbooks" / PLAYBOOK).read_bytes())
     (folder / "project" / "ansible.cfg").touch()
-    (folder / "inventory" / "hosts.json").write_text(json.dumps(inventory, indent=1), encoding="utf-8")
+    document = inventory(slice_, here=here, agent=agent)
+    (folder / "inventory" / "hosts.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
     (folder / "env" / "envvars").write_text(json.dumps(environment, indent=1), encoding="utf-8")
+    if ways := _ways(slice_):
+        known_hosts = Path("known_hosts") if agent else slice_.access.host_keys.path
+        (folder / "env" / openssh.SCRIPT.name).write_bytes(openssh.SCRIPT.read_bytes())
+        text = openssh.config(slice_.access, ways, known_hosts, agent=agent)
+        (folder / "env" / openssh.CONFIG).write_text(text, encoding="utf-8")
 
 
-def inventory(slice_: Slice) -> dict[str, Any]:
-    """Return the inventory of a slice. Hosts come in the order in which they join: so they are waited for."""
-    access = slice_.access
-    hosts = {
-        work.host.name: {
-            "ansible_host": work.host.address,
-            "ansible_port": work.host.port,
-            "ansible_ssh_common_args": shlex.join(openssh_options(access.host_keys, work.host)),
+def inventory(slice_: Slice, *, here: str = "../env", agent: bool = False) -> dict[str, Any]:
+    """Return the inventory of a slice. Hosts come in the order in which they join: so they are waited for.
+
+    ``here`` is the directory of the slice's own files as Ansible finds it; with ``agent`` the key is an agent's.
+    """
+    access, ways = slice_.access, _ways(slice_)
+    hosts = {}
+    for work in sorted(slice_.work, key=lambda w: w.delay):
+        host = access.login(work.host)
+        hosts[host.name] = {
+            "ansible_host": host.address,
+            "ansible_port": host.port,
+            "ansible_user": host.user,
+            "ansible_become": host.user != "root",
+            **({} if agent else {"ansible_ssh_private_key_file": host.key}),
+            "ansible_ssh_common_args": shlex.join(
+                openssh.arguments(openssh.host_options(access, host, ways, here))
+            ),
             "pool_join_delay": round(work.delay, 3),
             **_configuration(slice_.configurations.get(work.host.name)),
         }
-        for work in sorted(slice_.work, key=lambda w: w.delay)
-    }
     variables = {
-        "ansible_user": access.user,
-        "ansible_ssh_private_key_file": os.fspath(access.key),
-        "ansible_become": access.user != "root",
         "ansible_python_interpreter": "/usr/bin/python3",
         "pool_join_lock": LOCK,
         "pool_join_seconds": round(slice_.seconds),
@@ -351,28 +366,22 @@ def inventory(slice_: Slice) -> dict[str, Any]:
     return {"all": {"hosts": hosts, "vars": variables}}
 
 
+def _ways(slice_: Slice) -> openssh.Ways:
+    return openssh.ways(slice_.access.login(work.host) for work in slice_.work)
+
+
 def _configuration(path: Path | None) -> dict[str, str]:
     return {"pool_node_config": os.fspath(path)} if path else {}
 
 
-def environment(folder: Path, access: Access, hosts: int, *, agent: bool = False) -> dict[str, str]:
+def environment(folder: Path, slice_: Slice, *, agent: bool = False) -> dict[str, str]:
     """Return Ansible's settings: whatever configuration this host or its user has plays no part.
 
     With ``agent`` the key is that of the runner's own agent, and there is no other one.
     """
-    options = {
-        "BatchMode": "yes",
-        # Else Ansible's own timeout would be taken, which lasts until sudo has answered.
-        "ConnectTimeout": f"{access.connect_seconds:.0f}",
-        "ControlMaster": "auto",
-        "ControlPersist": "60s",
-        "ServerAliveInterval": f"{access.keepalive_seconds:.0f}",
-        "ServerAliveCountMax": str(_KEEPALIVES),
-        "PreferredAuthentications": "publickey",
-        "LogLevel": "ERROR",
-    }
-    options |= {"IdentityFile": "none"} if agent else {"IdentitiesOnly": "yes", "IdentityAgent": "none"}
-    arguments = ["-F", "none", *(w for name, value in options.items() for w in ("-o", f"{name}={value}"))]
+    access = slice_.access
+    arguments = ["-F", "none", *openssh.arguments(openssh.common(access, agent=agent))]
+    longest_way = max(access.way_seconds(work.host) for work in slice_.work)
     return {
         "ANSIBLE_CONFIG": os.fspath(folder / "project" / "ansible.cfg"),
         "ANSIBLE_HOME": os.fspath(folder / "tmp"),
@@ -383,8 +392,8 @@ def environment(folder: Path, access: Access, hosts: int, *, agent: bool = False
         # On a terminal what sudo warns of would be mixed with what the host answers.
         "ANSIBLE_SSH_USETTY": "false",
         "ANSIBLE_GATHERING": "explicit",
-        "ANSIBLE_FORKS": str(min(hosts, FORKS)),
-        "ANSIBLE_TIMEOUT": f"{access.answer_seconds:.0f}",
+        "ANSIBLE_FORKS": str(min(len(slice_.work), FORKS)),
+        "ANSIBLE_TIMEOUT": f"{access.answer_seconds + longest_way:.0f}",
         "ANSIBLE_RETRY_FILES_ENABLED": "false",
         "ANSIBLE_NOCOLOR": "true",
         "ANSIBLE_FORCE_COLOR": "false",

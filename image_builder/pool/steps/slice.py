@@ -143,6 +143,8 @@ def _worker(url: str, runner: str, silent_seconds: float) -> Worker:
     address = parse(url)
     if not address.key or not address.known_hosts:
         raise UsageError(f"{url}: a worker needs a key and known_hosts", hint="…?key=FILE&known_hosts=FILE")
+    if address.jump:
+        raise UsageError(f"{url}: a worker is not reached through a bastion", hint="run pool run next to it")
     if missing := [path for path in (address.key, address.known_hosts) if not path.is_file()]:
         raise UsageError(f"{url}: no such file: {', '.join(map(str, missing))}")
     options = _OPTIONS | {

@@ -124,7 +124,7 @@ class Runs:
         return read_results(
             out,
             status,
-            target=SshAddress(self._reach.user, host.address, host.port).url,
+            target=SshAddress(self._reach.login(host).user, host.address, host.port).url,
             marker="booted",
             seconds=time.monotonic() - started,
             output=process.tail(log),

@@ -42,9 +42,9 @@ class Request:
 def drive(request: Request) -> int:
     """Return 0 where the run came to its end, 1 where it was stopped; prints its report."""
     access = Access(
-        request.user,
-        Path(request.key),
         Pinned(Path(request.known_hosts)),
+        request.user,
+        Path(request.key) if request.key else None,
         connect_seconds=3.0,
         banner_seconds=3.0,
         auth_seconds=5.0,

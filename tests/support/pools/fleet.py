@@ -33,6 +33,7 @@ from image_builder.pool.reach.hostkeys import (
     openssh_options,
 )
 from image_builder.pool.reach.reach import Access
+from image_builder.pool.steps.openssh import arguments
 from tests.support.images.builds import REPO, Workplace
 
 # dead: packets to it vanish. slow banner: accepts, and says nothing. other key: not the pinned one. slow: each command
@@ -120,7 +121,7 @@ class Fleet:
     def access(self, host_keys: HostKeys | None = None, **seconds: float) -> Access:
         """Return how to reach the hosts: by default with short times and pinned keys."""
         times = {"connect_seconds": 3.0, "banner_seconds": 3.0, "auth_seconds": 60.0} | seconds
-        return Access(USER, self.key, host_keys or self.pinned, **times)
+        return Access(host_keys or self.pinned, USER, self.key, **times)
 
     def variables(self, host: Host) -> dict[str, str]:
         """Return how Ansible reaches a host, and holds it to the same key."""
@@ -129,7 +130,7 @@ class Fleet:
             "ansible_user": USER,
             "ansible_ssh_private_key_file": os.fspath(self.key),
             "ansible_ssh_common_args": shlex.join(
-                ["-o", "IdentitiesOnly=yes", *openssh_options(self.pinned, host)]
+                ["-o", "IdentitiesOnly=yes", *arguments(openssh_options(self.pinned, host))]
             ),
         }
 
@@ -204,6 +205,14 @@ class Fleet:
         self._restart(
             host, 'rm -f "$0"; ssh-keygen -q -t ed25519 -N "" -f "$0"', "/etc/ssh/ssh_host_ed25519_key"
         )
+
+    def restore_key(self, host: int, key: str) -> None:
+        """Undo that: give a host the key that it had."""
+        self._restart(host, 'cat > "$0"', "/etc/ssh/ssh_host_ed25519_key", key)
+
+    def configure(self, host: int, line: str = "") -> None:
+        """Set the last line of a host's sshd_config in place of the one that was set before."""
+        self._restart(host, f"sed -i '/# last$/d' $0; echo '{line} # last' >>$0", "/etc/ssh/sshd_config")
 
     def show(self, host: int, certificate: str) -> None:
         """Let a host show another certificate for the key that it has."""

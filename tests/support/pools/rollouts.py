@@ -116,18 +116,19 @@ class Rollout:
 
     def request(self, **more: Any) -> Path:
         """Write the request for the driver; return the file."""
-        request = Request(
-            plan=os.fspath(self.plan),
-            inventory=os.fspath(self.folder / "hosts.json"),
-            user=USER,
-            key=os.fspath(self.pool.key),
-            known_hosts=os.fspath(self.pool.pinned.path),
-            facts=os.fspath(self.folder / "facts.json"),
-            suite=os.fspath(self.folder / "suite"),
-            reports=os.fspath(self.folder / "reports"),
-            node_configs=os.fspath(configs) if (configs := self.folder / "configs").exists() else "",
-            **more,
-        )
+        configs = self.folder / "configs"
+        values = {
+            "plan": os.fspath(self.plan),
+            "inventory": os.fspath(self.folder / "hosts.json"),
+            "user": USER,
+            "key": os.fspath(self.pool.key),
+            "known_hosts": os.fspath(self.pool.pinned.path),
+            "facts": os.fspath(self.folder / "facts.json"),
+            "suite": os.fspath(self.folder / "suite"),
+            "reports": os.fspath(self.folder / "reports"),
+            "node_configs": os.fspath(configs) if configs.exists() else "",
+        }
+        request = Request(**(values | more))
         file = self.folder / "request.json"
         file.write_text(json.dumps(dataclasses.asdict(request)))
         return file
@@ -212,12 +213,13 @@ def make(
     agent: str = "",
     sound: Iterable[int] = (),
     check: str = CHECK,
+    variables: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Rollout:
     """Plan a rollout of hosts by their numbers; the ``sound`` ones are made as new, with ``agent`` in /etc/stand-in.
 
-    ``check`` is the whole suite; by default host 5 fails it.
+    ``check`` is the whole suite; by default host 5 fails it. ``variables`` are further ones of hosts.
     """
-    write_plan(pool, folder, numbers, POLICY | dict(policy or {}))
+    write_plan(pool, folder, numbers, POLICY | dict(policy or {}), variables)
     facts = {"image": "minimal", "build_id": "0", "packages": [], "variables": {}}
     (folder / "facts.json").write_text(json.dumps(facts))
     write_suite(folder / "suite", test_joined=check)
@@ -226,14 +228,24 @@ def make(
     return Rollout(folder, pool, tuple(numbers))
 
 
-def write_plan(pool: Fleet, folder: Path, numbers: Sequence[int], policy: Mapping[str, Any]) -> Path:
+def write_plan(
+    pool: Fleet,
+    folder: Path,
+    numbers: Sequence[int],
+    policy: Mapping[str, Any],
+    variables: Mapping[int, Mapping[str, Any]] | None = None,
+) -> Path:
     """Write an inventory of hosts and plan their rollout; return the plan."""
     hosts = {
-        host.name: {"ansible_host": host.address, "pool_vm_id": host.vm_id}
-        for host in (pool.hosts[n] for n in numbers)
+        host.name: {
+            "ansible_host": host.address,
+            "pool_vm_id": host.vm_id,
+            **(variables or {}).get(number, {}),
+        }
+        for number, host in ((n, pool.hosts[n]) for n in numbers)
     }
-    variables = {"pool_image": "minimal", "pool_vm_size": "D16"}
-    group = {"children": {"pool": {"hosts": hosts, "vars": variables}}}
+    shared = {"pool_image": "minimal", "pool_vm_size": "D16"}
+    group = {"children": {"pool": {"hosts": hosts, "vars": shared}}}
     (folder / "hosts.json").write_text(json.dumps({"all": group}))
     (folder / "policy.yml").write_text(json.dumps(policy))
     inventory, policy_file, out = (folder / name for name in ("hosts.json", "policy.yml", "plan.json"))

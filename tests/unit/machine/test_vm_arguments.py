@@ -13,6 +13,7 @@ from pathlib import Path
 import paramiko
 import pytest
 
+from image_builder.definition.connection import Connection, Hop
 from image_builder.errors import BootError, HostError, UsageError
 from image_builder.machine import monitor, qemu, ssh
 from image_builder.machine.vm import write_seed
@@ -208,6 +209,7 @@ def test_seed_holds_the_public_key_alone(tmp_path: Path) -> None:
         ssh.SshAddress("debian", "127.0.0.1", 2222, Path("/a b/key"), Path("/k&h")),
         ssh.SshAddress("root", "node.example"),
         ssh.SshAddress("admin@corp", "fe80::1", 22, Path("/key")),
+        ssh.SshAddress("a", "b", jump=(Hop(address="::1", port=3, user="x"), Hop(address="gate"))),
     ],
 )
 def test_address_survives_its_own_url(address: ssh.SshAddress) -> None:
@@ -223,12 +225,21 @@ def test_address_survives_its_own_url(address: ssh.SshAddress) -> None:
         ("ssh://user:secret@host", "not an SSH address"),
         ("ssh://host:99999", "port"),
         ("ssh://host?kez=/x", "unknown option kez"),
+        ("ssh://host?jump=a%20b", "`a b` is no bastion"),
     ],
 )
 def test_wrong_address_is_refused(url: str, what: str) -> None:
     with pytest.raises(UsageError, match=what) as caught:
         ssh.parse(url)
     assert caught.value.hint
+
+
+def test_what_an_address_does_not_say_is_the_inventorys() -> None:
+    known = Connection("10.0.0.7", 2222, "azureuser", "/pool", (Hop(address="gate"),))
+    address = ssh.SshAddress("azureuser", "10.0.0.7", 2222, Path("/pool"), jump=known.hops)
+    assert ssh.parse("ssh://node7", {"node7": known}.__getitem__) == address
+    said = ssh.parse("ssh://me@node7:22?key=/mine&jump=other", {"node7": known}.__getitem__)
+    assert said == ssh.SshAddress("me", "10.0.0.7", 22, Path("/mine"), jump=(Hop(address="other"),))
 
 
 def test_disk_is_found_in_a_directory_of_artefacts(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def setup(tmp_path: Path) -> Setup:
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     (tmp_path / "key").write_bytes(private)
     (tmp_path / "ca").write_text(f"@cert-authority * {public}\n")
-    access = Access("admin", tmp_path / "key", CertificateAuthority(tmp_path / "ca"))
+    access = Access(CertificateAuthority(tmp_path / "ca"), "admin", tmp_path / "key")
     suite = Suite({"i": tmp_path / "facts.json"}, tmp_path / "reports", tmp_path / "python")
     return Setup(access, Deadlines(), tmp_path / "python", Unwatched(), suite)
 

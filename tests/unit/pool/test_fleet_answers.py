@@ -142,6 +142,11 @@ PREFIX = "Failed to connect to the host via ssh: "
         ("admin is not in the sudoers file.", "sudo"),
         ("Timeout (12s) waiting for privilege escalation prompt: ", "sudo"),
         (PREFIX + "something that nobody has seen", "timeout"),
+        (
+            PREFIX + "kex_exchange_identification: Bad remote protocol version identification: "
+            "'SSH-no way through hop-0: ops@gate: Permission denied (publickey).'",
+            "bastion",
+        ),
     ],
 )
 def test_what_openssh_and_sudo_say(message: str, kind: str) -> None:
@@ -233,7 +238,7 @@ def slice_of(*delays: float, key: Path = Path("/keys/pool")) -> ansible.Slice:
         for n in range(len(delays))
     ]
     work = [Work(host, 1, delay) for host, delay in zip(hosts, delays, strict=True)]
-    return ansible.Slice(work, Access("admin", key, Pinned(Path("/keys/hosts"))), 900.0)
+    return ansible.Slice(work, Access(Pinned(Path("/keys/hosts")), "admin", key), 900.0)
 
 
 def test_a_slice_is_a_private_data_directory_without_secrets(tmp_path: Path) -> None:
@@ -258,4 +263,4 @@ def test_a_slice_is_a_private_data_directory_without_secrets(tmp_path: Path) -> 
     assert settings["ANSIBLE_FORKS"] == "2" and settings["ANSIBLE_PIPELINING"] == "true"
     assert "ControlPersist=60s" in settings["ANSIBLE_SSH_ARGS"]
     # Of many hosts at once each has as long for its login as where it is asked.
-    assert settings["ANSIBLE_TIMEOUT"] == "60" and "ConnectTimeout=10" in settings["ANSIBLE_SSH_ARGS"]
+    assert settings["ANSIBLE_TIMEOUT"] == "60" and "ConnectTimeout=10" in arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from queue import SimpleQueue
@@ -208,12 +209,19 @@ def test_a_run_is_begun_once_and_resumed_with_its_own_journal(place: Place) -> N
     [
         (["--key", "k"], "give exactly one of --host-ca, --known-hosts and --trust-first-use"),
         (["--key", "k", "--host-ca", "a", "--known-hosts", "b"], "give exactly one of"),
-        (["--known-hosts", "b"], "give the private key with --key"),
     ],
 )
 def test_a_choice_that_is_missing_or_double(place: Place, argv: list[str], text: str) -> None:
     status, _, err = call("run", str(place.plan), "-i", str(place.hosts), *argv)
     assert status == errors.UsageError.exit_code and text in err
+
+
+def test_hosts_without_a_private_key_are_named(place: Place) -> None:
+    status, _, err = call("run", str(place.plan), "-i", str(place.hosts), "--known-hosts", "b")
+    assert status == errors.DefinitionError.exit_code
+    assert re.search(r"--key: no private key for \S+.*: give --key, or ansible_ssh_private_key_file", err), (
+        err
+    )
 
 
 def test_an_inventory_is_mandatory(place: Place) -> None:

@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives import serialization as forms
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from image_builder.definition.connection import Hop
 from image_builder.errors import UsageError
 from image_builder.pool.plan.model import Host
 from image_builder.pool.reach.hostkeys import (
@@ -259,5 +260,9 @@ def test_openssh_is_held_to_the_same_file() -> None:
     ]
     for source in sources:
         options = openssh_options(source, host(vm_id="AB"))
-        assert options[::2] == ["-o"] * 6
-        assert {'UserKnownHostsFile="/k k"', "HostKeyAlias=ab", "StrictHostKeyChecking=yes"} < set(options)
+        assert (options["HostKeyAlias"], options["UserKnownHostsFile"]) == ("ab", '"/k k"')
+        assert options["StrictHostKeyChecking"] == "yes"
+
+
+def test_a_bastion_is_known_by_its_address() -> None:
+    assert known_as(Hop(address="Bastion.example", port=2222)) == "bastion.example"

@@ -8,8 +8,9 @@ from textwrap import dedent
 
 import pytest
 
+from image_builder.definition.connection import Connection, Hop
 from image_builder.errors import DefinitionError, UsageError, VaultError
-from image_builder.pool.plan.inventory import Fleet, read_fleet
+from image_builder.pool.plan.inventory import Fleet, read_connection, read_fleet
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
 from image_builder.settings import REPO_ROOT
 
@@ -139,7 +140,7 @@ def test_every_problem_is_told_at_once(write: Write) -> None:
     assert sorted(_problems(write, text, "pools", "odd", "gpus")) == [
         "hosts.yml ansible_host: 10.0.0.1 is that of cpu-0, cpu-1",
         "hosts.yml ansible_host: 10.0.0.9 is that of odd-0, odd-1",
-        'hosts.yml ansible_port: must be a port, got "ssh": gpu-0',
+        "hosts.yml ansible_port: must be a port, got ssh: gpu-0",
         "hosts.yml pool_capacity: differs within scale set `odd`: None, 4",
         'hosts.yml pool_capacity: must be a number of hosts, got "many"',
         "hosts.yml pool_capacity: scale set `cpu` has 2 of 5 hosts in this inventory: 3 are lost",
@@ -184,6 +185,67 @@ def test_every_problem_is_told_at_once(write: Write) -> None:
 def test_one_thing_that_is_wrong(write: Write, old: str, new: str, expected: str) -> None:
     assert old in GOOD
     assert [p.partition(" ")[2] for p in _problems(write, GOOD.replace(old, new))] == [expected]
+
+
+def test_how_hosts_are_logged_in_to_is_by_group_and_host(write: Write) -> None:
+    login = "ansible_user: 'azure{{ size }}', ansible_become: true"
+    text = GOOD.replace("pool_image: worker,", f"pool_image: worker, {login},")
+    way = "jump: gate, ansible_ssh_private_key_file: ~/pool, ansible_ssh_common_args: '-J ops@{{ jump }}:2222,inner'"
+    text = text.replace("pool_image: worker_gpu,", f"pool_image: worker_gpu, {way},")
+    text = text.replace(
+        "{ansible_host: 10.0.1.1}", "{ansible_host: 10.0.1.1, ansible_user: root, jump: other}"
+    )
+    hosts = {host.name: host for host in read_fleet([write(text)], ["pools"]).hosts}
+    assert (hosts["cpu-0"].user, hosts["cpu-0"].key, hosts["cpu-0"].hops) == ("azureD16", "", ())
+    assert (hosts["gpu-a-0"].user, hosts["gpu-b-0"].user, hosts["gpu-b-0"].key) == ("root", "", "~/pool")
+    inner = Hop(address="inner")
+    assert hosts["gpu-a-0"].hops == (Hop(address="other", port=2222, user="ops"), inner)
+    assert hosts["gpu-b-0"].hops == (Hop(address="gate", port=2222, user="ops"), inner)
+
+
+def test_how_one_host_is_connected_to(write: Write) -> None:
+    text = GOOD.replace("cpu-1: {", "CPU-1: {ansible_user: 'u{{ size }}', ansible_ssh_common_args: -J gate, ")
+    assert read_connection([write(text)], "cpu-1") == Connection(
+        "10.0.0.2", 2222, "uD16", "", (Hop(address="gate"),)
+    )
+    with pytest.raises(UsageError, match="no host `cpu-9` in the inventory, did you mean"):
+        read_connection([write(text)], "cpu-9")
+    with pytest.raises(DefinitionError, match="`-C` is not supported"):
+        read_connection([write(text.replace("-J gate", "-C"))], "cpu-1")
+
+
+def test_the_same_address_behind_another_bastion_is_another_hosts(write: Write) -> None:
+    args = "10.0.0.1, ansible_ssh_common_args: -J {}, pool_vm_id"
+    text = GOOD.replace("10.0.0.2, ansible_port: 2222, pool_vm_id", args.format("gate"))
+    assert len(read_fleet([write(text)], ["cpu"]).hosts) == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        (
+            "ansible_ssh_common_args",
+            "-o StrictHostKeyChecking=no",
+            "`-o StrictHostKeyChecking=no` is not supported",
+        ),
+        ("ansible_ssh_extra_args", "-i /other", "`-i` is not supported"),
+        (
+            "ansible_ssh_common_args",
+            "-o ProxyCommand='nc -x proxy %h %p'",
+            "ProxyCommand `nc -x proxy %h %p` is not",
+        ),
+        ("ansible_user", "[a]", 'must be a text, got ["a"]'),
+        ("ansible_become_method", "su", "must be sudo, got su"),
+        ("ansible_connection", "winrm", "must be ssh, got winrm"),
+        ("ansible_user", "'{{ nobody }}'", "'nobody' is undefined"),
+    ],
+)
+def test_what_can_not_be_honoured_is_refused_at_its_place(
+    write: Write, variable: str, value: str, reason: str
+) -> None:
+    text = GOOD.replace("pool_image: worker,", f"pool_image: worker, {variable}: {value},")
+    (problem,) = _problems(write, text)
+    assert problem.startswith(f"hosts.yml {variable}: {reason}") and problem.endswith(": cpu-0, cpu-1")
 
 
 def test_a_port_may_tell_hosts_of_one_address_apart(write: Write) -> None:
