@@ -69,6 +69,28 @@ def test_a_size_that_a_group_above_sets(tmp_path: Path) -> None:
     assert problem.path == "pool_vm_size" and problem.reason.startswith("Standard_NC6s_v3 runs `gpu_image`")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("-J ops@gate", ()),
+        ("'-J {{ gate_of_a_host }}'", ()),
+        ("-o StrictHostKeyChecking=no", ("`-o StrictHostKeyChecking=no` is not supported",)),
+    ],
+)
+def test_arguments_for_openssh_that_do_not_count(
+    tmp_path: Path, arguments: str, expected: tuple[str, ...]
+) -> None:
+    path = tmp_path / "hosts.yml"
+    image = f"other_image\n        ansible_ssh_common_args: {arguments}"
+    path.write_text(INVENTORY.format(image=image, size="Standard_NC6s_v3"))
+    problems = load_inventory([path]).problems()
+    assert [(p.path, p.reason.partition(",")[0]) for p in problems] == [
+        ("ansible_ssh_common_args", reason) for reason in expected
+    ]
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "ssh_common_args" in text)
+    assert all(p.where.endswith(f"hosts.yml:{line}") for p in problems)
+
+
 def test_sizes_are_compared_as_azure_writes_them_and_as_people_do() -> None:
     assert fits("Standard_ND96isr_H100_v5", ["nd96isr_h100_v5"])
     assert not fits("Standard_ND96is_H100_v5", ["nd96isr_h100_v5"])
