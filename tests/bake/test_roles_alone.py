@@ -70,6 +70,7 @@ def real_addresses() -> dict[str, Any]:
         return {**program, "url": program["url"].replace("file:", f"file://{PROGRAMS}/")}
 
     return {
+        "azure_guest_agent": False,  # its package is in no lock of the lab
         "container_runtime_repository": repository_here,
         "container_runtime_containerd_version": source["containerd"],
         "kubelet_container_runtime_version": source["containerd"],
