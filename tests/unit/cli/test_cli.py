@@ -21,6 +21,7 @@ from tests.support.azure.attested import SUBSCRIPTION
 
 COMMANDS = [
     ("images",),
+    ("collections",),
     ("validate",),
     ("lock",),
     ("plan",),
