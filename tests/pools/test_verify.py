@@ -287,7 +287,15 @@ def test_a_machine_is_verified_by_an_ordinary_user(pool: Fleet, minimal: Workpla
     for parent in (tmp_path, *tmp_path.parents[:2]):
         parent.chmod(0o755)  # pytest's own are closed to others
     target = f"ssh://{USER}@{address}?key={mine}/key&known_hosts={mine}/known_hosts"
-    command = [LAUNCHER, "verify", target, "--facts", mine / "facts.json", "--output", mine / "reports"]
+    command: list[str | Path] = [
+        LAUNCHER,
+        "verify",
+        target,
+        "--facts",
+        mine / "facts.json",
+        "--output",
+        mine / "reports",
+    ]
     checks = mine / "reports/suite.jsonl"
     with subprocess.Popen(
         command,
