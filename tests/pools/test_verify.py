@@ -287,7 +287,7 @@ def test_a_machine_is_verified_by_an_ordinary_user(pool: Fleet, minimal: Workpla
     for parent in (tmp_path, *tmp_path.parents[:2]):
         parent.chmod(0o755)  # pytest's own are closed to others
     target = f"ssh://{USER}@{address}?key={mine}/key&known_hosts={mine}/known_hosts"
-    command: list[str | Path] = [
+    argv: list[str | Path] = [
         LAUNCHER,
         "verify",
         target,
@@ -298,7 +298,7 @@ def test_a_machine_is_verified_by_an_ordinary_user(pool: Fleet, minimal: Workpla
     ]
     checks = mine / "reports/suite.jsonl"
     with subprocess.Popen(
-        command,
+        argv,
         cwd=mine,
         user=nobody,
         group=nobody,
