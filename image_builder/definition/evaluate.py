@@ -58,8 +58,9 @@ def role_variables(
 
 
 def play_variables(definition: ImageDefinition, layer: Layer) -> dict[str, JSON]:
-    """Return the inventory's and Ansible's own variables of an image's host in a layer's play."""
-    return {**definition.variables, **definition.magic, "playbook_dir": str(layer.playbook.parent)}
+    """Return an image's variables in a layer's play: the inventory's, Ansible's own, and the bake's."""
+    beside = {"playbook_dir": str(layer.playbook.parent)}
+    return {**definition.variables, **definition.magic, **definition.target, **beside}
 
 
 @dataclass(frozen=True)

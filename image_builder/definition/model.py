@@ -31,6 +31,9 @@ MIN_ROOT_MIB = 1024
 # Azure refuses an OS disk image above 1023 GiB.
 MAX_VHD_MIB = 1023 * 1024
 SUITES = ("bookworm", "trixie")
+# Where a bake's tree has, while a play runs, the locked downloads and what stages beside the layers have built.
+ARCHIVES = "/run/image-builder/archives"
+INPUTS = "/run/image-builder/inputs"
 APT_AUTH = "credentials belong into /etc/apt/auth.conf.d, or into a file like those that IMAGE_BUILDER_APT_AUTH names"
 
 Format = Literal["raw", "qcow2", "vhd", "tar"]
@@ -337,8 +340,20 @@ class ImageDefinition:
 
     @property
     def play_variables(self) -> dict[str, JSON]:
-        """Return the ``image_*`` variables that every play gets as extra variables, checked and complete."""
-        return {name: self.variables[name] for name in sorted(BUILDER_NAMES - NOT_FOR_ROLES)}
+        """Return every play's extra variables: the ``image_*`` ones, checked and complete, and ``target``."""
+        return {name: self.variables[name] for name in sorted(BUILDER_NAMES - NOT_FOR_ROLES)} | self.target
+
+    @property
+    def target(self) -> dict[str, JSON]:
+        """Return all that roles know of the tree which a bake changes (the role `target`), and where inputs are."""
+        return {
+            "target_booted": False,
+            "target_distribution": self.base.distribution,
+            "target_suite": self.base.suite,
+            "target_architecture": self.base.architecture,
+            "target_archives": ARCHIVES,
+            "image_inputs": INPUTS,
+        }
 
 
 @dataclass(frozen=True)

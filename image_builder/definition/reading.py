@@ -22,7 +22,10 @@ from image_builder.definition.values import is_template, lookup_calls, reference
 from image_builder.system.trees import files_in
 
 # A lookup of this program's own and the files that it packs.
-_OWN_LOOKUPS = {"node_agent_archive": "image_builder/node"}
+_OWN_LOOKUPS = {
+    "node_agent_archive": "image_builder/node",
+    "image_builder.node.node_agent_archive": "image_builder/node",
+}
 # Names put together at run time: any variable may be meant.
 _ANY_VARIABLE = re.compile(
     r"\b(?:lookup|query|q)\s*\(\s*['\"](?:ansible\.builtin\.)?(?:vars|varnames)\b|\bvars\s*\[|\bhostvars\b|\bgroups\s*[\[.]"

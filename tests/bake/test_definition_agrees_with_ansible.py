@@ -78,8 +78,7 @@ def _write_down(root: Path, role: EvaluatedRole) -> None:
 
 def _play(root: Path, layers: Iterable[str], image: str, inventory: Path, variables: object) -> None:
     extra = root / "extra.json"
-    booted = {"node_is_booted": False}  # keeps the play's own first tasks from asking this host
-    extra.write_text(json.dumps({**booted, **variables, "ansible_connection": "local"}))  # type: ignore[dict-item]
+    extra.write_text(json.dumps({**variables, "ansible_connection": "local"}))  # type: ignore[dict-item]
     process.run(
         [
             Path(sys.executable).parent / "ansible-playbook",

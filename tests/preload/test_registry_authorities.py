@@ -43,7 +43,7 @@ def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]
         variables={
             "container_runtime_ca_certificates": {name: pems[name] for name in declared},
             "__container_runtime_units": [],
-            "node_is_booted": True,
+            "target_booted": True,
         },
         work=work,
         log=lab.base / "play.log",

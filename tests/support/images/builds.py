@@ -7,11 +7,14 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from image_builder.bake.lock import repository
+from image_builder.bake.lock.model import Lock
 from image_builder.bake.store import Store
 from image_builder.definition.model import record_name
 from image_builder.settings import REPO_ROOT
@@ -19,6 +22,20 @@ from image_builder.system import sparse
 
 REPO = REPO_ROOT
 IMAGE = "minimal"
+
+
+@contextmanager
+def offered_packages(built: Workplace) -> Iterator[Path]:
+    """Make a flat repository of what an image's lock has of its own release, as far as the store has it."""
+    store = Store(built.store)
+    lock = Lock.load(built.lock)
+    suite = lock.group("base").suite
+    locked = {p.sha256: p for group in lock.groups.values() if group.suite == suite for p in group.packages}
+    debs = built.store / "debs"
+    with store.staging() as staging:
+        present = [package for package in locked.values() if (debs / package.sha256).exists()]
+        repository.write_repository(present, suite, debs, staging / "repo")
+        yield staging / "repo"
 
 
 @dataclass(frozen=True)

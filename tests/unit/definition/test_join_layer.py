@@ -17,7 +17,8 @@ LAYER = REPO_ROOT / "playbooks" / "layers" / "join.yml"
 
 
 def test_playbook_repeats_the_other_roles_defaults() -> None:
-    assumed = dict(re.findall(r"(\w+) \| default\('([^']*)'\)", LAYER.read_text(encoding="utf-8")))
+    roles = LAYER.read_text(encoding="utf-8").partition("\n  roles:\n")[2]
+    assumed = dict(re.findall(r"(\w+) \| default\('([^']*)'\)", roles))
     defaults: dict[str, object] = {}
     for role in ("container_runtime", "kubelet"):
         path = REPO_ROOT / "roles" / role / "defaults" / "main.yml"

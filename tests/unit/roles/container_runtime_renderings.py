@@ -11,7 +11,7 @@ from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar, generate_ansible_template_vars, trust_as_template
 
 ROLE = Path(__file__).resolve().parents[3] / "roles" / "container_runtime"
-TRIXIE = {"distribution": "debian", "suite": "trixie"}
+TRIXIE = {"target_distribution": "debian", "target_suite": "trixie"}
 
 
 @cache
@@ -24,8 +24,9 @@ def templar(**variables: Any) -> Templar:
     """Return a templar with the role's defaults, ``variables`` and the role's vars, lowest first."""
     scope = {
         **_role_file("defaults/main.yml"),
-        "image_base": TRIXIE,
-        "node_is_booted": False,
+        **TRIXIE,
+        "target_booted": False,
+        "target_archives": "",
         **variables,
         **_role_file("vars/main.yml"),
     }

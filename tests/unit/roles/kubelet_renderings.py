@@ -92,7 +92,13 @@ class Rendered:
         book = RoleBook((REPOSITORY,))
         layer = book.layer("kubernetes")
         use = next(use for use in layer.uses if use.name == "kubelet")
-        self.variables = role_variables(book, layer, use, inventory)
+        known = {
+            "target_booted": False,
+            "target_archives": "/archives",
+            "image_inputs": "/inputs",
+            **inventory,
+        }
+        self.variables = role_variables(book, layer, use, known)
         self._evaluator = engine.Evaluator({**self.variables, "ansible_managed": "Ansible managed"})
         self._files: dict[str, str] = {}
 

@@ -15,7 +15,8 @@ from image_builder.definition.roles import RoleBook
 REPO = Path(__file__).resolve().parents[3]
 ROLE = REPO / "roles/azure_guest"
 INVENTORY: dict[str, JSON] = {
-    "image_base": {"distribution": "debian", "suite": "trixie"},
+    "target_distribution": "debian",
+    "target_suite": "trixie",
     "azure_guest_agent": True,
 }
 

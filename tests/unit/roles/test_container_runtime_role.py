@@ -306,11 +306,11 @@ def test_pause_image_of_a_registry_with_a_port() -> None:
 
 def test_packages_of_the_distribution() -> None:
     extra = ["apparmor", "ca-certificates", "pigz"]
-    bookworm = {"distribution": "debian", "suite": "bookworm"}
-    noble = {"distribution": "ubuntu", "suite": "noble"}
+    bookworm = {"target_distribution": "debian", "target_suite": "bookworm"}
+    noble = {"target_distribution": "ubuntu", "target_suite": "noble"}
     assert value("__container_runtime_packages") == ["containerd", "runc", "docker.io", "docker-cli", *extra]
-    for base in (bookworm, noble):
-        assert value("__container_runtime_packages", image_base=base) == [
+    for target in (bookworm, noble):
+        assert value("__container_runtime_packages", **target) == [
             "containerd",
             "runc",
             "docker.io",

@@ -47,6 +47,9 @@ def evaluator(**inventory: Any) -> engine.Evaluator:
     layer = BOOK.layer("gpu")
     known = {
         "image_base": DEBIAN,
+        "target_booted": False,
+        "target_suite": "bookworm",
+        "target_architecture": "amd64",
         "image_layers": ["system", "gpu"],
         "image_secure_boot": False,
         "nvidia_driver_version": "535.261.03",
@@ -137,10 +140,10 @@ def test_unknown_size_is_refused_with_those_that_are_known() -> None:
 
 def test_secure_boot_refuses_modules_that_nobody_signs() -> None:
     assert only(problems(image_secure_boot=True)).startswith(
-        "image_secure_boot: the built modules are unsigned"
+        "nvidia_secure_boot: the built modules are unsigned"
     )
     assert problems(image_secure_boot=True, nvidia_certificate=CERTIFICATE) == []
-    assert problems(image_secure_boot=True, image_base={**DEBIAN, "suite": "noble"}) == []
+    assert problems(image_secure_boot=True, target_suite="noble") == []
 
 
 def test_sizes_with_nvswitch_need_a_fabric_manager() -> None:
@@ -153,7 +156,9 @@ def test_sizes_with_nvswitch_need_a_fabric_manager() -> None:
 
 
 def test_debian_has_the_driver_outside_main() -> None:
-    assert only(problems(image_base={**DEBIAN, "components": ["main"]})).startswith("image_base.components: ")
+    assert only(problems(image_base={**DEBIAN, "components": ["main"]})).startswith(
+        "nvidia_debian_components: "
+    )
 
 
 def test_docker_must_be_told_of_the_toolkit() -> None:
@@ -235,7 +240,7 @@ def test_build_is_for_the_images_kernel(inventory: dict[str, Any], expected: tup
 
 
 def test_ubuntus_modules_are_not_built() -> None:
-    ubuntu = evaluator(image_base={**DEBIAN, "suite": "noble"}, nvidia_driver_version="580.159.04")
+    ubuntu = evaluator(target_suite="noble", nvidia_driver_version="580.159.04")
     assert ubuntu.evaluate("{{ __nvidia_build }}") == {}
     packages = ubuntu.evaluate("{{ __nvidia_packages }}")
     assert isinstance(packages, list)

@@ -11,13 +11,12 @@ from image_builder.bake import ansible
 from image_builder.bake.lock import repository
 from image_builder.bake.stages import StageContext
 from image_builder.canonical import JSON
+from image_builder.definition.model import ARCHIVES, INPUTS
 from image_builder.definition.roles import RoleBook
 from image_builder.errors import CommandError
 from image_builder.settings import CONFIGURATION
 from image_builder.system.sandbox import Root, open_root
 
-ARCHIVES = "/run/image-builder/archives"
-INPUTS = "/run/image-builder/inputs"
 # Packages start their daemons through invoke-rc.d, which asks this program first; 101 means "not allowed".
 _POLICY = Path("usr/sbin/policy-rc.d")
 
@@ -58,12 +57,7 @@ def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
                 "APT_CONFIG": repository.APT_CONFIG_PATH,
                 "SOURCE_DATE_EPOCH": str(ctx.plan.options["source_date_epoch"]),
             },
-            variables={
-                **ctx.definition.play_variables,
-                "node_is_booted": False,
-                "node_archive_dir": ARCHIVES,
-                "node_input_dir": INPUTS,
-            },
+            variables=ctx.definition.play_variables,
             work=ctx.work,
             log=ctx.log,
             roles=RoleBook(ctx.definition.roots).role_folders,

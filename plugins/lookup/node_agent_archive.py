@@ -1,0 +1,1 @@
+../../roles/node_agent/lookup_plugins/node_agent_archive.py

@@ -1,0 +1,1 @@
+../../roles/kubelet/library/kubelet_files.py

@@ -1,0 +1,1 @@
+../../roles/nvidia/library/nvidia_modules.py

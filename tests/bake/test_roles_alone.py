@@ -1,0 +1,127 @@
+"""Each role alone, by plain ansible-playbook, on a host that systemd has booted: the play of its README as it stands.
+
+First in check mode, then for real, then once more, when nothing is left to change. Addresses that a README makes up
+are replaced by those of packages and programs that are here. `image_seal` is for trees, and `nvidia` needs a kernel
+with its modules: their scenarios (test_molecule.py) have both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from image_builder.bake.lock import repository
+from tests.support.images import programs
+from tests.support.images.builds import REPO, Workplace, offered_packages
+from tests.support.images.fixtures import WHOLE
+from tests.support.nodes.booted import BootedHost, booted
+
+pytestmark = [pytest.mark.root, pytest.mark.image(WHOLE), programs.needs_programs]
+
+PROGRAMS = "/run/programs"
+ELSEWHERE = {"image_seal", "nvidia"}
+# What every commit shows: a package, units, a handler.
+EVERY_COMMIT = "network_accounting"
+ROLES = [
+    pytest.param(path.name, marks=[] if path.name == EVERY_COMMIT else pytest.mark.nightly)
+    for path in sorted((REPO / "roles").iterdir())
+    if path.is_dir() and path.name not in ELSEWHERE
+]
+
+
+@pytest.fixture(scope="module")
+def binds(request: pytest.FixtureRequest) -> Iterator[dict[str, Path]]:
+    """What a host has below /run: the locked packages of a whole worker, and today's programs."""
+    assert programs.DIRECTORY
+    with offered_packages(request.getfixturevalue(WHOLE)) as packages:
+        yield {repository.MOUNT_POINT: packages, PROGRAMS: programs.DIRECTORY}
+
+
+@pytest.fixture
+def host(minimal: Workplace, binds: dict[str, Path], tmp_path: Path) -> Iterator[BootedHost]:
+    """A booted host of the small image."""
+    with booted(minimal.trees("seal"), tmp_path / "host", binds) as host:
+        yield host
+
+
+def readme_play(role: str) -> str:
+    """Return the first play of a role's README."""
+    blocks = re.findall(
+        r"^```yaml\n(.*?)^```", (REPO / "roles" / role / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    play: str = next(block for block in blocks if block.startswith("- hosts:"))
+    return play
+
+
+def real_addresses() -> dict[str, Any]:
+    """Return values for what READMEs make up, of the directory of programs."""
+    current = yaml.safe_load((REPO / "inventories/lab/group_vars/current.yml").read_text())
+    source = current["current_programs"]["directory"]
+    repository_here = {**source["repository"], "uris": [f"file:{PROGRAMS}/repository"]}
+
+    def here(program: dict[str, str]) -> dict[str, str]:
+        return {**program, "url": program["url"].replace("file:", f"file://{PROGRAMS}/")}
+
+    return {
+        "azure_guest_agent": False,  # its package is in no lock of the lab
+        "container_runtime_repository": repository_here,
+        "container_runtime_containerd_version": source["containerd"],
+        "kubelet_container_runtime_version": source["containerd"],
+        "kubelet_version": current["kubelet_version"],
+        "kubelet_source": here(source["kubelet"]),
+        "kubelet_crictl": here(source["crictl"]),
+    }
+
+
+def settings(host: BootedHost) -> list[str]:
+    """Return the arguments of a play that name the real addresses."""
+    (host.folder / "addresses.json").write_text(json.dumps(real_addresses()))
+    return ["-e", f"@{host.folder}/addresses.json"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_readmes_play(role: str, host: BootedHost) -> None:
+    play = host.folder / "play.yml"
+    play.write_text(readme_play(role))
+    argv = settings(host)
+    changes = []
+    for check in (["--check"], [], []):
+        done = host.play(play, *check, *argv, ANSIBLE_ROLES_PATH=os.fspath(REPO / "roles"))
+        assert done.status == 0, done.output
+        changes.append(done.changed)
+    assert changes[-1] == 0, changes
+
+
+@pytest.mark.nightly
+def test_layers_of_a_worker(host: BootedHost) -> None:
+    """On a host of no image: all layers of a worker that joins a cluster, as its group of the lab has them."""
+    groups = {
+        name: {"hosts": {"host": {"container_runtime_engine": "containerd"}}}
+        for name in ("current", "joining")
+    }
+    (host.folder / "groups.json").write_text(json.dumps(groups))
+    argv: list[str | Path] = [
+        "-i",
+        REPO / "inventories/lab",
+        "-i",
+        host.folder / "groups.json",
+        *settings(host),
+        "-e",
+        "target_hosts=nodes",
+    ]
+    layers = yaml.safe_load((REPO / "inventories/lab/group_vars/joining.yml").read_text())["image_layers"]
+    changes = []
+    for layer in layers * 2:
+        done = host.play(
+            REPO / f"playbooks/layers/{layer}.yml", *argv, ANSIBLE_ROLES_PATH=os.fspath(REPO / "roles")
+        )
+        assert done.status == 0, done.output
+        changes.append(done.changed)
+    assert changes[len(layers) :] == [0] * len(layers)

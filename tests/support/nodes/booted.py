@@ -1,0 +1,240 @@
+"""A host that systemd has booted, in namespaces of its own: an overlay over a baked tree, reached by its own sshd.
+
+The kernel is this machine's. What belongs to all of it is read-only: sysfs, and kernel settings besides the network's.
+The controller enters the host's network, which has its loopback alone, and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from image_builder.bake.lock import repository
+from image_builder.system import cgroups, environment, namespace
+from image_builder.system.process import Arg
+
+REPO = Path(__file__).resolve().parents[3]
+USER = "admin"
+_BOOT_SECONDS = 300
+_STATE = ("systemctl", "is-system-running")
+# A unit may fail for want of a machine: the root is remounted by none here.
+_UP = ("running", "degraded")
+_KEPT = ("--bounding-set", "-sys_module,-sys_rawio,-sys_time,-sys_boot", "--")
+_UNSHARED = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--fork", "--kill-child")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a host is made of: its trees, topmost first, a directory for its files, and directories below /run."""
+
+    trees: tuple[str, ...]
+    folder: str
+    binds: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that ended."""
+
+    status: int
+    output: str
+
+    @property
+    def changed(self) -> int:
+        """Return how many tasks of a play changed something."""
+        (number,) = re.findall(r"^host .*\bchanged=(\d+)", self.output, re.MULTILINE)
+        return int(number)
+
+
+@dataclass(frozen=True)
+class BootedHost:
+    """A booted host. ``pid`` is its init, as seen from here; ``folder`` has the controller's files."""
+
+    pid: int
+    folder: Path
+
+    def run(self, *argv: Arg) -> Ended:
+        """Run a command on the host, as its root."""
+        entered = ["nsenter", "--target", str(self.pid), "--all", "--root", "--wd", "--"]
+        return _run([*entered, *argv])
+
+    def play(self, playbook: str | Path, *argv: Arg, **settings: str) -> Ended:
+        """Run a playbook by plain ansible-playbook, over ssh, with ``settings`` in its environment and none else."""
+        return _run(
+            [
+                *("nsenter", "--target", str(self.pid), "--net", "--"),
+                *(Path(sys.executable).parent / "ansible-playbook", "-i", self.folder / "hosts.yml", *argv),
+                playbook,
+            ],
+            {
+                "PATH": os.environ["PATH"],
+                "HOME": os.fspath(self.folder),
+                "ANSIBLE_PIPELINING": "true",
+                **settings,
+            },
+            self.folder,
+        )
+
+
+def _run(argv: Sequence[Arg], env: Mapping[str, str] | None = None, folder: Path | None = None) -> Ended:
+    done = subprocess.run(
+        argv,
+        env=env,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return Ended(done.returncode, done.stdout)
+
+
+@contextmanager
+def booted(trees: Sequence[Path], folder: Path, binds: Mapping[str, Path]) -> Iterator[BootedHost]:
+    """Boot a host; it ends, and all of it, with the block.
+
+    ``binds`` maps paths below /run to directories here. Packages come from a flat repository at
+    ``repository.MOUNT_POINT`` and from nowhere else.
+    """
+    folder.mkdir(parents=True)
+    request = Request(
+        tuple(map(os.fspath, trees)), os.fspath(folder), {at: os.fspath(path) for at, path in binds.items()}
+    )
+    (folder / "request.json").write_text(json.dumps(asdict(request)))
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
+    with cgroups.held(), (folder / "console.log").open("wb") as console:
+        group = _group() / folder.name
+        group.mkdir(parents=True, exist_ok=True)
+        host = subprocess.Popen(
+            # Its groups are below one of its own: the namespace that it sees begins there.
+            [
+                *("setpriv", "--pdeathsig", "KILL", "sh", "-c", 'echo $$ >"$0"; exec "$@"'),
+                *(group / "cgroup.procs", "unshare", *_UNSHARED),
+                *(sys.executable, "-m", "tests.support.nodes.booted", folder / "request.json"),
+            ],
+            cwd=REPO,
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
+        )
+        try:
+            yield _ready(host, folder)
+        finally:
+            host.kill()
+            host.wait()
+            # Its first process takes all others along; only then can their groups be removed.
+            while "populated 1" in (group / "cgroup.events").read_text():
+                time.sleep(0.02)
+
+
+def _group() -> Path:
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        if kind == "cgroup2":
+            return Path(f"{place}{cgroups.PARENT}")
+    raise AssertionError("no cgroup2 is mounted here: systemd needs it")
+
+
+def _ready(process: subprocess.Popen[bytes], folder: Path) -> BootedHost:
+    """Wait until the host has started all units; say how it is reached."""
+    deadline = time.monotonic() + _BOOT_SECONDS
+    while not (host := _init_of(process, folder)) or host.run(*_STATE).output.strip() not in _UP:
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "console.log").read_text()
+        time.sleep(0.1)
+    reached = {
+        "ansible_host": "127.0.0.1",
+        "ansible_user": USER,
+        "ansible_become": True,
+        "ansible_ssh_private_key_file": os.fspath(folder / "key"),
+        "ansible_ssh_common_args": f"-F none -o StrictHostKeyChecking=accept-new -o UserKnownHostsFile={folder}/known",
+        "ansible_python_interpreter": "/usr/bin/python3",
+    }
+    (folder / "hosts.yml").write_text(json.dumps({"nodes": {"hosts": {"host": reached}}}))
+    # Check mode reads no index, and a sealed image has none.
+    indexed = host.run("apt-get", "update", "--error-on=any")
+    assert indexed.status == 0, indexed.output
+    return host
+
+
+def _init_of(process: subprocess.Popen[bytes], folder: Path) -> BootedHost | None:
+    """Return the host as soon as its systemd can be asked."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    if not children or not Path(f"/proc/{children[0]}/root/run/systemd/private").exists():
+        return None
+    return BootedHost(int(children[0]), folder)
+
+
+def main(file: str) -> None:
+    """Be the host's first process, in namespaces that are its own already: mount its root and become its systemd."""
+    request = Request(**json.loads(Path(file).read_text()))
+    base = Path(request.folder)
+    root = base / "root"
+    for part in ("upper", "work", "root"):
+        (base / part).mkdir()
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    options = f"lowerdir={':'.join(request.trees)},upperdir={base}/upper,workdir={base}/work"
+    namespace.mount("overlay", "overlay", os.fspath(root), options)
+    _mount_system(root)
+    for place, source in request.binds.items():
+        os.makedirs(f"{root}{place}")
+        namespace.bind(source, f"{root}{place}", read_only=True)
+    _write_files(root, (base / "key.pub").read_text())
+    _libc.sethostname(b"booted", 6)
+    os.chdir(root)
+    subprocess.run(["pivot_root", ".", "."], check=True)
+    os.chroot(".")
+    if _libc.umount2(b"/", 2) != 0:  # what was the root before
+        raise OSError(ctypes.get_errno(), "umount2")
+    os.chdir("/")
+    env = {"container": "namespaces", "PATH": environment.BASE["PATH"]}
+    os.execve("/usr/bin/setpriv", ["setpriv", *_KEPT, "/lib/systemd/systemd"], env)
+
+
+def _mount_system(root: Path) -> None:
+    namespace.mount("proc", "proc", f"{root}/proc")
+    for name in ("sys", "sys/net", "sysrq-trigger"):
+        with suppress(FileNotFoundError):  # not every kernel has a SysRq key
+            namespace.bind(f"{root}/proc/{name}", f"{root}/proc/{name}", read_only=name == "sysrq-trigger")
+    namespace.make_read_only(f"{root}/proc/sys")
+    namespace.mount("sysfs", "sysfs", f"{root}/sys")
+    namespace.make_read_only(f"{root}/sys")
+    namespace.mount("cgroup2", "cgroup2", f"{root}/sys/fs/cgroup")
+    environment.mount_dev(f"{root}/dev")
+    namespace.mount("tmpfs", "tmpfs", f"{root}/run", "mode=755")
+
+
+def _write_files(root: Path, key: str) -> None:
+    """Write the host's account for the controller, and where its packages come from."""
+    for name, line in (
+        ("passwd", f"{USER}:x:2000:2000::/home/{USER}:/bin/sh"),
+        ("shadow", f"{USER}:*:20000::::::"),
+        ("group", f"{USER}:x:2000:"),
+    ):
+        with (root / "etc" / name).open("a") as file:
+            file.write(f"{line}\n")
+    ssh = root / "home" / USER / ".ssh"
+    ssh.mkdir(parents=True)
+    (ssh / "authorized_keys").write_text(key)
+    for path in (ssh.parent, ssh, ssh / "authorized_keys"):
+        os.chown(path, 2000, 2000)
+        path.chmod(0o600 if path.is_file() else 0o700)
+    (root / "etc/sudoers.d/admin").write_text(f"{USER} ALL=(ALL:ALL) NOPASSWD: ALL\n")
+    (root / "etc/sudoers.d/admin").chmod(0o440)
+    for source in (root / "etc/apt/sources.list.d").iterdir():
+        source.unlink()
+    (root / "etc/apt/sources.list").write_text(f"{repository.SOURCES_LINE}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
