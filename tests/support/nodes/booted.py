@@ -115,7 +115,7 @@ def booted(trees: Sequence[Path], folder: Path, binds: Mapping[str, Path]) -> It
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
     with cgroups.held(), (folder / "console.log").open("wb") as console:
         group = _group() / folder.name
-        group.mkdir(parents=True)
+        group.mkdir(parents=True, exist_ok=True)
         host = subprocess.Popen(
             # Its groups are below one of its own: the namespace that it sees begins there.
             [
@@ -133,6 +133,9 @@ def booted(trees: Sequence[Path], folder: Path, binds: Mapping[str, Path]) -> It
         finally:
             host.kill()
             host.wait()
+            # Its first process takes all others along; only then can their groups be removed.
+            while "populated 1" in (group / "cgroup.events").read_text():
+                time.sleep(0.02)
 
 
 def _group() -> Path:
