@@ -186,6 +186,7 @@ def test_without_requirements_there_is_nothing_to_install(repository: Repository
     assert "has no requirements.yml" in repository.run("collections", status=UsageError.exit_code)
 
 
+@pytest.mark.nightly
 def test_an_image_is_baked_with_what_a_collection_brings(minimal: Workplace, repository: Repository) -> None:
     repository = Repository(repository.path, repository.galaxy, repository.url, minimal.store)
     repository.run("collections")

@@ -48,6 +48,7 @@ def test_ids_are_those_of_a_checkout(installed: Installed, minimal: Workplace, p
     assert len(stages) > 5 and all(stage["cached"] for stage in stages)
 
 
+@pytest.mark.nightly
 def test_a_repository_of_ones_own_is_built(installed: Installed, minimal: Workplace, place: Path) -> None:
     started = installed.run("init", "ours", cwd=place)
     assert started.returncode == 0, started.stderr

@@ -21,6 +21,7 @@ from image_builder.settings import DEFAULT_STORE, REPO_ROOT
 from tests.support.images.builds import Workplace
 
 pytestmark = pytest.mark.root
+SERVICES = ["github", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("azure", "gitlab"))]
 
 EXPORT = "store-export"
 PASSED_ON = (
@@ -167,7 +168,7 @@ def test_each_service_of_the_command_is_tested() -> None:
     assert sorted(SHELLS) == init.SERVICES
 
 
-@pytest.mark.parametrize("service", init.SERVICES)
+@pytest.mark.parametrize("service", SERVICES)
 def test_a_blank_runner_takes_up_where_the_last_run_ended(
     service: str, runner: Callable[[str], Runner], cache: Path
 ) -> None:
@@ -224,7 +225,7 @@ def test_a_booted_machine_that_fails_a_check_leaves_its_record(
     assert junit.parent.parent.name == "boot" and junit.read_text().count("<failure") == 1
 
 
-@pytest.mark.parametrize("service", init.SERVICES)
+@pytest.mark.parametrize("service", SERVICES)
 def test_a_damaged_cache_costs_time_only(
     service: str, runner: Callable[[str], Runner], tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
     cache = cache_directory()
     kind = "chosen" if arguments else "fast" if fast else "nightly" if nightly else durations.WHOLE_RUN
     store_state = "filled" if any((store / "objects").glob("*")) else "empty"
+    slowness = ceilings.slowness()
     started = time.monotonic()
     clean = bool(arguments) or lint(cache, write)
     minutes = dict.fromkeys(CEILINGS if not fast else ("fast",), 0.0)
@@ -66,7 +67,10 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
         for line in durations.slowest(durations.files(surroundings.reports)):
             write(line)
         # The night has no ceilings.
-        for line, is_red in () if nightly else ceilings.lines(minutes, whole, gigabytes, store_state):
+        slowness = max(slowness, ceilings.slowness())
+        for line, is_red in (
+            () if nightly else ceilings.lines(minutes, whole, gigabytes, store_state, slowness)
+        ):
             write(line)
             passed &= not is_red
     write(f"JUnit files: {surroundings.reports}")
