@@ -75,10 +75,12 @@ class _Galaxy:
     project: Path
     python: Path
 
-    def run(self, *argv: str | Path) -> None:
+    def run(self, work: Path, *argv: str | Path) -> None:
         own = ("HOME", *(name for proxy in PROXIES for name in (proxy, proxy.upper())))
         env = {name: os.environ[name] for name in own if name in os.environ}
         env |= {k: v for k, v in engine.caller.settings.items() if k.startswith("ANSIBLE_GALAXY_")}
+        # What is installed already, perhaps damaged, is none of its affair.
+        env["ANSIBLE_COLLECTIONS_PATH"] = os.fspath(work)
         program = self.python.parent / "ansible-galaxy"
         try:
             process.run([program, "collection", *argv], cwd=self.project, env=env)
@@ -89,7 +91,7 @@ class _Galaxy:
     def download(self, work: Path, requirements: Path, *options: str) -> list[_Archive]:
         """Download what a file asks for."""
         folder = Path(tempfile.mkdtemp(dir=work))
-        self.run("download", "--no-cache", "-r", requirements, "-p", folder, *options)
+        self.run(work, "download", "--no-cache", "-r", requirements, "-p", folder, *options)
         return [_archive(path) for path in sorted(folder.glob("*.tar.gz"))]
 
     def download_entries(self, work: Path, entries: Iterable[Mapping[str, str]]) -> list[_Archive]:
@@ -134,7 +136,9 @@ class _Galaxy:
         if not archives:
             return
         unpacked = work / "unpacked"
-        self.run("install", "--no-deps", "--force", "-p", unpacked, *(archive.path for archive in archives))
+        self.run(
+            work, "install", "--no-deps", "--force", "-p", unpacked, *(archive.path for archive in archives)
+        )
         for archive in archives:
             part = Path("ansible_collections", *archive.name.split("."))
             target = folder / part
