@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -58,10 +59,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class BootedHost:
-    """A booted host. ``pid`` is its init, as seen from here; ``folder`` has the controller's files."""
+    """A booted host. ``pid`` is its init, as seen from here; ``folder`` has the controller's files.
+
+    ``sockets`` is for those of ssh, whose paths must be short.
+    """
 
     pid: int
     folder: Path
+    sockets: str
 
     def run(self, *argv: Arg) -> Ended:
         """Run a command on the host, as its root."""
@@ -80,6 +85,7 @@ class BootedHost:
                 "PATH": os.environ["PATH"],
                 "HOME": os.fspath(self.folder),
                 "ANSIBLE_PIPELINING": "true",
+                "ANSIBLE_SSH_CONTROL_PATH_DIR": self.sockets,
                 **settings,
             },
             self.folder,
@@ -113,7 +119,11 @@ def booted(trees: Sequence[Path], folder: Path, binds: Mapping[str, Path]) -> It
     )
     (folder / "request.json").write_text(json.dumps(asdict(request)))
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
-    with cgroups.held(), (folder / "console.log").open("wb") as console:
+    with (
+        cgroups.held(),
+        tempfile.TemporaryDirectory(prefix="ssh-", dir="/tmp") as sockets,
+        (folder / "console.log").open("wb") as console,
+    ):
         group = _group() / folder.name
         group.mkdir(parents=True, exist_ok=True)
         host = subprocess.Popen(
@@ -129,7 +139,7 @@ def booted(trees: Sequence[Path], folder: Path, binds: Mapping[str, Path]) -> It
             stderr=console,
         )
         try:
-            yield _ready(host, folder)
+            yield _ready(host, folder, sockets)
         finally:
             host.kill()
             host.wait()
@@ -146,10 +156,10 @@ def _group() -> Path:
     raise AssertionError("no cgroup2 is mounted here: systemd needs it")
 
 
-def _ready(process: subprocess.Popen[bytes], folder: Path) -> BootedHost:
+def _ready(process: subprocess.Popen[bytes], folder: Path, sockets: str) -> BootedHost:
     """Wait until the host has started all units; say how it is reached."""
     deadline = time.monotonic() + _BOOT_SECONDS
-    while not (host := _init_of(process, folder)) or host.run(*_STATE).output.strip() not in _UP:
+    while not (host := _init_of(process, folder, sockets)) or host.run(*_STATE).output.strip() not in _UP:
         assert process.poll() is None and time.monotonic() < deadline, (folder / "console.log").read_text()
         time.sleep(0.1)
     reached = {
@@ -167,12 +177,12 @@ def _ready(process: subprocess.Popen[bytes], folder: Path) -> BootedHost:
     return host
 
 
-def _init_of(process: subprocess.Popen[bytes], folder: Path) -> BootedHost | None:
+def _init_of(process: subprocess.Popen[bytes], folder: Path, sockets: str) -> BootedHost | None:
     """Return the host as soon as its systemd can be asked."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     if not children or not Path(f"/proc/{children[0]}/root/run/systemd/private").exists():
         return None
-    return BootedHost(int(children[0]), folder)
+    return BootedHost(int(children[0]), folder, sockets)
 
 
 def main(file: str) -> None:
