@@ -380,8 +380,11 @@ def environment(folder: Path, slice_: Slice, *, agent: bool = False) -> dict[str
     With ``agent`` the key is that of the runner's own agent, and there is no other one.
     """
     access = slice_.access
-    arguments = ["-F", "none", *openssh.arguments(openssh.common(access, agent=agent))]
     longest_way = max(access.way_seconds(work.host) for work in slice_.work)
+    # Before Ansible's own timeout, which lasts until sudo has answered: of two the first counts.
+    timeout = {"ConnectTimeout": f"{access.connect_seconds + longest_way:.0f}"}
+    options = openssh.common(access, agent=agent) | timeout
+    arguments = ["-F", "none", *openssh.arguments(options)]
     return {
         "ANSIBLE_CONFIG": os.fspath(folder / "project" / "ansible.cfg"),
         "ANSIBLE_HOME": os.fspath(folder / "tmp"),

@@ -48,12 +48,11 @@ def common(access: Access, *, agent: bool) -> dict[str, str]:
 
 def host_options(access: Access, host: Host, ways: Ways, env: str) -> dict[str, str]:
     """Return the options of one host; ``env`` is the directory of ssh_config as Ansible's directory has it."""
-    # Else Ansible's own timeout would be taken, which lasts until sudo has answered.
-    options = {"ConnectTimeout": f"{access.connect_seconds + access.way_seconds(host):.0f}"}
+    options = openssh_options(access.host_keys, host)
     if host.hops:
         command = ["sh", f"{env}/{SCRIPT.name}", ways[host.hops], "[%h]:%p"]
-        options["ProxyCommand"] = shlex.join(command)
-    return openssh_options(access.host_keys, host) | options
+        options |= {"ProxyCommand": shlex.join(command)}
+    return options
 
 
 def arguments(options: Mapping[str, str]) -> list[str]:

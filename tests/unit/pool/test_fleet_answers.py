@@ -263,4 +263,4 @@ def test_a_slice_is_a_private_data_directory_without_secrets(tmp_path: Path) -> 
     assert settings["ANSIBLE_FORKS"] == "2" and settings["ANSIBLE_PIPELINING"] == "true"
     assert "ControlPersist=60s" in settings["ANSIBLE_SSH_ARGS"]
     # Of many hosts at once each has as long for its login as where it is asked.
-    assert settings["ANSIBLE_TIMEOUT"] == "60" and "ConnectTimeout=10" in arguments
+    assert settings["ANSIBLE_TIMEOUT"] == "60" and "ConnectTimeout=10" in settings["ANSIBLE_SSH_ARGS"]

@@ -65,7 +65,11 @@ def test_a_host_has_time_for_its_bastions() -> None:
     direct, behind = access.login(host(1)), access.login(host(2, GATE))
     ways = openssh.ways([direct, behind])
     options = [openssh.host_options(access, login, ways, "../env") for login in (direct, behind)]
-    assert [option["ConnectTimeout"] for option in options] == ["10", "60"]
+    works = [Work(host(1), 1, 0.0), Work(host(2, GATE), 1, 0.0)]
+    for count, seconds in ((1, 10), (2, 60)):
+        settings = ansible.environment(Path("slice"), Slice(tuple(works[:count]), access, 900.0))
+        # Ansible's own comes after these, and of two the first counts.
+        assert f"-o ConnectTimeout={seconds}" in settings["ANSIBLE_SSH_ARGS"]
     assert "ProxyCommand" not in options[0]
     assert shlex.split(options[1]["ProxyCommand"]) == ["sh", "../env/bastion.sh", "hop-0", "[%h]:%p"]
 
