@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -56,11 +56,8 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
                 else:
                     write("what needs root is not run")
     for outcome in outcomes:
-        for part, seconds in outcome.parts.items():
-            # Of all unit tests it is the time on the clock that counts, from lint on.
-            if arguments or part != "unit":
-                ceiling = "fast" if part == "unit" else part
-                minutes[ceiling] = minutes.get(ceiling, 0.0) + seconds / 60
+        for part, minutes_of_part in _minutes(outcome, with_units=bool(arguments)):
+            minutes[part] = minutes.get(part, 0.0) + minutes_of_part
     whole, gigabytes = (time.monotonic() - started) / 60, disk[0] / 1e9
     is_sound = passed = clean and all(outcome.status == 0 for outcome in outcomes)
     if not arguments:
@@ -68,9 +65,8 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
             write(line)
         # The night has no ceilings.
         slowness = max(slowness, ceilings.slowness())
-        for line, is_red in (
-            () if nightly else ceilings.lines(minutes, whole, gigabytes, store_state, slowness)
-        ):
+        judgement = ceilings.lines(minutes, whole, gigabytes, store_state, slowness)
+        for line, is_red in () if nightly else judgement:
             write(line)
             passed &= not is_red
     write(f"JUnit files: {surroundings.reports}")
@@ -99,6 +95,13 @@ def _of_today(
         minutes=minutes,
         gigabytes=round(gigabytes, 2),
     )
+
+
+def _minutes(outcome: lanes.Outcome, *, with_units: bool) -> Iterator[tuple[str, float]]:
+    """Yield what each part took. Of all unit tests it is the time on the clock that counts, from lint on."""
+    for part, seconds in outcome.parts.items():
+        if with_units or part != "unit":
+            yield "fast" if part == "unit" else part, seconds / 60
 
 
 def _rest(surroundings: lanes.Surroundings, *, nightly: bool) -> list[lanes.Outcome]:
