@@ -64,6 +64,10 @@ def _refusal(checks: Iterable[Check]) -> ImageBuilderError | None:
     return None
 
 
+def _hint(error: ImageBuilderError) -> str:
+    return f"\n  {error.hint}" if error.hint else ""
+
+
 @register(app)
 def doctor(store: StoreDir = DEFAULT_STORE, as_json: AsJson = False) -> int:
     """Check this host and report everything that it lacks, for each command, with what mends it.
@@ -76,7 +80,7 @@ def doctor(store: StoreDir = DEFAULT_STORE, as_json: AsJson = False) -> int:
     """
     lacking = lacks(store)
     ready = [name for name in COMMANDS if not any(name in lack.commands for lack in lacking)]
-    lines = [f"{', '.join(lack.commands)}: {lack.error.message}\n  {lack.error.hint}" for lack in lacking]
+    lines = [f"{', '.join(lack.commands)}: {lack.error.message}" + _hint(lack.error) for lack in lacking]
     lines += [f"ready: {', '.join(ready)}"] if ready else []
     result = {"lacks": [lack.as_json() for lack in lacking], "ready": ready}
     show(result, "\n".join(lines), as_json=as_json)

@@ -7,7 +7,6 @@ is the repository's own source.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from image_builder.canonical import JSON
 from image_builder.definition import engine
 from image_builder.definition.values import Place
 from image_builder.errors import DefinitionError, LockError, Problem
+from image_builder.node import files
 from image_builder.strict_yaml import Strict
-from image_builder.system.trees import files_in
+from image_builder.system.trees import files_in, sha256
 
 LOCK = "collections.lock"
 MANIFEST = "MANIFEST.json"
@@ -59,26 +59,26 @@ class Collection:
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
+        return sha256(self.path / MANIFEST)
 
     def fault(self) -> str:
         """Return in what its files are not those of its manifest; nothing where they are."""
         try:
             listed = json.loads((self.path / MANIFEST).read_bytes())["file_manifest_file"]
-            content = (self.path / _FILES).read_bytes()
-            if hashlib.sha256(content).hexdigest() != listed["chksum_sha256"]:
+            if sha256(self.path / _FILES) != listed["chksum_sha256"]:
                 return f"{_FILES} was changed"
-            files = {
-                f["name"]: f["chksum_sha256"] for f in json.loads(content)["files"] if f["ftype"] == "file"
-            }
+            entries = json.loads((self.path / _FILES).read_bytes())["files"]
+            digests = {e["name"]: e["chksum_sha256"] for e in entries if e["ftype"] == "file"}
         except (OSError, ValueError, KeyError, TypeError):
             return f"{MANIFEST} or {_FILES} can't be read"
         present = {str(file.relative_to(self.path)): file for file in files_in(self.path)}
-        for name, sha256 in sorted(files.items()):
+        for name, digest in sorted(digests.items()):
             # What the listing of a tree leaves out (a README) is no part of what a collection does.
             file = present.pop(name, self.path / name)
-            if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-                return f"{name} was changed" if file.is_file() else f"{name} is missing"
+            if not file.is_file():
+                return f"{name} is missing"
+            if sha256(file) != digest:
+                return f"{name} was changed"
         added = sorted(present.keys() - {MANIFEST, _FILES})
         return f"{added[0]} was added" if added else ""
 
@@ -111,8 +111,9 @@ class CollectionLock(Strict):
             ) from error
 
     def save(self, root: Path) -> None:
+        """Write a repository's lock, where it is another one."""
         text = json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
-        (root / LOCK).write_text(text, encoding="utf-8")
+        files.write_changed(root / LOCK, text.encode())
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,18 @@ class Requirements:
         file = next((file for file in files if file.is_file()), None)
         if file is None:
             return None
-        content = engine.read_untagged_yaml(file)
-        if not isinstance(content, Mapping) or content.get("roles"):
+        try:
+            content = engine.read_untagged_yaml(file)
+        except engine.UnreadableError as error:
+            place = str(error.place or Place(str(file)))
+            raise DefinitionError([Problem(place, file.name, error.reason)]) from error
+        entries = content.get("collections") if isinstance(content, Mapping) else None
+        if not isinstance(entries, list) or content.get("roles"):
             reason = (
                 "must list `collections`; roles are installed from collections, or are the repository's own"
             )
             raise DefinitionError([Problem(str(Place(str(file))), file.name, reason)])
-        return cls(file, tuple(map(_entry, content.get("collections") or ())))
+        return cls(file, tuple(map(_entry, entries)))
 
 
 def _entry(entry: Any) -> Mapping[str, str]:

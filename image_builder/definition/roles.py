@@ -64,7 +64,7 @@ class Role:
         """Return the roles that run before this one, as ``meta/main.yml`` lists them; raises UnreadableError."""
         file = self.path / "meta" / "main.yml"
         content = engine.read_yaml(file) if file.is_file() else None
-        return _uses((content or {}).get("dependencies"), ("role", "name"))
+        return _uses(content.get("dependencies"), ("role", "name")) if isinstance(content, Mapping) else ()
 
     @property
     def declarations(self) -> list[Path]:

@@ -50,37 +50,38 @@ def install(project: Path, python: Path, *, update: bool) -> tuple[CollectionLoc
         raise UsageError(
             f"{project} has no requirements.yml", hint="it lists collections, as ansible-galaxy has it"
         )
-    galaxy = _Galaxy(project, python)
     folder = engine.collection_folders(project)[0]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".installing-", dir=folder) as work:
+        galaxy = _Galaxy(project, python, Path(work))
         lock = CollectionLock.load(project)
         archives: list[_Archive] = []
         if lock is None or update:
-            archives = galaxy.download(Path(work), requirements.file)
-            lock = CollectionLock(collections=galaxy.locked(Path(work), requirements, archives))
+            archives = galaxy.download(requirements.file)
+            lock = CollectionLock(collections=galaxy.locked(requirements, archives))
         absent = list(missing(project, lock))
         if absent and not archives:
-            archives = galaxy.download_again(Path(work), absent)
+            archives = galaxy.download_again(absent)
         names = {collection.name for collection in absent}
-        galaxy.install(Path(work), folder, [archive for archive in archives if archive.name in names])
+        galaxy.install(folder, [archive for archive in archives if archive.name in names])
         lock.save(project)
     return lock, tuple(sorted(names))
 
 
 @dataclass(frozen=True)
 class _Galaxy:
-    """``ansible-galaxy``, with the servers and tokens of the caller's settings."""
+    """``ansible-galaxy``, with the servers and tokens of the caller's settings; ``work`` is for what it makes."""
 
     project: Path
     python: Path
+    work: Path
 
-    def run(self, work: Path, *argv: str | Path) -> None:
+    def run(self, *argv: str | Path) -> None:
         own = ("HOME", *(name for proxy in PROXIES for name in (proxy, proxy.upper())))
         env = {name: os.environ[name] for name in own if name in os.environ}
         env |= {k: v for k, v in engine.caller.settings.items() if k.startswith("ANSIBLE_GALAXY_")}
         # What is installed already, perhaps damaged, is none of its affair.
-        env["ANSIBLE_COLLECTIONS_PATH"] = os.fspath(work)
+        env["ANSIBLE_COLLECTIONS_PATH"] = os.fspath(self.work)
         program = self.python.parent / "ansible-galaxy"
         try:
             process.run([program, "collection", *argv], cwd=self.project, env=env)
@@ -88,28 +89,26 @@ class _Galaxy:
             _, mark, reason = error.tail.partition("[ERROR]: ")
             raise FetchError(f"ansible-galaxy: {reason if mark else error.tail}") from error
 
-    def download(self, work: Path, requirements: Path, *options: str) -> list[_Archive]:
+    def download(self, requirements: Path, *options: str) -> list[_Archive]:
         """Download what a file asks for."""
-        folder = Path(tempfile.mkdtemp(dir=work))
-        self.run(work, "download", "--no-cache", "-r", requirements, "-p", folder, *options)
+        folder = Path(tempfile.mkdtemp(dir=self.work))
+        self.run("download", "--no-cache", "-r", requirements, "-p", folder, *options)
         return [_archive(path) for path in sorted(folder.glob("*.tar.gz"))]
 
-    def download_entries(self, work: Path, entries: Iterable[Mapping[str, str]]) -> list[_Archive]:
+    def download_entries(self, entries: Iterable[Mapping[str, str]]) -> list[_Archive]:
         """Download what these entries of a ``requirements.yml`` ask for, and nothing that they depend on."""
-        file = work / "requirements.yml"
+        file = self.work / "requirements.yml"
         file.write_text(galaxy_file(entries), encoding="utf-8")
-        return self.download(work, file, "--no-deps")
+        return self.download(file, "--no-deps")
 
     def locked(
-        self, work: Path, requirements: Requirements, archives: Sequence[_Archive]
+        self, requirements: Requirements, archives: Sequence[_Archive]
     ) -> tuple[LockedCollection, ...]:
         """Return the lock of what was downloaded: each with the entry that gets the same again."""
         sources: dict[str, dict[str, str]] = {}
         for entry in requirements.entries:
             # One that isn't named says nothing of which collection it is.
-            names = (
-                [entry["name"]] if is_named(entry) else [a.name for a in self.download_entries(work, [entry])]
-            )
+            names = [entry["name"]] if is_named(entry) else [a.name for a in self.download_entries([entry])]
             sources |= {name: dict(entry) for name in names}
         return tuple(
             LockedCollection(
@@ -118,27 +117,29 @@ class _Galaxy:
             for a in sorted(archives, key=lambda archive: archive.name)
         )
 
-    def download_again(self, work: Path, collections: Sequence[LockedCollection]) -> list[_Archive]:
+    def download_again(self, collections: Sequence[LockedCollection]) -> list[_Archive]:
         """Download locked collections; raises FetchError where what comes is not what was locked."""
-        archives = {a.name: a for a in self.download_entries(work, [c.source for c in collections])}
+        archives = {a.name: a for a in self.download_entries([c.source for c in collections])}
         for locked in collections:
             archive = archives.get(locked.name)
             if archive is None or archive.sha256 != locked.sha256:
-                came = f"{archive.name} {archive.version} of another content" if archive else "it is not"
+                came = (
+                    f"{archive.name} {archive.version} of another content"
+                    if archive
+                    else "nothing of this name"
+                )
                 raise FetchError(
-                    f"{locked.name}: {came} than {LOCK} has ({locked.version}, {locked.sha256[:12]}…)",
+                    f"{locked.name}: {LOCK} has {locked.version} ({locked.sha256[:12]}…), and what came is {came}",
                     hint=f"if it was published anew: {COMMAND} --update",
                 )
         return list(archives.values())
 
-    def install(self, work: Path, folder: Path, archives: Sequence[_Archive]) -> None:
+    def install(self, folder: Path, archives: Sequence[_Archive]) -> None:
         """Unpack archives, each checked against its own manifest, and put each collection into its place whole."""
         if not archives:
             return
-        unpacked = work / "unpacked"
-        self.run(
-            work, "install", "--no-deps", "--force", "-p", unpacked, *(archive.path for archive in archives)
-        )
+        unpacked = self.work / "unpacked"
+        self.run("install", "--no-deps", "--force", "-p", unpacked, *(archive.path for archive in archives))
         for archive in archives:
             part = Path("ansible_collections", *archive.name.split("."))
             target = folder / part

@@ -84,3 +84,12 @@ def test_without_root_the_other_rights_are_not_asked_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(host, "check_root", root)
     monkeypatch.setattr(host, "check_capabilities", never)
     assert len(doctor.lacks(Path("/store"))) == 1
+
+
+def test_what_nothing_mends_has_no_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    def machine() -> None:
+        raise HostError("this is another machine")
+
+    monkeypatch.setattr(host, "check_machine", machine)
+    _, text = _doctor()
+    assert text.splitlines()[0] == "build, boot, lab: this is another machine" and "None" not in text

@@ -140,6 +140,13 @@ def test_names_that_clash_are_refused(project: Path) -> None:
     ]
 
 
+def test_metadata_that_is_no_mapping_needs_nothing(project: Path) -> None:
+    (project / ROLE / "meta/main.yml").write_text("[]\n")
+    assert (
+        "project/roles/site_banner/meta/main.yml" in layer_reading(read(project).define("node"), "site").files
+    )
+
+
 def test_a_role_with_variables_declares_them(project: Path) -> None:
     (project / ROLE / "meta/argument_specs.yml").unlink()
     reason = "has variables and no meta/argument_specs.yml that declares them"
