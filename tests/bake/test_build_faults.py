@@ -202,6 +202,7 @@ def test_a_wrong_vault_password(workplace: Workplace, published: dict[str, str],
     assert secret not in done.stderr + done.stdout
 
 
+@pytest.mark.nightly
 def test_a_vaulted_value_reaches_no_record_of_a_build(workplace: Workplace, tmp_path: Path) -> None:
     """A play may write it into the image; the plan, the records, the logs and the facts never show it."""
     secret = "9f1c-canary-77aa"

@@ -100,6 +100,7 @@ def test_what_is_asked_for_is_locked_and_installed_once(repository: Repository) 
     assert repository.run("collections").count("there already") == 2, "nobody was asked"
 
 
+@pytest.mark.nightly
 def test_a_lock_installs_the_same_anywhere(repository: Repository) -> None:
     repository.run("collections")
     shutil.rmtree(repository.installed.parent)
@@ -137,6 +138,7 @@ def test_a_change_of_what_is_installed_is_seen_and_mended(repository: Repository
     )
 
 
+@pytest.mark.nightly
 def test_a_server_that_fails_leaves_what_is_there(repository: Repository) -> None:
     repository.run("collections")
     before = (repository.path / "collections.lock").read_text()
@@ -148,6 +150,7 @@ def test_a_server_that_fails_leaves_what_is_there(repository: Repository) -> Non
     assert [entry.name for entry in repository.installed.parent.iterdir()] == ["ansible_collections"]
 
 
+@pytest.mark.nightly
 def test_collections_of_an_address_and_of_git_are_locked_too(repository: Repository) -> None:
     source = repository.path.parent / "sources/acme.text-2.0.0"
     for words in (

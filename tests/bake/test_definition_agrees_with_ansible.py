@@ -28,7 +28,14 @@ TASKS = """
 INVENTORY = REPO_ROOT / "inventories"
 
 
-@pytest.mark.parametrize("image", ["lab/worker", "lab/worker_containerd", "azure_vmss/worker_h100"])
+@pytest.mark.parametrize(
+    "image",
+    [
+        "lab/worker",
+        pytest.param("lab/worker_containerd", marks=pytest.mark.nightly),
+        "azure_vmss/worker_h100",
+    ],
+)
 def test_values_are_those_of_a_play(image: str, tmp_path: Path) -> None:
     inventory, name = image.split("/")
     definition = load_inventory([INVENTORY / inventory]).define(name)

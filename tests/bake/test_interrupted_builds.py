@@ -119,6 +119,7 @@ def test_while_the_mirror_is_silent(small: Workplace, silent_mirror: None) -> No
     _interrupt(small, signal.SIGINT, " lock started", 1.0, locked=False)
 
 
+@pytest.mark.nightly
 def test_in_the_stages_of_a_worker(workplace: Workplace, whole: Workplace) -> None:
     workplace.forget("preload", "preload_store", "rehearsal", "seal", "verify", "disk", "convert")
     for number, stage, line, delay in (

@@ -197,7 +197,7 @@ def collect(lab: Lab, version: str, path: str) -> Result:
     return result
 
 
-@pytest.mark.parametrize("engine", ["containerd", "containerd_2"])
+@pytest.mark.parametrize("engine", [pytest.param("containerd", marks=pytest.mark.nightly), "containerd_2"])
 def test_a_kubelet_deletes_unpinned_images_and_no_others(
     worker: Workplace, engine: str, tmp_path: Path
 ) -> None:

@@ -384,6 +384,7 @@ def test_a_blank_runner_has_nothing_to_do(minimal: Workplace, runner: Workplace,
     }
 
 
+@pytest.mark.nightly
 def test_a_changed_last_layer_needs_no_mirror(runner: Workplace, exported: Path) -> None:
     _run(runner, "import", exported)
     runner.forget("system", "seal", "verify", "disk", "convert")

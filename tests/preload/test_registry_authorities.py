@@ -87,6 +87,7 @@ def take_authorities_back(lab: Lab) -> Result:
         return found
 
 
+@pytest.mark.nightly
 def test_a_ca_that_is_declared_no_more_is_trusted_no_more(worker: Workplace) -> None:
     found = isolated(take_authorities_back, worker, "docker")
     for step, names in {

@@ -41,7 +41,7 @@ class TestFile:
 
 @dataclass(frozen=True)
 class Lane:
-    """A run of pytest: its place among all, and whether it takes light files only."""
+    """A run of pytest: its place among all, and whether it takes others' files only where no light one is left."""
 
     number: int
     light: bool = False
@@ -67,7 +67,11 @@ def choose(files: Sequence[TestFile], state: State, lane: Lane) -> TestFile | No
             return next((file for file in alone if file in waiting), None)
         waiting = [file for file in waiting if file.turn == BOOT]
     turns = {file.turn for file in running if file.turn}
-    waiting = [file for file in waiting if file.turn not in turns and (file.light or not lane.light)]
+    waiting = [file for file in waiting if file.turn not in turns]
+    if lane.light:
+        # An emulated machine computes all the time: it is for the lanes that do.
+        others = [file for file in waiting if file.turn != BOOT]
+        waiting = [file for file in waiting if file.light] or others
     # An image that another lane is baking would only be waited for.
     baked = state.images.union(*(file.images for file in files if file.name in state.ended))
     baking = frozenset().union(*(file.images for file in running)) - baked
@@ -84,13 +88,9 @@ def choose(files: Sequence[TestFile], state: State, lane: Lane) -> TestFile | No
     )
 
 
-def is_exhausted(files: Sequence[TestFile], state: State, lane: Lane) -> bool:
-    """Return whether a lane need not wait: whatever is left is taken, or is not for it."""
-    return not [
-        file
-        for file in files
-        if file.name not in state.running | state.ended and (file.light or not lane.light)
-    ]
+def is_exhausted(files: Sequence[TestFile], state: State) -> bool:
+    """Return whether no lane need wait: whatever there was is taken."""
+    return all(file.name in state.running | state.ended for file in files)
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Queue:
             chosen = choose(files, state, lane)
             if chosen:
                 record.taken[chosen.name] = os.getpid()
-            return chosen, not chosen and is_exhausted(files, state, lane)
+            return chosen, not chosen and is_exhausted(files, state)
 
     def end(self, name: str) -> None:
         """Note that a file was run."""

@@ -28,7 +28,7 @@ UNIT = "not root and not boot and not gpu"
 REST = "(root or boot) and not gpu"
 # What takes too long to be run on every commit.
 NOT_NIGHTLY = " and not nightly"
-# Two processors: two lanes that compute, and one of what mostly waits.
+# Two processors: two lanes that compute, and one of what mostly waits, for as long as there is such.
 UNIT_LANES = (Lane(0), Lane(1))
 REST_LANES = (Lane(0), Lane(1), Lane(2, light=True))
 _CLOSING = re.compile(r"^(=+ )?(.*\d (passed|failed|error|skipped|deselected)|no tests ran).* in [\d.:]+")

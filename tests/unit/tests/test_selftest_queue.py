@@ -35,13 +35,14 @@ def test_the_longest_comes_first_and_what_boots_before_all() -> None:
     assert _name(files, _state("vm", "long short waits"), SECOND) == ""
 
 
-def test_a_light_lane_takes_nothing_else() -> None:
-    files = [TestFile("long", 9), TestFile("waits", 1, light=True), TestFile("waits more", 2, light=True)]
-    assert _name(files, NOTHING, LIGHT) == "waits more"
-    assert _name(files, _state("", "waits"), LIGHT) == "waits more"
-    state = State(ended=frozenset({"waits", "waits more"}))
-    assert _name(files, state, LIGHT) == "" and is_exhausted(files, state, LIGHT)
-    assert not is_exhausted(files, state, FIRST)
+def test_a_light_lane_takes_others_files_only_where_no_light_one_is_left() -> None:
+    files = [TestFile("long", 9), TestFile("waits", 1, light=True), TestFile("dozes", 2, light=True)]
+    assert _name(files, NOTHING, LIGHT) == "dozes"
+    assert _name(files, _state("", "waits"), LIGHT) == "dozes"
+    state = _state("dozes", "waits")
+    assert _name(files, state, LIGHT) == "long" and not is_exhausted(files, state)
+    state = _state("dozes long", "waits")
+    assert _name(files, state, LIGHT) == "" and is_exhausted(files, state)
 
 
 def test_what_only_one_may_do_waits_for_its_turn() -> None:
@@ -54,7 +55,7 @@ def test_what_only_one_may_do_waits_for_its_turn() -> None:
     assert _name(files, _state("vm"), SECOND) == "pool"
     state = _state("vm pool")
     assert _name(files, state, LIGHT) == _name(files, state, SECOND) == ""
-    assert not is_exhausted(files, state, SECOND)
+    assert not is_exhausted(files, state)
     assert _name(files, _state("pool", "vm"), SECOND) == "vm2"
 
 
