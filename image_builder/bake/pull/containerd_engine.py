@@ -341,15 +341,7 @@ class ContainerdEngine:
     ) -> tuple[int, str]:
         """Write what ``ctr images export`` writes; return its bytes and SHA-256. ``progress`` gets the bytes so far."""
         archive = self.root.path / _RUN / "out" / target.name
-        platform = images[0].platform
-        self._ctr(
-            "images",
-            "export",
-            "--platform",
-            platform,
-            f"/{archive.relative_to(self.root.path)}",
-            *(image.ref for image in images),
-        )
+        self._ctr(*self.export_arguments(f"/{archive.relative_to(self.root.path)}", images))
         digest, size = hashlib.sha256(), 0
         with target.open("rb") as stream:
             while chunk := stream.read(1 << 20):
@@ -357,6 +349,15 @@ class ContainerdEngine:
                 size += len(chunk)
                 progress(size)
         return size, digest.hexdigest()
+
+    def export_arguments(self, archive: str, images: Sequence[LockedImage]) -> list[str]:
+        """Return ctr's arguments that write images into an archive."""
+        argv = ["images", "export", "--platform", images[0].platform]
+        if self.major >= 2:
+            # From there on ctr lets the daemon's transfer service export, and may end, with status 0, before it has
+            # written the last of what that sent: 2 of 60 archives were cut off with 2.1.9.
+            argv.append("--local")
+        return [*argv, archive, *(image.ref for image in images)]
 
 
 def _lowers(mounts: str) -> list[str]:

@@ -52,8 +52,9 @@ def engine(tmp_path: Path, version: str) -> ContainerdEngine:
         ("v2.3.0-rc.1", ["--local"]),
     ],
 )
-def test_from_2_0_on_ctr_pulls_itself(tmp_path: Path, version: str, local: list[str]) -> None:
-    """There it leaves pulls to the daemon's transfer service else, which refuses a limit of downloads.
+def test_from_2_0_on_ctr_pulls_and_exports_itself(tmp_path: Path, version: str, local: list[str]) -> None:
+    """There it leaves both to the daemon's transfer service else, which refuses a limit of downloads, and whose archives
+    may be cut off.
 
     ctr 1.6 doesn't know ``--local``, and 1.7 has it by default (containerd's cmd/ctr/commands/images/pull.go).
     """
@@ -61,6 +62,9 @@ def test_from_2_0_on_ctr_pulls_itself(tmp_path: Path, version: str, local: list[
         *("ctr", "-n", "k8s.io", "images", "pull", "--snapshotter", "overlayfs"),
         *("--platform", "linux/amd64", "--max-concurrent-downloads", "7", *local),
         *("--hosts-dir", "/hosts", f"registry.example/team/app@{DIGEST}"),
+    ]
+    assert engine(tmp_path, version).export_arguments("/images.tar", [image(REF)]) == [
+        *("images", "export", "--platform", "linux/amd64", *local, "/images.tar", REF),
     ]
 
 
