@@ -53,7 +53,7 @@ def engine(tmp_path: Path, version: str) -> ContainerdEngine:
     ],
 )
 def test_from_2_0_on_ctr_pulls_and_exports_itself(tmp_path: Path, version: str, local: list[str]) -> None:
-    """There it leaves both to the daemon's transfer service else: a limit of downloads is refused, archives are cut off.
+    """There it leaves both to the daemon's transfer service else: no limit of downloads, archives that are cut off.
 
     ctr 1.6 doesn't know ``--local``, and 1.7 has it by default (containerd's cmd/ctr/commands/images/pull.go).
     """
