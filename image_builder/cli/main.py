@@ -87,6 +87,9 @@ def test(
     everything: Annotated[
         bool, typer.Option("--all", help="also run what takes too long for every commit: some hours")
     ] = False,
+    proofs: Annotated[
+        bool, typer.Option(help="skip files of tests that this host has proven with the same content")
+    ] = True,
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
@@ -103,7 +106,12 @@ def test(
     # Next to this package in a checkout; never installed.
     checks: ModuleType = importlib.import_module("tests.selftest")
     status: int = checks.run(
-        context.args, fast=fast, store=store.absolute(), as_json=as_json, nightly=everything
+        context.args,
+        fast=fast,
+        store=store.absolute(),
+        as_json=as_json,
+        nightly=everything,
+        use_proofs=proofs,
     )
     return status
 

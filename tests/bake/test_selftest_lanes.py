@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.selftest import durations, lanes
+from tests.selftest.proofs import Proofs
 from tests.support.images.builds import REPO
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
@@ -100,9 +102,11 @@ def _write(project: Path, text: str, name: str, *marks: str, **values: str) -> N
     (project / f"test_{name}.py").write_text(text.format(marks=words, name=name, **values))
 
 
-def _rest(project: Path, *, nightly: bool = False) -> tuple[list[lanes.Outcome], list[str]]:
+def _rest(
+    project: Path, *, nightly: bool = False, proofs: Proofs | None = None
+) -> tuple[list[lanes.Outcome], list[str]]:
     surroundings, lines = _surroundings(project)
-    outcomes = lanes.rest(surroundings, nightly=nightly)
+    outcomes = lanes.rest(surroundings, nightly=nightly, proofs=proofs)
     # pytest's own directory is not ours to remove.
     assert {p.name.partition("-")[0] for p in (project / "tmp").iterdir()} <= {"pytest"}
     return outcomes, lines
@@ -177,7 +181,7 @@ def test_fixtures_of_the_session_last_from_file_to_file(project: Path) -> None:
     outcomes, lines = _rest(project)
     assert " 12 passed in " in lanes.closing_line(outcomes, 2), lines
     baked = (project / "baked").read_text().split()
-    assert len(baked) == len(set(baked)) <= 2
+    assert len(baked) == len(set(baked)) <= len(lanes.REST_LANES)
 
 
 def test_a_lane_that_dies_keeps_nobody_waiting(project: Path) -> None:
@@ -193,6 +197,36 @@ def test_a_lane_that_dies_keeps_nobody_waiting(project: Path) -> None:
     assert lanes.closing_line(outcomes, 1).startswith(
         "pytest ended without a closing line, status 7; besides "
     )
+
+
+def test_what_is_proven_runs_again_when_something_it_depends_on_changes(project: Path) -> None:
+    """Files that pass are proven; one that fails, has changed or imports what has changed is not."""
+    subprocess.run(["git", "init", "-q", project], check=True)
+    (project / ".gitignore").write_text("/cache\n/tmp\n/reports\n__pycache__\n.pytest_cache\n")
+    folder = project / "tests" / "part"
+    folder.mkdir(parents=True)
+    text = "import pytest\npytestmark = pytest.mark.root\ndef test_it(): assert {}\n"
+    for name, verdict in {"sound": "True", "alike": "True", "failing": "False"}.items():
+        (folder / f"test_{name}.py").write_text(text.format(verdict))
+
+    def run() -> tuple[list[str], str]:
+        proofs = Proofs.look_up(project / "cache/proofs", "root", project)
+        outcomes, _ = _rest(project, proofs=proofs)
+        return sorted(Path(name).stem for name in proofs.days), lanes.closing_line(outcomes, 1)
+
+    days, closing = run()
+    assert days == [] and " 1 failed, 2 passed in " in closing
+    days, closing = run()
+    assert days == ["test_alike", "test_sound"] and " 1 failed in " in closing
+    (folder / "test_alike.py").write_text(text.format("1 == 1"))
+    (folder / "test_failing.py").write_text(text.format("True"))
+    days, closing = run()
+    assert days == ["test_sound"] and " 2 passed in " in closing
+    # A comment changes nothing; what any test may read does.
+    (folder / "test_sound.py").write_text(f"# a comment\n{text.format('True')}")
+    assert len(Proofs.look_up(project / "cache/proofs", "root", project).days) == 3
+    (project / "any.yml").touch()
+    assert not Proofs.look_up(project / "cache/proofs", "root", project).days
 
 
 def test_what_is_for_the_night_runs_when_it_is_asked_for(project: Path) -> None:

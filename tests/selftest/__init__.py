@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,15 +19,24 @@ from tests.selftest import ceilings, compiled, durations, lanes
 from tests.selftest.ceilings import CEILINGS
 from tests.selftest.disk import peak_disk
 from tests.selftest.lint import lint
+from tests.selftest.proofs import Proofs
 from tests.selftest.surroundings import cache_directory, environment
 
 
-def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nightly: bool = False) -> int:
+def run(
+    arguments: Sequence[str],
+    *,
+    fast: bool,
+    store: Path,
+    as_json: bool,
+    nightly: bool = False,
+    use_proofs: bool = True,
+) -> int:
     """Run the checks and return the exit status: 0 when all passed.
 
     With ``arguments`` (for pytest) only pytest runs, once. ``fast`` leaves out what needs root, ``nightly`` takes along
-    what is too long for every commit. Everything is told on standard output, or on standard error when ``as_json``
-    wants that for the result.
+    what is too long for every commit, and without ``use_proofs`` what earlier runs have proven is run as well.
+    Everything is told on standard output, or on standard error when ``as_json`` wants that for the result.
     """
     if not fast and os.geteuid() != 0:
         raise UsageError("the whole suite needs root", hint="image-builder test --fast needs none")
@@ -41,6 +50,7 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
     store_state = "filled" if any((store / "objects").glob("*")) else "empty"
     slowness = ceilings.slowness()
     started = time.monotonic()
+    proofs = _proofs(cache, write) if use_proofs and kind == durations.WHOLE_RUN else None
     clean = bool(arguments) or lint(cache, write)
     minutes = dict.fromkeys(CEILINGS if not fast else ("fast",), 0.0)
     with peak_disk([store, Path(environment(cache)["TMPDIR"])]) as disk:
@@ -52,7 +62,7 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
             minutes["fast"] = (time.monotonic() - started) / 60
             if not fast:
                 if clean and not any(outcome.status for outcome in outcomes):
-                    outcomes += _rest(surroundings, nightly=nightly)
+                    outcomes += _rest(surroundings, nightly=nightly, proofs=proofs)
                 else:
                     write("what needs root is not run")
     for outcome in outcomes:
@@ -73,7 +83,7 @@ def run(arguments: Sequence[str], *, fast: bool, store: Path, as_json: bool, nig
     if not clean:
         write("lint failed: see above")
     times = {name: round(spent, 2) for name, spent in (minutes | {"all": whole}).items()}
-    if kind == durations.WHOLE_RUN:
+    if kind == durations.WHOLE_RUN and not (proofs and proofs.days):
         durations.keep(surroundings.reports, _of_today(store_state, times, gigabytes, passed=is_sound))
     closing = lanes.closing_line(outcomes, whole * 60)
     write(closing)
@@ -104,13 +114,24 @@ def _minutes(outcome: lanes.Outcome, *, with_units: bool) -> Iterator[tuple[str,
             yield "fast" if part == "unit" else part, seconds / 60
 
 
-def _rest(surroundings: lanes.Surroundings, *, nightly: bool) -> list[lanes.Outcome]:
+def _proofs(cache: Path, write: Callable[[str], None]) -> Proofs:
+    """Return what earlier runs have proven, and say so."""
+    proofs = Proofs.look_up(cache / "proofs", lanes.REST + lanes.NOT_NIGHTLY)
+    if proofs.days:
+        number, since = len(proofs.days), min(proofs.days.values())
+        write(
+            f"proven by runs on this host since {since}: {number} files of tests (--no-proofs runs them again)"
+        )
+    return proofs
+
+
+def _rest(surroundings: lanes.Surroundings, *, nightly: bool, proofs: Proofs | None) -> list[lanes.Outcome]:
     """Run what needs root. The night compiles what its store lacks; other runs take it from the cache directory."""
     store, place = Store(surroundings.store), compiled.directory(surroundings.cache)
     store.prepare()
     if not nightly:
         for name in compiled.restore(store, place):
             surroundings.write(f"{name}: compiled by an earlier run")
-    outcomes = lanes.rest(surroundings, nightly=nightly)
+    outcomes = lanes.rest(surroundings, nightly=nightly, proofs=proofs)
     compiled.keep(store, place)
     return outcomes

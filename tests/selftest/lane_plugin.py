@@ -1,5 +1,6 @@
 """pytest's plugin of a lane: with ``--lane`` a run takes files from the queue that it shares with others.
 
+It leaves out what earlier runs have proven, and notes what it has proven itself.
 Fixtures of the session last as long as the run, whatever file follows: a lane bakes an image once.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.selftest.file_queue import BOOT, HOSTS, UNKNOWN_SECONDS, Lane, Queue, TestFile
+from tests.selftest.proofs import Proofs
 
 # What is baked once: the images of the session's fixtures, and the programs of the lab's control plane.
 IMAGES = frozenset(
@@ -54,14 +56,17 @@ class _Runner:
 
     directory: Path
     lane: Lane
+    failed: set[str] = field(default_factory=set)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed or session.config.getoption("collectonly"):
             return None  # pytest's own loop knows what to do
+        proofs = Proofs.read(self.directory)
         items: dict[str, list[pytest.Item]] = {}
         for item in session.items:
-            items.setdefault(_name(item), []).append(item)
+            if _name(item.nodeid) not in proofs.days:
+                items.setdefault(_name(item.nodeid), []).append(item)
         seconds = _expected_seconds(self.directory)
         files = [_describe(name, tests, seconds) for name, tests in items.items()]
         queue = Queue(self.directory)
@@ -70,7 +75,13 @@ class _Runner:
             for item, following in pairwise([*items[file.name], between]):
                 _run(session, item, following)
             queue.end(file.name)
+            if file.name not in self.failed:
+                proofs.add(file.name)
         return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(_name(report.nodeid))
 
     def _next(self, queue: Queue, files: Sequence[TestFile]) -> TestFile | None:
         while True:
@@ -103,8 +114,8 @@ def _run(session: pytest.Session, item: pytest.Item, following: pytest.Item | No
         raise session.Interrupted(session.shouldstop)
 
 
-def _name(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
+def _name(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def _describe(name: str, tests: Sequence[pytest.Item], seconds: Mapping[str, float]) -> TestFile:

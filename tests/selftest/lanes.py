@@ -22,6 +22,7 @@ from image_builder.system import process
 from tests.selftest import durations
 from tests.selftest.file_queue import Lane, Queue
 from tests.selftest.lane_plugin import SECONDS_FILE, argument
+from tests.selftest.proofs import Proofs
 from tests.selftest.surroundings import ANY, environment
 
 UNIT = "not root and not boot and not gpu"
@@ -69,9 +70,12 @@ def unit(surroundings: Surroundings) -> list[Outcome]:
     return _side_by_side("unit", UNIT, UNIT_LANES, surroundings)
 
 
-def rest(surroundings: Surroundings, *, nightly: bool = False) -> list[Outcome]:
-    """Run the other tests, but not those that need a GPU; ``nightly`` takes those along that are for the night."""
-    return _side_by_side("root", REST if nightly else REST + NOT_NIGHTLY, REST_LANES, surroundings)
+def rest(surroundings: Surroundings, *, nightly: bool = False, proofs: Proofs | None = None) -> list[Outcome]:
+    """Run the other tests, but not those that need a GPU; ``nightly`` takes those along that are for the night.
+
+    What ``proofs`` have is not run again, and what passes is added to them.
+    """
+    return _side_by_side("root", REST if nightly else REST + NOT_NIGHTLY, REST_LANES, surroundings, proofs)
 
 
 def closing_line(lanes: Sequence[Outcome], seconds: float) -> str:
@@ -152,10 +156,18 @@ def _folder(surroundings: Surroundings) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _side_by_side(name: str, marks: str, lanes: Sequence[Lane], surroundings: Surroundings) -> list[Outcome]:
+def _side_by_side(
+    name: str,
+    marks: str,
+    lanes: Sequence[Lane],
+    surroundings: Surroundings,
+    proofs: Proofs | None = None,
+) -> list[Outcome]:
     """Run pytest once for each lane, all at once; the first one's lines are shown, then each other's as it ends."""
     with _folder(surroundings) as folder:
         (folder / SECONDS_FILE).write_text(json.dumps(durations.expected()), encoding="utf-8")
+        if proofs:
+            proofs.write(folder)
         shown, *others = [
             _Pytest(f"{name}-{lane.number}", folder, surroundings, marks, [argument(folder, lane)])
             for lane in lanes
