@@ -352,12 +352,11 @@ class ContainerdEngine:
 
     def export_arguments(self, archive: str, images: Sequence[LockedImage]) -> list[str]:
         """Return ctr's arguments that write images into an archive."""
-        argv = ["images", "export", "--platform", images[0].platform]
-        if self.major >= 2:
-            # From there on ctr lets the daemon's transfer service export, and may end, with status 0, before it has
-            # written the last of what that sent: 2 of 60 archives were cut off with 2.1.9.
-            argv.append("--local")
-        return [*argv, archive, *(image.ref for image in images)]
+        # From 2.0 on ctr lets the daemon's transfer service export else, and may end, with status 0, before it has
+        # written the last of what that sent: 2 of 60 archives were cut off with 2.1.9. 1.6 doesn't know the option.
+        local = ["--local"] * (self.major > 1)
+        platform = ("--platform", images[0].platform)
+        return ["images", "export", *platform, *local, archive, *(image.ref for image in images)]
 
 
 def _lowers(mounts: str) -> list[str]:
