@@ -28,7 +28,11 @@ def boot(
         str, typer.Argument(metavar="ARTIFACT", help="a disk, a build's directory, or an image's name")
     ],
     verify: Annotated[
-        bool, typer.Option("--verify", help="run the checks for booted machines, then shut it down")
+        bool,
+        typer.Option(
+            "--verify",
+            help="run the checks for booted machines, show that your own can fail, then shut it down",
+        ),
     ] = False,
     keep: Annotated[
         bool, typer.Option("--keep", help="with --verify: leave it running until Ctrl-C")

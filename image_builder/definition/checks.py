@@ -1,7 +1,8 @@
 """The user's own checks: files of tests beside the suite's, and what must turn each of them red.
 
 ``checks/test_*.py`` hold the checks, ``checks/mutations.yml`` maps each to commands of a shell that break what it is
-about, one at a time. A check that nothing turns red proves nothing.
+about, one at a time; a mapping has the command and, for a running machine, the one that mends it. A check that nothing
+turns red proves nothing.
 """
 
 from __future__ import annotations
@@ -75,9 +76,20 @@ def _mutation_problems(file: Path, checks: Mapping[str, Place]) -> list[Problem]
             problems.append(Problem(str(place), name, reason))
         elif not _is_commands(recorded[name]):
             where = str(engine.place_in(recorded, [name]) or Place(str(file)))
-            problems.append(Problem(where, name, "must be a list of commands"))
+            reason = "must be a list of commands, each a text, or a mapping of `break` and `mend`"
+            problems.append(Problem(where, name, reason))
     return problems
 
 
 def _is_commands(value: object) -> bool:
-    return isinstance(value, list) and value != [] and all(isinstance(v, str) and v.strip() for v in value)
+    return isinstance(value, list) and value != [] and all(_is_command(entry) for entry in value)
+
+
+def _is_command(entry: object) -> bool:
+    if isinstance(entry, Mapping):
+        return entry.keys() == {"break", "mend"} and all(map(_is_text, entry.values()))
+    return _is_text(entry)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.strip() != ""

@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except (OSError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
     # The fixtures ``host`` and ``tree``: whoever tests the checks has others.
-    fixtures = {"mutant": "mutant_fixtures", "broken": "tests.suite.broken_fixtures"}
+    fixtures = {"mutant": "mutant_fixtures", "broken": "broken_fixtures"}
     config.pluginmanager.import_plugin(fixtures.get(config.stash[TARGET].kind, "target_fixtures"))
     config.stash[_NOT_APPLICABLE] = []
     if config.option.report:
@@ -127,6 +127,7 @@ class _Report:
             self.running = {
                 "name": check_name(item.nodeid),
                 "is_own": not item.path.is_relative_to(item.config.rootpath),
+                "only_booted": item.get_closest_marker("offline") is None,
                 "outcome": "passed",
                 "seconds": 0.0,
                 "title": title(item),
@@ -137,7 +138,9 @@ class _Report:
             outcome = "error"
         if hasattr(report, "wasxfail"):
             outcome = "x" + outcome
-        if outcome != "passed" and self.running["outcome"] == "passed":
+        # As in pytest's own record, an error in a teardown counts for more than the failure before it.
+        better = ("passed", "failed") if outcome == "error" else ("passed",)
+        if outcome != "passed" and self.running["outcome"] in better:
             error = call.excinfo
             self.running["outcome"] = outcome
             self.running["message"] = error.exconly().removeprefix("AssertionError: ") if error else ""

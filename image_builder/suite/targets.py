@@ -3,9 +3,9 @@
 A machine of a pool is reached through standard input, a socket: the process that holds the connection to the machine
 runs each command.
 
-Two are for the tests of the suite itself (tests/suite). ``mutant:``: each check gets a fresh overlay of the image's
-trees with that check's mutation. ``broken:`` before an address of SSH: each check runs on the machine as it is, and
-then on the broken one.
+Two show that checks can fail: the user's, and in tests the suite's own (tests/suite). ``mutant:``: each check gets a
+fresh overlay of the image's trees with that check's mutation. ``broken:`` before an address of SSH: each check runs on
+the machine as it is, and then on the broken one.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from image_builder.machine.ssh import SshTarget
 from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
 from image_builder.settings import Settings
 from image_builder.verify.result import SuiteResult, require_passed
-from image_builder.verify.runner import clear_records, observe_suite
+from image_builder.verify.runner import clear_records, observe_suite, require_red
 
 # An emulated machine unpacks preloaded images at a tenth of a real one's speed.
 SYSTEM_SECONDS = 1200.0
@@ -64,6 +65,11 @@ class BootResult:
             "suite": self.suite.as_json() if self.suite else None,
             "console_problems": list(self.console_problems),
         }
+
+    def write(self, out_dir: Path) -> None:
+        """Write boot.json."""
+        record = json.dumps(self.as_json(), indent=1) + "\n"
+        (out_dir / "boot.json").write_text(record, encoding="utf-8")
 
     def require_passed(self) -> None:
         """Raise VerifyError unless every check passed and the console was clean."""
@@ -120,14 +126,15 @@ def boot(
     """Boot ``artefact`` (a disk, or the directory of one build) and end the machine again.
 
     With ``verify`` the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``,
-    ``boot.json`` and ``console.log``; failed checks are part of the result (``require_passed``). ``facts`` is
+    ``boot.json`` and ``console.log``; failed checks are part of the result (``require_passed``). Where all passed, the
+    machine is then broken to show that the user's own can fail, unless it is to be kept. ``facts`` is
     the suite's facts.json, by default the one beside the disk; ``pause_archive`` gives the pod's image to one that
     doesn't preload it. Without ``verify``, or with ``keep``, the
     machine stays until it powers itself off or KeyboardInterrupt comes. ``secure_boot`` None means: as the
     image declares (``image_secure_boot``); ``extra_disks`` None: a blank local disk where the image has the layer
     ``node``. ``then`` is called with the machine, after the result was written and
     before it is switched off. Raises BootError, CommandError, HostError, and VerifyError for a
-    run of the suite that proves nothing.
+    run of the suite, or a check of the user's own, that proves nothing.
     """
     disk = find_disk(artefact)
     facts = facts or disk.parent / "facts.json"
@@ -148,13 +155,14 @@ def boot(
                 state = wait_for_system(ssh, on_wait=lambda: monitor.stage_doing("boot", vm.last_line()))
                 system_seconds = round(vm.seconds, 1)
             pod_seconds, suite = None, None
-            if verify:
-                with shown_stage(monitor, "verify"):
+            with shown_stage(monitor, "verify") if verify else nullcontext():
+                if verify:
                     pod_seconds = start_pod(vm, ssh, variables, monitor, pause_archive)
                     suite = _run_suite(ssh, facts, out_dir, settings, monitor)
-            result = _result(vm, state, system_seconds, pod_seconds, suite)
-            record = json.dumps(result.as_json(), indent=1) + "\n"
-            (out_dir / "boot.json").write_text(record, encoding="utf-8")
+                result = _result(vm, state, system_seconds, pod_seconds, suite)
+                result.write(out_dir)
+                if suite and not keep:
+                    _prove(ssh, suite, facts, out_dir, settings, monitor)
             if then:
                 then(ssh)
             if keep or not verify:
@@ -321,6 +329,30 @@ def _run_suite(
         checks=settings.checks,
         timeout=SUITE_SECONDS,
         on_progress=lambda _name, done, total: monitor.stage_progress("verify", done, total, "checks"),
+    )
+
+
+def _prove(
+    ssh: SshTarget, suite: SuiteResult, facts: Path, out_dir: Path, settings: Settings, monitor: Monitor
+) -> None:
+    """Break the machine, which nobody needs any more, in each way that must turn a check of the user's own red.
+
+    The sealed tree was broken for the others by the build. Raises VerifyError if one stays green.
+    """
+    if settings.checks is None or suite.not_passed or not any(c.only_booted for c in suite.own):
+        return
+    monitor.stage_doing("verify", "showing that the checks of your own can fail")
+    records = out_dir / "mutants"
+    records.mkdir(exist_ok=True)
+    require_red(
+        f"broken:{ssh.url}",
+        facts,
+        records,
+        settings.checks,
+        marker="booted",
+        python=settings.python,
+        log=records / "suite.log",
+        timeout=SUITE_SECONDS,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING
 from image_builder.bake import identity
 from image_builder.canonical import JSON
 from image_builder.errors import CommandError, VerifyError
-from image_builder.settings import REPO_ROOT, SUITE
+from image_builder.settings import MUTATIONS, REPO_ROOT, SUITE
 from image_builder.system import process
 from image_builder.text import json_lines
-from image_builder.verify.result import SuiteResult, junit_outcomes, read_run
+from image_builder.verify.result import SuiteResult, blind, junit_outcomes, read_run
 
 if TYPE_CHECKING:
     from image_builder.definition import ImageDefinition
@@ -114,6 +115,42 @@ def observe_suite(
         output=done.stdout,
         log=log,
     )
+
+
+def require_red(
+    target: str,
+    facts: Path,
+    work: Path,
+    checks: Path,
+    *,
+    marker: str,
+    python: Path,
+    log: Path,
+    timeout: float,
+    niceness: int = 0,
+) -> None:
+    """Break ``target`` in each way that is recorded for the user's own checks; raises VerifyError if one stays green.
+
+    ``target`` is a ``mutant:`` or a ``broken:`` machine (suite/targets.py); the records in ``work`` are of no use.
+    """
+    result = observe_suite(
+        target,
+        facts,
+        work,
+        marker=marker,
+        python=python,
+        log=log,
+        select=(os.fspath(checks),),
+        mutations=checks / MUTATIONS,
+        timeout=timeout,
+        niceness=niceness,
+    )
+    if unproven := blind(result):
+        lines = [f"{name}: {seen}" for name, seen in unproven.items()]
+        raise VerifyError(
+            "\n  ".join(["nothing shows that these checks of your own can fail:", *lines]),
+            hint=f"each command in {checks / MUTATIONS} must turn its check red; on a machine, `mend` must undo that",
+        )
 
 
 def clear_records(out_dir: Path) -> None:

@@ -1,8 +1,8 @@
 """Mutations for the checks that only a running machine can be asked: commands run as root on the machine.
 
-A run with ``broken:`` (broken_fixtures.py) asks each of these checks twice: it has to pass, then the command is run by
-``sh -euc`` on the same throw-away VM, and it has to fail. What would turn later checks red as well is mended, or comes
-last. None of the commands may take away the login, or what the checks are made with.
+A run with ``broken:`` (image_builder/suite/broken_fixtures.py) asks each of these checks twice: it has to pass, then
+the command is run by ``sh -euc`` on the same throw-away VM, and it has to fail. What would turn later checks red as well
+is mended, or comes last. None of the commands may take away the login, or what the checks are made with.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def record_booted(check: str, command: str, *, mend: str = "", turn: int = 0) ->
     BOOTED[check] = Broken(command, mend, turn)
 
 
-def ordered() -> list[str]:
-    """Return the checks that have such a mutation, in the order in which the machine is broken."""
+def ordered() -> dict[str, Broken]:
+    """Return the checks' mutations in the order in which the machine is broken."""
     from tests.suite import offline  # noqa: F401 (it records those of the other topics)
 
-    return sorted(BOOTED, key=lambda check: BOOTED[check].turn)
+    return dict(sorted(BOOTED.items(), key=lambda item: item[1].turn))
 
 
 class Edit(TypedDict):

@@ -65,20 +65,9 @@ def observe_broken(ssh_url: str, facts: Path, work: Path, select: tuple[str, ...
         python=python,
         log=log,
         select=select,
+        mutations="tests.suite.booted",
         timeout=SUITE_SECONDS,
     )
-
-
-def unproven(result: SuiteResult) -> dict[str, str]:
-    """Return the checks of ``observe_broken`` that did not pass before and turn red by their own assertion after."""
-    broken, sound = (
-        [c for c in result.checks if c.name.endswith(f"[{state}]")] for state in ("broken", "sound")
-    )
-    told = {c.name: f"{c.outcome} {c.exception}: {c.message}" for c in (*broken, *sound)}
-    right = {c.name for c in sound if c.outcome == "passed"} | {
-        c.name for c in broken if (c.outcome, c.exception) == ("failed", "AssertionError")
-    }
-    return {name: said for name, said in told.items() if name not in right}
 
 
 def booted_mutations() -> frozenset[str]:

@@ -18,6 +18,7 @@ from image_builder.errors import DefinitionError
 from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT, project_root
 
 ROLE = "roles/site_banner"
+NO_COMMANDS = "must be a list of commands, each a text, or a mapping of `break` and `mend`"
 
 
 @pytest.fixture
@@ -182,12 +183,22 @@ CHECK = "checks/test_site_banner.py"
         (
             "checks/mutations.yml",
             "test_banner_names_the_owner: rm /etc/motd\n",
-            ["checks/mutations.yml:1 test_banner_names_the_owner: must be a list of commands"],
+            [f"checks/mutations.yml:1 test_banner_names_the_owner: {NO_COMMANDS}"],
         ),
         (
             "checks/mutations.yml",
             "test_banner_names_the_owner: []\n",
-            ["checks/mutations.yml:1 test_banner_names_the_owner: must be a list of commands"],
+            [f"checks/mutations.yml:1 test_banner_names_the_owner: {NO_COMMANDS}"],
+        ),
+        (
+            "checks/mutations.yml",
+            "test_banner_names_the_owner: [{break: rm /etc/motd}]\n",
+            [f"checks/mutations.yml:1 test_banner_names_the_owner: {NO_COMMANDS}"],
+        ),
+        (
+            "checks/mutations.yml",
+            "test_banner_names_the_owner: [{break: rm /etc/motd, mend: ''}]\n",
+            [f"checks/mutations.yml:1 test_banner_names_the_owner: {NO_COMMANDS}"],
         ),
         (
             "checks/mutations.yml",

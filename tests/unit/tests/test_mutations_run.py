@@ -1,6 +1,6 @@
 """Every check of the suite is seen red in some run of the tests: computed from definitions and what the runs select.
 
-The runs themselves hold that each selected check is mutated (``blind``, ``mutants.unproven``).
+The runs themselves hold that each selected check is mutated (``blind``).
 """
 
 from __future__ import annotations
