@@ -24,6 +24,7 @@ from image_builder.cli import (
     lab,
     machine,
     pool,
+    publish,
     store,
 )
 from image_builder.cli.command import AsJson, StoreDir, register
@@ -120,7 +121,7 @@ for _group in (init.app, collections.app, doctor.app, build.app, machine.app):
     app.add_typer(_group)
 if LAUNCHER.exists():
     app.add_typer(_checks)
-for _name, _commands in {"lab": lab, "gate": gate, "pool": pool, "store": store}.items():
+for _name, _commands in {"lab": lab, "gate": gate, "pool": pool, "publish": publish, "store": store}.items():
     app.add_typer(_commands.app, name=_name)
 
 

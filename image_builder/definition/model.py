@@ -165,6 +165,59 @@ class ImagePull(Strict):
     attempts: int = Field(5, ge=1, le=20, description="Attempts for each image; permanent errors get one.")
 
 
+class GalleryRegion(Strict):
+    """A region that a published version is replicated to."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+$")] = Field(
+        description="Azure's short name: `westus3`."
+    )
+    replicas: int = Field(
+        1, ge=1, le=100, description="Copies there; one for every 20 to 50 machines at once."
+    )
+
+
+class ImageGallery(Strict):
+    """Where `publish` takes an image: a definition of an Azure Compute Gallery."""
+
+    subscription: Annotated[
+        str, StringConstraints(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+    ] = Field(description="Id of the subscription.")
+    resource_group: Annotated[str, StringConstraints(pattern=r"^[\w.()-]{1,90}$")] = Field(
+        description="Resource group of the gallery; the upload's disk is made in it, too."
+    )
+    gallery: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w.]{0,78}[A-Za-z0-9]$")] = Field(
+        description="Name of the gallery, which must exist."
+    )
+    definition: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([\w.-]{0,78}[A-Za-z0-9])?$")] = Field(
+        description="Name of the image definition in it."
+    )
+    regions: tuple[GalleryRegion, ...] = Field(
+        min_length=1, description="Where versions are replicated to; the first one takes the upload."
+    )
+    end_of_life_days: int = Field(
+        180, ge=1, description="Days until a version's end of life. Azure refuses to delete it before."
+    )
+    create: bool = Field(False, description="Create the definition if it is missing.")
+    publisher: str = Field(
+        "image-builder",
+        description="Publisher in a new definition's identifier; offer and SKU are its name and `gen2`.",
+    )
+    security_type: Literal["Standard", "TrustedLaunchSupported", "TrustedLaunch"] | None = Field(
+        None,
+        description="Security type of the definition; by default `TrustedLaunchSupported` with `image_secure_boot`, "
+        "else `Standard`.",
+    )
+    disk_controllers: tuple[Literal["SCSI", "NVMe"], ...] = Field(
+        ("SCSI", "NVMe"), min_length=1, description="Disk controllers that the image boots from."
+    )
+
+    @field_validator("regions")
+    @classmethod
+    def _each_once(cls, regions: tuple[GalleryRegion, ...]) -> tuple[GalleryRegion, ...]:
+        _distinct(tuple(region.name for region in regions))
+        return regions
+
+
 class BuilderVariables(Strict):
     """The variables that the builder itself reads. Everything else in the inventory belongs to a role."""
 
@@ -205,6 +258,9 @@ class BuilderVariables(Strict):
     image_pull: ImagePull = Field(
         default_factory=lambda: ImagePull.model_validate({}),
         description="Limits of these pulls; they don't affect the image.",
+    )
+    image_gallery: ImageGallery | None = Field(
+        None, description="Where `publish` takes the image; it doesn't affect the image."
     )
 
     @field_validator("image_layers", "image_formats")
@@ -259,7 +315,7 @@ class BuilderVariables(Strict):
 
 
 BUILDER_NAMES = frozenset(BuilderVariables.model_fields)
-NOT_FOR_ROLES = frozenset({"image_preload", "image_preload_mode", "image_pull"})
+NOT_FOR_ROLES = frozenset({"image_gallery", "image_preload", "image_preload_mode", "image_pull"})
 
 
 def record_name(image: str, inventories: Sequence[Path], project: Path) -> str:
@@ -312,6 +368,7 @@ class ImageDefinition:
     preload_verity: bool = True
     preload_archive: bool = True
     pull: ImagePull = field(default_factory=lambda: ImagePull.model_validate({}))
+    gallery: ImageGallery | None = None
     magic: Mapping[str, JSON] = field(default_factory=dict, repr=False, compare=False)
     hostvars: Callable[[], Mapping[str, JSON]] = field(default=dict, repr=False, compare=False)
     place_of: Callable[[str], str] = field(default=lambda _: "", repr=False, compare=False)

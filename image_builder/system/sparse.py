@@ -47,7 +47,7 @@ def copy(source: Path, target: Path, progress: Progress | None = None, *, direct
             return size
         writer.truncate(size)
         with _copier(reader.fileno(), writer.fileno(), target, direct=direct) as copy_range:
-            for start, end in _extents(reader.fileno(), size):
+            for start, end in extents(reader.fileno(), size):
                 at = start
                 while at < end:
                     done = copy_range(at, min(_CHUNK, end - at))
@@ -70,7 +70,7 @@ def sha256(path: Path, progress: Progress | None = None, *, direct: bool = False
     with ThreadPoolExecutor(1) as hasher, _closing_fd(_open(path, os.O_RDONLY, direct=direct)) as fd:
         size = os.fstat(fd).st_size
         at = 0
-        for start, end in _extents(fd, size):
+        for start, end in extents(fd, size):
             hasher.submit(_update_zeros, digest.update, start - at)
             at = start
             while at < end:
@@ -96,7 +96,7 @@ def sync(path: Path) -> None:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
+def extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges of a file that hold data: (start, end)."""
     end = 0
     while end < size:

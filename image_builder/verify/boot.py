@@ -42,9 +42,13 @@ DISK_SUFFIXES = (".qcow2", ".raw", ".vhd")
 
 @dataclass(frozen=True)
 class BootResult:
-    """What happened. Seconds count from power-on; ``pod_seconds`` is None where the image runs no pods."""
+    """What happened. Seconds count from power-on; ``pod_seconds`` is None where the image runs no pods.
+
+    ``build_id`` is that of the facts which the machine was held to, empty without any.
+    """
 
     image: str
+    build_id: str
     accelerator: str
     secure_boot: bool
     ssh_seconds: float
@@ -58,6 +62,7 @@ class BootResult:
         """Return the result as it stands in boot.json."""
         return {
             "image": self.image,
+            "build_id": self.build_id,
             "accelerator": self.accelerator,
             "secure_boot": self.secure_boot,
             "seconds": {"ssh": self.ssh_seconds, "system": self.system_seconds, "pod": self.pod_seconds},
@@ -159,7 +164,7 @@ def boot(
                 if verify:
                     pod_seconds = start_pod(vm, ssh, variables, monitor, pause_archive)
                     suite = _run_suite(ssh, facts, out_dir, settings, monitor)
-                result = _result(vm, state, system_seconds, pod_seconds, suite)
+                result = _result(vm, specification, state, system_seconds, pod_seconds, suite)
                 result.write(out_dir)
                 if suite and not keep:
                     _prove(ssh, suite, facts, out_dir, settings, monitor)
@@ -204,10 +209,16 @@ def _options(
 
 
 def _result(
-    vm: Vm, state: str, system_seconds: float, pod_seconds: float | None, suite: SuiteResult | None
+    vm: Vm,
+    specification: Mapping[str, Any],
+    state: str,
+    system_seconds: float,
+    pod_seconds: float | None,
+    suite: SuiteResult | None,
 ) -> BootResult:
     return BootResult(
         image=vm.options.name,
+        build_id=str(specification.get("build_id", "")),
         accelerator=vm.accelerator,
         secure_boot=vm.options.secure_boot,
         ssh_seconds=round(vm.seconds_to_ssh or 0.0, 1),

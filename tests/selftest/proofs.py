@@ -30,6 +30,7 @@ SECONDS = 7 * 86400.0
 WINGS: Mapping[str, tuple[str, ...]] = {
     r"\bpools?\b(?!/)": ("image_builder/pool/", "image_builder/cli/pool/", "tests/support/pools/"),
     r"\bcluster\b": ("image_builder/cluster/", "image_builder/cli/gate.py", "tests/support/control_plane/"),
+    r"\bpublish": ("image_builder/gallery/", "image_builder/cli/publish.py", "tests/support/arm/"),
     r"\bmutations\b": ("tests/mutations/",),
     r"\bbench\b": ("tests/bench/",),
     r"\bdocs\b|\.md\b|README|CHANGELOG": ("docs/", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
@@ -78,7 +79,7 @@ class Proofs:
         for path in folder.iterdir():
             if not 0 <= time.time() - path.stat().st_mtime < SECONDS:
                 path.unlink()
-        paths = (path.relative_to(root).as_posix() for path in sorted(root.glob("tests/*/test_*.py")))
+        paths = (path.relative_to(root).as_posix() for path in sorted(root.glob("tests/*/**/test_*.py")))
         test_files = [path for path in paths if not path.startswith("tests/unit/")]
         names = dict(zip(test_files, _names(test_files, choice, root), strict=False))
         days = {}
@@ -115,7 +116,8 @@ def _names(test_files: Iterable[str], choice: str, root: Path) -> Iterator[str]:
     files = _checkout(root)
     host = _host()
     for test_file in test_files if files else ():
-        starts = {root / test_file, *root.glob(f"{Path(test_file).parent}/conftest.py")}
+        folders = [root / folder for folder in Path(test_file).parents]
+        starts = {root / test_file, *(f / "conftest.py" for f in folders if (f / "conftest.py").is_file())}
         imported = frozenset(
             file.relative_to(root).as_posix()
             for package in ("tests", "image_builder")

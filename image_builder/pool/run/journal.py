@@ -1,29 +1,24 @@
-"""The journal of a run: JSON lines that are only ever appended, by one process at a time.
-
-Each line is a record with its number. A process that is killed leaves a torn last line at worst, which the next
-one takes away; a line that is missing or damaged anywhere else is an error, since what followed can't be trusted.
-"""
+"""The journal of a rollout, beside its plan."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
-import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from image_builder.errors import ImageBuilderError, SpaceError
-from image_builder.node import files
 from image_builder.pool.run.records import RECORD, Record, must_last
+from image_builder.system import journal
+from image_builder.system.journal import in_use
 
-# A look at a lock takes some microseconds.
-_LOOK_SECONDS = 0.5
+__all__ = ["FORMAT", "Journal", "in_use", "journal_of", "open_journal", "read_journal", "real_plan"]
+
+Journal = journal.Journal[Record]
+FORMAT: journal.Format[Record] = journal.Format(
+    RECORD,
+    must_last,
+    full="make room there, then image-builder pool resume: hosts told to join are probed first",
+    damaged="restore it from a copy, or make a new plan in another file: hosts that joined are recognised",
+    busy="a run has one driver: wait for it or end it, then resume",
+)
 
 
 def real_plan(plan: Path) -> Path:
@@ -40,143 +35,11 @@ def journal_of(plan: Path) -> Path:
     return real.with_name(f"{real.name}.journal.jsonl")
 
 
-@dataclass
-class Journal:
-    """An open journal. ``records`` are those that were there when it was opened."""
-
-    path: Path
-    records: tuple[Record, ...]
-    _fd: int = field(repr=False)
-    _next: int = field(repr=False)
-    _size: int = field(repr=False)
-
-    def append(self, record: Record) -> None:
-        """Write a record, durably where it has to be; raises SpaceError or OSError, and the journal is as before."""
-        line = _line(self._next, record)
-        try:
-            _write(self._fd, line)
-        except OSError as error:
-            os.ftruncate(self._fd, self._size)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                hint = "make room there, then image-builder pool resume: hosts told to join are probed first"
-                raise SpaceError(f"no space left: {self.path}", hint=hint) from error
-            raise
-        if must_last(record):
-            os.fsync(self._fd)
-        self._next += 1
-        self._size += len(line)
-
-
-@contextmanager
-def open_journal(path: Path) -> Iterator[Journal]:
-    """Open a journal to append to it, made if it isn't there; nobody else can until the block ends.
-
-    Raises ImageBuilderError where another process has it or a line is damaged, and OSError.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        _lock(fd, path)
-        data = _read(fd)
-        records, size = parse(data, str(path))
-        if size < len(data):
-            os.ftruncate(fd, size)
-        os.fsync(fd)
-        files.sync_directory(path.absolute().parent)
-        yield Journal(path, tuple(records), fd, len(records) + 1, size)
-    finally:
-        os.close(fd)
+def open_journal(path: Path) -> AbstractContextManager[Journal]:
+    """Open a rollout's journal to append to it; raises as ``system.journal.open_journal`` does."""
+    return journal.open_journal(path, FORMAT)
 
 
 def read_journal(path: Path) -> list[Record]:
-    """Return what a journal tells, of a run that may still go on; raises ImageBuilderError, OSError."""
-    return parse(path.read_bytes(), str(path))[0]
-
-
-def in_use(path: Path) -> bool:
-    """Tell whether a process holds the lock of a journal, or of a slice's directory; raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(fd)
-
-
-def parse(data: bytes, where: str) -> tuple[list[Record], int]:
-    """Return the records in a journal's bytes, and how many bytes they are: a torn last line is left out.
-
-    Raises ImageBuilderError for any other line that is no record, or not the next one.
-    """
-    records: list[Record] = []
-    size = 0
-    lines = data.splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        record = _record(line, number)
-        if record is None:
-            if number == len(lines) and _is_torn(line):
-                break
-            raise ImageBuilderError(
-                f"{where}:{number}: the journal is damaged: this is not record number {number}",
-                hint="restore it from a copy, or make a new plan in another file: hosts that joined are recognised",
-            )
-        records.append(record)
-        size += len(line)
-    return records, size
-
-
-def _record(line: bytes, number: int) -> Record | None:
-    prefix = b'{"n":%d,' % number
-    if not line.startswith(prefix) or not line.endswith(b"\n"):
-        return None
-    try:
-        return RECORD.validate_json(b"{" + line[len(prefix) :])
-    except ValidationError:
-        return None
-
-
-def _is_torn(line: bytes) -> bool:
-    """Tell whether a line isn't whole. After a power cut it can be zeros in part, and still end in a line break."""
-    try:
-        json.loads(line)
-    except ValueError:
-        return True
-    return not line.endswith(b"\n")
-
-
-def _line(number: int, record: Record) -> bytes:
-    content = record.model_dump_json()
-    return f'{{"n":{number},{content[1:]}\n'.encode()
-
-
-def _write(fd: int, line: bytes) -> None:
-    # A full disk takes what fits, and says so only the next time.
-    while line:
-        line = line[os.write(fd, line) :]
-
-
-def _read(fd: int) -> bytes:
-    os.lseek(fd, 0, os.SEEK_SET)
-    with os.fdopen(os.dup(fd), "rb") as file:
-        return file.read()
-
-
-def _lock(fd: int, path: Path) -> None:
-    """Take the lock; who only looks whether somebody has it (``in_use``) holds it for a moment, and is waited for."""
-    deadline = time.monotonic() + _LOOK_SECONDS
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
-                raise
-            if time.monotonic() < deadline:
-                time.sleep(_LOOK_SECONDS / 50)
-                continue
-            raise ImageBuilderError(
-                f"another process writes {path}",
-                hint="a run has one driver: wait for it or end it, then resume",
-            ) from None
-        return
+    """Return what a rollout's journal tells; raises as ``system.journal.read_journal`` does."""
+    return journal.read_journal(path, FORMAT)

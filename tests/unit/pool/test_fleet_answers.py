@@ -14,11 +14,12 @@ from image_builder.pool.reach.hostkeys import Pinned
 from image_builder.pool.reach.provision import JoinStatus
 from image_builder.pool.reach.reach import Access
 from image_builder.pool.run.driver import Work
-from image_builder.pool.run.journal import parse
+from image_builder.pool.run.journal import FORMAT
 from image_builder.pool.run.records import Result
 from image_builder.pool.steps import ansible
 from image_builder.pool.steps.ansible import CONFIGURE, START, WAIT, Results, unreached
 from image_builder.settings import REPO_ROOT
+from image_builder.system.journal import parse
 
 
 def record(state: str, phase: str = "", code: int = 0, reason: str = "") -> str:
@@ -83,7 +84,7 @@ def test_whatever_a_host_says_the_journal_can_be_read_again() -> None:
             at=1, host="a", step="probe", attempt=1, outcome=status.outcome, phases=dict(status.phases)
         )
         line = f'{{"n":1,{result.model_dump_json()[1:]}\n'
-        assert parse(line.encode(), "here")[0] == [result]
+        assert parse(line.encode(), "here", FORMAT)[0] == [result]
     assert ended("dropped", "\udcff").detail == "?"
     assert provision.read(1, b"[" * 200_000).joined == "unknown"
 

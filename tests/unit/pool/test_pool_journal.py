@@ -15,7 +15,7 @@ from image_builder.errors import ImageBuilderError, SpaceError
 from image_builder.pool.plan.model import OK, failed
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.run.gates import Reading
-from image_builder.pool.run.journal import in_use, journal_of, open_journal, parse, read_journal
+from image_builder.pool.run.journal import FORMAT, in_use, journal_of, open_journal, read_journal
 from image_builder.pool.run.records import (
     Began,
     Changed,
@@ -29,6 +29,7 @@ from image_builder.pool.run.records import (
     Stopped,
     must_last,
 )
+from image_builder.system.journal import parse
 from tests.unit.pool.simulation import make, make_hosts
 
 PLAN: Plan = make(9)
@@ -85,7 +86,7 @@ def test_torn_at_any_byte_it_has_what_was_whole(path: Path) -> None:
     data = _written(path)
     ends = [n + 1 for n, byte in enumerate(data) if byte == 10]
     for cut in range(len(data)):
-        records, size = parse(data[:cut], "j")
+        records, size = parse(data[:cut], "j", FORMAT)
         whole = sum(end <= cut for end in ends)
         assert records == RECORDS[:whole]
         assert size == ([0, *ends])[whole]
@@ -108,22 +109,22 @@ def test_damage_before_the_end_is_an_error(number: int, data: st.DataObject) -> 
         st.sampled_from([b"\n", b"{}\n", lines[number + 1], lines[number][:-3] + b"\n"])
     )
     with pytest.raises(ImageBuilderError, match=f"j:{number + 1}: the journal is damaged"):
-        parse(b"".join(lines), "j")
+        parse(b"".join(lines), "j", FORMAT)
 
 
 def test_a_line_that_is_missing_is_an_error(path: Path) -> None:
     lines = _written(path).splitlines(keepends=True)
     for number in range(len(lines) - 1):
         with pytest.raises(ImageBuilderError, match="damaged"):
-            parse(b"".join(lines[:number] + lines[number + 1 :]), "j")
+            parse(b"".join(lines[:number] + lines[number + 1 :]), "j", FORMAT)
     # The last one may be: that is a run that was killed a moment before.
-    assert parse(b"".join(lines[:-1]), "j")[0] == RECORDS[:-1]
+    assert parse(b"".join(lines[:-1]), "j", FORMAT)[0] == RECORDS[:-1]
 
 
 def test_a_whole_last_line_with_the_wrong_number_is_no_torn_one(path: Path) -> None:
     data = _written(path)
     with pytest.raises(ImageBuilderError, match=":11: the journal is damaged"):
-        parse(data + data.splitlines(keepends=True)[-1], "j")
+        parse(data + data.splitlines(keepends=True)[-1], "j", FORMAT)
 
 
 def test_it_has_one_writer(path: Path) -> None:

@@ -1,0 +1,139 @@
+"""A built image that may be published: its VHD is the one that was built, and both verifications passed.
+
+A build's directory has the verification of the sealed tree, bound by the manifest's digests. The booted one is where
+``boot IMAGE --verify`` wrote it, OUTPUT/boot/BUILD; it names the build that the machine ran.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from image_builder.bake import manifest as manifests
+from image_builder.bake.formats import vhd
+from image_builder.bake.manifest import Manifest
+from image_builder.bake.publish import BUILD_DIGITS, MANIFEST
+from image_builder.errors import PublishError, UsageError, VerifyError
+from image_builder.system import sparse
+from image_builder.verify import result as verification
+
+_VERIFY = "verify.json"
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A VHD and what is known of it. ``suite`` says in a line what each verification came to.
+
+    ``verdicts`` are the digests of the verify.json files, by marker. ``identity`` tells the file from a changed one.
+    """
+
+    manifest: Manifest
+    manifest_sha256: str
+    disk: Path
+    sha256: str
+    size: int
+    identity: tuple[int, ...]
+    suite: str
+    verdicts: dict[str, str]
+
+    @property
+    def build(self) -> str:
+        """Return the build's id as directories and tags have it."""
+        return self.manifest.build_id[:BUILD_DIGITS]
+
+    def require_unchanged(self) -> None:
+        """Raise PublishError where the file was written to since its digest was taken."""
+        if identity(self.disk) != self.identity:
+            raise PublishError(
+                f"{self.disk} was changed while it was read",
+                hint="build it again, then start over: image-builder publish run --restart",
+            )
+
+
+def identity(path: Path) -> tuple[int, ...]:
+    """Return what a change of a file changes."""
+    info = path.stat()
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+
+def read(
+    folder: Path, booted: Path, progress: sparse.Progress | None = None, *, unverified: bool
+) -> Artefact:
+    """Return the artefact of a build's directory; ``booted`` is where the booted verification is.
+
+    All that is wrong is in one PublishError. ``unverified`` takes an image without one or both verifications.
+    """
+    try:
+        data = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{folder} is no published build: {MANIFEST}: {error.strerror}") from error
+    manifest = manifests.load(data)
+    disks = [file for file in manifest.artefacts if file.format == "vhd"]
+    if not disks:
+        raise PublishError(
+            f"{folder} has no VHD", hint="image_formats must name vhd; then image-builder build"
+        )
+    disk, problems = folder / disks[0].name, []
+    verdicts: dict[str, str] = {}
+    lines = []
+    for marker, file in (("offline", folder / _VERIFY), ("booted", booted / _VERIFY)):
+        try:
+            document = file.read_bytes()
+            lines.append(f"{marker} {_passed(manifest, marker, document, booted)}")
+            verdicts[marker] = hashlib.sha256(document).hexdigest()
+        except (PublishError, VerifyError, OSError, ValueError) as error:
+            lines.append(f"{marker} missing")
+            problems += [] if unverified else [f"{file}: {error}"]
+    before = identity(disk) if disk.exists() else ()
+    problems += _disk_problems(disk, disks[0].sha256, progress)
+    if problems:
+        raise PublishError(
+            "\n".join(["not published:", *(f"  {problem}" for problem in problems)]),
+            hint=f"image-builder build {manifest.image}; image-builder boot {manifest.image} --verify",
+        )
+    return Artefact(
+        manifest,
+        hashlib.sha256(data).hexdigest(),
+        disk,
+        disks[0].sha256,
+        disk.stat().st_size,
+        before,
+        ", ".join(lines),
+        verdicts,
+    )
+
+
+def _passed(manifest: Manifest, marker: str, document: bytes, booted: Path) -> str:
+    """Return how many checks passed; raises PublishError, VerifyError where that is no proof for this build."""
+    if marker == "offline":
+        recorded = {file.name: file.sha256 for file in manifest.documents}.get(_VERIFY)
+        if recorded != hashlib.sha256(document).hexdigest():
+            raise PublishError("it isn't the one of this build's manifest")
+    else:
+        record: dict[str, Any] = json.loads((booted / "boot.json").read_bytes())
+        if record.get("build_id") != manifest.build_id:
+            raise PublishError("another build was booted")
+        if record.get("console_problems") != []:
+            raise PublishError("the console had problems")
+    suite = verification.from_json(json.loads(document))
+    if suite.marker != marker:
+        raise PublishError(f"it is of the checks `{suite.marker}`, not `{marker}`")
+    verification.require_passed(suite)
+    return f"{len(suite.passed)}/{len(suite.checks)}"
+
+
+def _disk_problems(disk: Path, sha256: str, progress: sparse.Progress | None) -> list[str]:
+    try:
+        with disk.open("rb") as file:
+            vhd.read(file)
+        if (actual := sparse.sha256(disk, progress)) != sha256:
+            return [f"{disk}: its SHA-256 is {actual}, not the manifest's {sha256}"]
+    except OSError as error:
+        return [f"{disk}: {os.strerror(error.errno or 0)}"]
+    except vhd.VhdError as error:
+        return [f"{disk}: {error}"]
+    return []

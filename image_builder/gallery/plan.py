@@ -1,0 +1,282 @@
+"""What publishing sends: every request that changes something, in order, as data that ``run`` executes as it is.
+
+Microsoft.Compute's requests are of the versions below: the oldest that have all that is asked for. Newer ones make a
+definition Trusted Launch by default and start a validation of an hour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from typing import Any, Literal
+
+from image_builder.bake.formats.vhd import FOOTER_SIZE
+from image_builder.canonical import JSON
+from image_builder.definition.model import ImageGallery
+from image_builder.errors import PublishError
+from image_builder.gallery.artefact import Artefact
+from image_builder.gallery.pages import Range
+
+GALLERY_API, DISK_API = "2024-03-03", "2024-03-02"
+# Until an upload's signed address ends; then another one is asked for.
+ACCESS_SECONDS = 4 * 3600
+BUILD_TAG = "image-builder-build"
+SHA256_TAG = "image-builder-vhd-sha256"
+SUITE_TAG = "image-builder-suite"
+_PREFIX = "image-builder"
+
+Step = Literal["definition", "disk", "access", "pages", "footer", "release", "version", "clean"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to Resource Manager: path, API version and body as they are sent."""
+
+    step: Step
+    method: Literal["PUT", "POST", "PATCH", "DELETE"]
+    path: str
+    api: str
+    body: Mapping[str, Any] | None = None
+
+    def as_json(self) -> dict[str, JSON]:
+        return {
+            "step": self.step,
+            "method": self.method,
+            "path": self.path,
+            "api_version": self.api,
+            "body": self.body,
+        }
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The requests Put Page to the disk: one for each of ``ranges``."""
+
+    step: Literal["pages", "footer"]
+    ranges: tuple[Range, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+    def as_json(self) -> dict[str, JSON]:
+        return {
+            "step": self.step,
+            "method": "PUT",
+            "path": "?comp=page",
+            "requests": len(self.ranges),
+            "bytes": self.size,
+            "ranges": self.ranges,
+        }
+
+
+@dataclass(frozen=True)
+class Target:
+    """An image definition in a gallery, by Azure's ids."""
+
+    settings: ImageGallery
+
+    @property
+    def group(self) -> str:
+        return f"/subscriptions/{self.settings.subscription}/resourceGroups/{self.settings.resource_group}"
+
+    @property
+    def gallery(self) -> str:
+        return f"{self.group}/providers/Microsoft.Compute/galleries/{self.settings.gallery}"
+
+    @property
+    def definition(self) -> str:
+        return f"{self.gallery}/images/{self.settings.definition}"
+
+    @property
+    def location(self) -> str:
+        return self.settings.regions[0].name
+
+    def version(self, name: str) -> str:
+        return f"{self.definition}/versions/{name}"
+
+    def disk(self, artefact: Artefact) -> str:
+        """Return the id of an upload's disk: the same for the same bytes, whoever uploads them."""
+        name = f"{_PREFIX}-{artefact.build}-{artefact.sha256[:12]}"
+        return f"{self.group}/providers/Microsoft.Compute/disks/{name}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is sent for one image."""
+
+    target: Target
+    artefact: Artefact
+    version: str
+    steps: tuple[Call | Pages, ...]
+    unverified: str = ""
+
+    @property
+    def disk(self) -> str:
+        return self.target.disk(self.artefact)
+
+    def as_json(self) -> dict[str, JSON]:
+        return {
+            "image": self.artefact.manifest.image,
+            "build": self.artefact.build,
+            "version": self.target.version(self.version),
+            "bytes": sum(step.size for step in self.steps if isinstance(step, Pages)),
+            "requests": sum(len(step.ranges) if isinstance(step, Pages) else 1 for step in self.steps),
+            "calls": [step.as_json() for step in self.steps],
+        }
+
+
+def next_version(existing: Iterable[str], today: date) -> str:
+    """Return the next version of a day, ``YYYY.MMDD.N``: three integers, so that January 5 is 105."""
+    prefix = f"{today.year}.{today.month * 100 + today.day}."
+    numbers = [int(name.removeprefix(prefix)) for name in existing if name.startswith(prefix)]
+    return f"{prefix}{max(numbers, default=-1) + 1}"
+
+
+def definition_properties(target: Target, artefact: Artefact) -> dict[str, Any]:
+    """Return what the definition must be for this image."""
+    settings = target.settings
+    secure = settings.security_type or (
+        "TrustedLaunchSupported" if artefact.manifest.disk.secure_boot else "Standard"
+    )
+    features = {
+        "IsAcceleratedNetworkSupported": "True",
+        "DiskControllerTypes": ",".join(settings.disk_controllers),
+    }
+    if secure != "Standard":
+        features["SecurityType"] = secure
+    return {
+        "osType": "Linux",
+        "osState": "Generalized",
+        "hyperVGeneration": "V2",
+        "architecture": "x64",
+        "identifier": {
+            "publisher": settings.publisher,
+            "offer": settings.definition,
+            "sku": "gen2",
+        },
+        "features": [{"name": name, "value": value} for name, value in sorted(features.items())],
+    }
+
+
+def definition_problems(actual: Mapping[str, Any], planned: Mapping[str, Any]) -> list[str]:
+    """Return how a definition differs from what the image is. Its identifier is its owner's business."""
+
+    def comparable(properties: Mapping[str, Any]) -> dict[str, Any]:
+        features = {f["name"]: f["value"] for f in properties.get("features") or ()}
+        if "DiskControllerTypes" in features:
+            features["DiskControllerTypes"] = ",".join(
+                sorted(part.strip() for part in features["DiskControllerTypes"].split(","))
+            )
+        plain = {name: properties.get(name) for name in ("osType", "osState", "hyperVGeneration")}
+        # An answer without an architecture means x64.
+        return (
+            plain
+            | {"architecture": properties.get("architecture") or "x64"}
+            | {
+                name: features.get(name, "Standard" if name == "SecurityType" else None)
+                for name in ("SecurityType", "IsAcceleratedNetworkSupported", "DiskControllerTypes")
+            }
+        )
+
+    ours, others = comparable(planned), comparable(actual)
+    return [
+        f"{name} is {others[name]}, the image needs {ours[name]}"
+        for name in ours
+        if ours[name] != others[name]
+    ]
+
+
+def make_plan(
+    target: Target,
+    artefact: Artefact,
+    version: str,
+    ranges: Sequence[Range],
+    *,
+    now: datetime,
+    creates_definition: bool,
+    unverified: str = "",
+) -> Plan:
+    """Return the plan of publishing an artefact as a version, from nothing; ``now`` is when the version's life begins.
+
+    ``unverified`` is why an image without its verifications is published.
+    """
+    disk = target.disk(artefact)
+    tags = {
+        BUILD_TAG: artefact.build,
+        SHA256_TAG: artefact.sha256,
+        f"{_PREFIX}-manifest-sha256": artefact.manifest_sha256,
+        f"{_PREFIX}-lock-sha256": artefact.manifest.lock_sha256,
+        SUITE_TAG: artefact.suite,
+        **({f"{_PREFIX}-unverified": unverified[:256]} if unverified else {}),
+    }
+    location = {"location": target.location}
+    steps: list[Call | Pages] = []
+    if creates_definition:
+        body = {**location, "properties": definition_properties(target, artefact)}
+        steps.append(Call("definition", "PUT", target.definition, GALLERY_API, body))
+    end = artefact.size - FOOTER_SIZE
+    steps += [
+        Call("disk", "PUT", disk, DISK_API, {**location, "tags": tags, **_disk(artefact)}),
+        Call(
+            "access",
+            "POST",
+            f"{disk}/beginGetAccess",
+            DISK_API,
+            {"access": "Write", "durationInSeconds": ACCESS_SECONDS},
+        ),
+        Pages("pages", tuple(ranges)),
+        Pages("footer", ((end, artefact.size),)),
+        Call("release", "POST", f"{disk}/endGetAccess", DISK_API),
+        Call(
+            "version",
+            "PUT",
+            target.version(version),
+            GALLERY_API,
+            {**location, "tags": tags, "properties": _version(target, disk, now)},
+        ),
+        Call("clean", "DELETE", disk, DISK_API),
+    ]
+    return Plan(target, artefact, version, tuple(steps), unverified)
+
+
+def _disk(artefact: Artefact) -> dict[str, Any]:
+    return {
+        "sku": {"name": "Standard_LRS"},
+        "properties": {
+            "osType": "Linux",
+            "hyperVGeneration": "V2",
+            "creationData": {"createOption": "Upload", "uploadSizeBytes": artefact.size},
+        },
+    }
+
+
+def _version(target: Target, disk: str, now: datetime) -> dict[str, Any]:
+    end = now.astimezone(UTC) + timedelta(days=target.settings.end_of_life_days)
+    return {
+        "publishingProfile": {
+            "excludeFromLatest": True,
+            "endOfLifeDate": end.strftime("%Y-%m-%dT00:00:00Z"),
+            "storageAccountType": "Standard_LRS",
+            "targetRegions": [
+                {"name": region.name, "regionalReplicaCount": region.replicas}
+                for region in target.settings.regions
+            ],
+        },
+        "storageProfile": {"osDiskImage": {"source": {"id": disk}}},
+        "safetyProfile": {
+            "allowDeletionOfReplicatedLocations": True,
+            "blockDeletionBeforeEndOfLife": True,
+        },
+    }
+
+
+def require_free(version: Mapping[str, Any], artefact: Artefact) -> None:
+    """Raise PublishError for a version that has other bytes than this artefact."""
+    sha256 = (version.get("tags") or {}).get(SHA256_TAG)
+    if sha256 != artefact.sha256:
+        raise PublishError(
+            f"{version.get('id')} is of another image: {SHA256_TAG} is {sha256 or 'missing'}",
+            hint="nothing was changed; a version is never written again: publish with the next number",
+        )

@@ -1,0 +1,301 @@
+"""Publishing: the plan's requests, each after its intent is in the journal, and none for what is there already."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from image_builder.canonical import JSON
+from image_builder.errors import ImageBuilderError, PublishError
+from image_builder.events import Monitor, shown_stage
+from image_builder.gallery import pages
+from image_builder.gallery.artefact import Artefact
+from image_builder.gallery.azure import Service
+from image_builder.gallery.journal import Done, Failed, Finished, Intent, Journal, Opened, Record, Region
+from image_builder.gallery.plan import (
+    DISK_API,
+    GALLERY_API,
+    SHA256_TAG,
+    Call,
+    Pages,
+    Plan,
+    Target,
+    make_plan,
+    next_version,
+    require_free,
+)
+from image_builder.gallery.survey import look
+from image_builder.gallery.upload import Upload
+
+# A resource that was just made may be read as missing, its old state as the present one.
+_PATIENCE_SECONDS = 120.0
+_UPLOADING = ("ReadyToUpload", "ActiveUpload")
+_COMPLETED, _FAILED = "Completed", "Failed"
+
+
+def plan(
+    service: Service, target: Target, artefact: Artefact, records: Sequence[Record], unverified: str = ""
+) -> Plan:
+    """Return what is to be sent for an artefact; the records of an earlier run keep its version and end of life.
+
+    Raises PublishError with everything that is in the way, FetchError.
+    """
+    survey = look(service, target, artefact)
+    opened = _opened(records, artefact)
+    now = datetime.fromtimestamp(opened.at, UTC) if opened else datetime.now(UTC)
+    version = survey.published(artefact) or (
+        opened.version if opened else next_version(survey.names, now.date())
+    )
+    for existing in survey.versions:
+        if existing["name"] == version:
+            require_free(existing, artefact)
+    return make_plan(
+        target,
+        artefact,
+        version,
+        pages.data_ranges(artefact.disk),
+        now=now,
+        creates_definition=survey.definition is None,
+        unverified=opened.unverified if opened else unverified,
+    )
+
+
+def _opened(records: Sequence[Record], artefact: Artefact) -> Opened | None:
+    """Return the first record of a journal; raises PublishError for one of other bytes."""
+    opened = next((record for record in records if isinstance(record, Opened)), None)
+    if opened and opened.sha256 != artefact.sha256:
+        raise PublishError(
+            f"the journal is of a VHD with SHA-256 {opened.sha256}, this build's is another one",
+            hint="the build was made again: move its journal away",
+        )
+    return opened
+
+
+@dataclass
+class Run:
+    """One process that publishes. ``figures`` are what it sent."""
+
+    plan: Plan
+    service: Service
+    journal: Journal
+    monitor: Monitor
+    figures: dict[str, int] = field(default_factory=lambda: {"bytes_sent": 0, "requests": 0})
+    _step: str = ""
+
+    def perform(self) -> dict[str, JSON]:
+        """Send what is lacking, wait for every region, and return the outcome; raises PublishError, FetchError."""
+        if not self.journal.records:
+            plan = self.plan
+            self.journal.append(
+                Opened(
+                    at=time.time(),
+                    version=plan.version,
+                    sha256=plan.artefact.sha256,
+                    unverified=plan.unverified,
+                )
+            )
+        try:
+            return self._perform()
+        except ImageBuilderError as error:
+            self.journal.append(Failed(at=time.time(), step=self._step, message=error.message))
+            raise
+
+    def _perform(self) -> dict[str, JSON]:
+        plan, monitor = self.plan, self.monitor
+        calls: dict[str, Call] = {step.step: step for step in plan.steps if isinstance(step, Call)}
+        if self._version() is None:
+            with shown_stage(monitor, "upload"):
+                if definition := calls.get("definition"):
+                    self._create(definition)
+                self._upload(calls)
+            with shown_stage(monitor, "version"):
+                plan.artefact.require_unchanged()
+                self._create(calls["version"])
+        with shown_stage(monitor, "replicate"):
+            regions = self._replicate()
+        with shown_stage(monitor, "clean"):
+            self._delete(calls["clean"])
+        self.journal.append(Finished(at=time.time()))
+        return {"version": plan.target.version(plan.version), "regions": regions, **self.figures}
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def _change(self, call: Call, is_done: Callable[[], bool]) -> Mapping[str, Any]:
+        self._step = call.step
+        self.journal.append(Intent(at=time.time(), step=call.step))
+        self.monitor.stage_doing("upload" if call.step in ("access", "release") else call.step, call.path)
+        result = self.service.change(call, is_done)
+        self.figures["requests"] += 1
+        self.journal.append(Done(at=time.time(), step=call.step))
+        return result
+
+    def _create(self, call: Call) -> None:
+        """Make a resource unless it is there, and wait until it is whole."""
+        if self.service.get(call.path, call.api) is None:
+            self._change(call, lambda: self.service.get(call.path, call.api) is not None)
+        while (state := self._appeared(call)["properties"].get("provisioningState")) not in (
+            "Succeeded",
+            None,
+        ):
+            if state == _FAILED:
+                raise PublishError(
+                    f"{call.path}: provisioning failed", hint="delete it, then the same command again"
+                )
+            if call.step == "version":
+                return  # it is Creating for as long as it is replicated
+            self.service.wait()
+
+    def _appeared(self, call: Call) -> Mapping[str, Any]:
+        """Return a resource that was made; it may be hidden for some time."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while (resource := self.service.get(call.path, call.api)) is None:
+            if time.monotonic() > deadline:
+                raise PublishError(
+                    f"{call.path} was made and is not there", hint="the same command again goes on"
+                )
+            self.service.wait(attempt=0)
+        return resource
+
+    def _upload(self, calls: Mapping[str, Call]) -> None:
+        plan = self.plan
+        self._create(calls["disk"])
+        disk = self._appeared(calls["disk"])
+        if (disk.get("tags") or {}).get(SHA256_TAG) != plan.artefact.sha256:
+            raise PublishError(f"{disk['id']} is not an upload of this image", hint="delete it")
+        if disk["properties"].get("diskState") not in _UPLOADING:
+            return  # its footer was accepted
+        upload = Upload(lambda: self._grant(calls["access"]))
+        try:
+            for step in (step for step in plan.steps if isinstance(step, Pages)):
+                self._send(step, upload)
+        finally:
+            self.figures["bytes_sent"] += upload.sent
+        self._change(calls["release"], lambda: self._state() not in _UPLOADING)
+
+    def _send(self, step: Pages, upload: Upload) -> None:
+        self._step = step.step
+        present = upload.present()
+        if step.step == "footer":
+            self._require_complete(present)
+        else:
+            upload.clear(pages.beyond(present, [*step.ranges, self._footer.ranges[0]]))
+        self.journal.append(Intent(at=time.time(), step=step.step))
+        todo = pages.lacking(step.ranges, present)
+        before = upload.sent
+        self.monitor.stage_doing("upload", f"{len(todo)} of {len(step.ranges)} ranges")
+        upload.write(
+            self.plan.artefact.disk,
+            todo,
+            lambda done, total: self.monitor.stage_progress("upload", done, total, "B"),
+        )
+        self.figures["requests"] += len(todo)
+        details = {
+            "bytes_sent": upload.sent - before,
+            "bytes_present": step.size - sum(e - s for s, e in todo),
+        }
+        self.journal.append(Done(at=time.time(), step=step.step, details=details))
+
+    @property
+    def _footer(self) -> Pages:
+        return next(step for step in self.plan.steps if isinstance(step, Pages) and step.step == "footer")
+
+    def _require_complete(self, present: list[pages.Range]) -> None:
+        """Raise PublishError unless the disk has all ranges, no others, and they were read of an unchanged file."""
+        self.plan.artefact.require_unchanged()
+        data = next(step for step in self.plan.steps if isinstance(step, Pages) and step.step == "pages")
+        footer = self._footer.ranges
+        if pages.lacking(data.ranges, present) or pages.beyond(present, [*data.ranges, *footer]):
+            raise PublishError(
+                "the disk's ranges are not the image's: its footer is not written, so it can't become a version",
+                hint="the same command again sends what is lacking",
+            )
+
+    def _grant(self, call: Call) -> str:
+        """Return the disk's signed address. It is a secret: neither shown nor kept."""
+        for _ in range(3):
+            answer = self._change(call, lambda: False)
+            if address := answer.get("accessSAS") or answer.get("accessSas"):
+                return str(address)
+        raise PublishError(f"{call.path}: no address was granted")
+
+    def _state(self) -> str:
+        disk = self.service.get(self.plan.disk, DISK_API) or {"properties": {}}
+        return str(disk["properties"].get("diskState", ""))
+
+    def _delete(self, call: Call) -> None:
+        if self.service.get(call.path, call.api) is not None:
+            self._change(call, lambda: self.service.get(call.path, call.api) is None)
+
+    # -- the version -----------------------------------------------------------------------------------------
+
+    def _version(self) -> Mapping[str, Any] | None:
+        """Return the version with its replication; raises PublishError for one of other bytes or a failed one."""
+        path = self.plan.target.version(self.plan.version)
+        version = self.service.get(path, GALLERY_API, **{"$expand": "ReplicationStatus"})
+        if version is None:
+            return None
+        require_free(version, self.plan.artefact)
+        usable = any(region["state"] == _COMPLETED for region in _summary(version))
+        if version["properties"].get("provisioningState") == _FAILED and not usable:
+            raise PublishError(
+                f"{path}: provisioning failed", hint="az resource delete --ids ID; then the same again"
+            )
+        return version
+
+    def _replicate(self) -> dict[str, JSON]:
+        """Wait until every region has the version, and return their states. A failed one is added again, once."""
+        self._step = "replicate"
+        states: dict[str, str] = {}
+        repaired: set[str] = set()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        names = [region.name for region in self.plan.target.settings.regions]
+        while True:
+            version = self._version()
+            if version is None and time.monotonic() > deadline:
+                raise PublishError(
+                    "the version was made and is not there", hint="the same command again goes on"
+                )
+            current = {_short(region["region"]): region for region in _summary(version)}
+            for name, region in current.items():
+                if states.get(name) != region["state"]:
+                    states[name] = region["state"]
+                    self.journal.append(Region(at=time.time(), name=name, state=region["state"]))
+            progress = sum(int(current[name].get("progress", 0)) for name in names if name in current)
+            self.monitor.stage_progress("replicate", progress, 100 * len(names), "percent")
+            pending = [name for name in names if states.get(name) != _COMPLETED]
+            if not pending:
+                return dict(states)
+            failed = [name for name in pending if states.get(name) == _FAILED]
+            if fresh := [name for name in failed if name not in repaired]:
+                self._repair(fresh[0])
+                repaired.add(fresh[0])
+                del states[fresh[0]]
+            elif failed and len(failed) == len(pending):
+                details = "; ".join(f"{name}: {current[name].get('details', '')}" for name in failed)
+                raise PublishError(
+                    f"replication failed in {', '.join(failed)}: {details}", hint="the others are usable"
+                )
+            self.service.wait(attempt=None if version else 0)
+
+    def _repair(self, name: str) -> None:
+        """Take a region out of the version and add it again: its list is always sent whole."""
+        profile = next(s for s in self.plan.steps if isinstance(s, Call) and s.step == "version").body or {}
+        regions = profile["properties"]["publishingProfile"]["targetRegions"]
+        for part in ([region for region in regions if region["name"] != name], regions):
+            body = {"properties": {"publishingProfile": {"targetRegions": part}}}
+            path = self.plan.target.version(self.plan.version)
+            self._change(Call("version", "PATCH", path, GALLERY_API, body), lambda: False)
+
+
+def _summary(version: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+    """Return the states of a version's regions."""
+    status = (version or {"properties": {}})["properties"].get("replicationStatus") or {}
+    return status.get("summary") or ()
+
+
+def _short(region: str) -> str:
+    """Return a region's short name: answers have it as people read it, ``West US 3``."""
+    return region.replace(" ", "").lower()

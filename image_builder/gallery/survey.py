@@ -1,0 +1,107 @@
+"""What Azure has of a target before anything is sent, and all that is in the way, at once."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from image_builder.errors import PublishError
+from image_builder.gallery.artefact import Artefact
+from image_builder.gallery.azure import Service
+from image_builder.gallery.plan import (
+    GALLERY_API,
+    SHA256_TAG,
+    Target,
+    definition_problems,
+    definition_properties,
+)
+
+_GROUP_API, _LOCATION_API, _PERMISSION_API = "2021-04-01", "2022-12-01", "2022-04-01"
+# Azure refuses tokens and signed addresses of a clock that is further off.
+_LARGEST_LAG = 300.0
+_ACTIONS = (
+    "galleries/read",
+    "galleries/images/read",
+    "galleries/images/versions/read",
+    "galleries/images/versions/write",
+    "disks/read",
+    "disks/write",
+    "disks/delete",
+    "disks/beginGetAccess/action",
+    "disks/endGetAccess/action",
+)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The definition, or None where it is to be created, and the versions in it."""
+
+    definition: Mapping[str, Any] | None
+    versions: tuple[Mapping[str, Any], ...]
+
+    @property
+    def names(self) -> list[str]:
+        return [str(version["name"]) for version in self.versions]
+
+    def published(self, artefact: Artefact) -> str | None:
+        """Return the version that has this artefact's bytes already."""
+        same = (v for v in self.versions if (v.get("tags") or {}).get(SHA256_TAG) == artefact.sha256)
+        return next((str(version["name"]) for version in same), None)
+
+
+def look(service: Service, target: Target, artefact: Artefact) -> Survey:
+    """Return what is there; raises PublishError with everything that is in the way, FetchError."""
+    settings = target.settings
+    if service.get(target.group, _GROUP_API) is None:
+        raise PublishError(
+            f"no resource group {settings.resource_group} in subscription {settings.subscription}",
+            hint="image_gallery names another one, or you are signed in elsewhere: az account show",
+        )
+    problems = []
+    if abs(service.clock_lag) > _LARGEST_LAG:
+        problems.append(f"this host's clock is {abs(service.clock_lag):.0f} s off Azure's")
+    actions = (*_ACTIONS, *(["galleries/images/write"] if settings.create else []))
+    permissions = f"{target.group}/providers/Microsoft.Authorization/permissions"
+    problems += missing_rights(list(service.list(permissions, _PERMISSION_API)), actions)
+    problems += _region_problems(service, target)
+    gallery = service.get(target.gallery, GALLERY_API)
+    definition = service.get(target.definition, GALLERY_API) if gallery else None
+    if gallery is None:
+        problems.append(f"no gallery {settings.gallery} in resource group {settings.resource_group}")
+    elif definition is None and not settings.create:
+        problems.append(f"no image definition {settings.definition} in the gallery; `create: true` makes it")
+    elif definition is not None:
+        differences = definition_problems(definition["properties"], definition_properties(target, artefact))
+        problems += [f"image definition {settings.definition}: {difference}" for difference in differences]
+    if problems:
+        raise PublishError(
+            "\n".join(["nothing was changed:", *(f"  {problem}" for problem in problems)]),
+            hint="docs/how-to/publish.md has what must be there before",
+        )
+    versions = service.list(f"{target.definition}/versions", GALLERY_API) if definition else ()
+    return Survey(definition, tuple(versions))
+
+
+def missing_rights(permissions: Sequence[Mapping[str, Any]], actions: Iterable[str]) -> list[str]:
+    """Return what the roles that one has in a resource group don't allow (Microsoft.Authorization, permissions)."""
+
+    def is_allowed(action: str) -> bool:
+        def matches(patterns: Sequence[str]) -> bool:
+            return any(fnmatch.fnmatchcase(action.lower(), pattern.lower()) for pattern in patterns)
+
+        return any(matches(p["actions"]) and not matches(p.get("notActions") or ()) for p in permissions)
+
+    names = [f"Microsoft.Compute/{action}" for action in actions]
+    return [f"the right {name} is missing" for name in names if not is_allowed(name)]
+
+
+def _region_problems(service: Service, target: Target) -> list[str]:
+    subscription = f"/subscriptions/{target.settings.subscription}"
+    locations = {location["name"] for location in service.list(f"{subscription}/locations", _LOCATION_API)}
+    return [
+        f"the subscription has no region {region.name}"
+        for region in target.settings.regions
+        if region.name not in locations
+    ]

@@ -1,0 +1,49 @@
+"""What publishing is tried with: Azurite behind the import host, the simulated service, an inventory and a build."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.arm.pages import Store, azurite
+from tests.support.arm.place import SETTINGS, Place, place, write_build
+from tests.support.arm.publisher import Publisher
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with azurite(tmp_path_factory.mktemp("azurite")) as running:
+        yield running
+
+
+@pytest.fixture
+def azure(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A subscription with a gallery, and an environment in which the SDK finds it."""
+    (tmp_path / "cloud").mkdir()
+    with place(store, tmp_path / "cloud") as cloud:
+        for name in [n for n in os.environ if n.startswith(("AZURE_", "IDENTITY_", "MSI_"))]:
+            monkeypatch.delenv(name)
+        for name, value in cloud.environment.items():
+            monkeypatch.setenv(name, value)
+        yield cloud
+
+
+@pytest.fixture
+def inventory(tmp_path: Path) -> Path:
+    """An inventory with the image `worker`, and where it is published to."""
+    base = {"distribution": "debian", "suite": "trixie"}
+    variables = {"image_base": base, "image_layers": ["system"], "image_formats": ["vhd"]}
+    path = tmp_path / "hosts.yml"
+    host = {**variables, "image_gallery": SETTINGS}
+    path.write_text(yaml.safe_dump({"images": {"hosts": {"worker": host}}}))
+    return path
+
+
+@pytest.fixture
+def publish(azure: Place, inventory: Path, tmp_path: Path) -> Publisher:
+    write_build(tmp_path / "output")
+    return Publisher(azure, inventory, tmp_path / "output")

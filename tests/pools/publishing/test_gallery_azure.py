@@ -1,0 +1,240 @@
+"""Resource Manager refuses, conflicts, loses answers and is slow: nothing is sent blindly, one thing is made.
+
+Each failure is one of the table in the issue; the simulator makes it happen to Azure's real SDK.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from image_builder.errors import PublishError
+from image_builder.events import Monitor
+from image_builder.gallery import artefact, run
+from image_builder.gallery.azure import Service
+from image_builder.gallery.journal import open_journal, read_journal
+from image_builder.gallery.plan import SHA256_TAG
+from tests.support.arm.model import Answer, Fault, Request, error
+from tests.support.arm.place import SETTINGS, Place, write_build
+
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
+STEPS = [
+    ("PUT", "/disks/"),
+    ("POST", "/beginGetAccess"),
+    ("POST", "/endGetAccess"),
+    ("PUT", "/versions/"),
+    ("DELETE", "/disks/"),
+]
+
+
+class Publishing:
+    """A build, and the process that publishes it."""
+
+    def __init__(self, cloud: Place, output: Path) -> None:
+        build = write_build(output, data=4 << 20).build_id[:12]
+        self.cloud, self.journal = cloud, output / "journal.jsonl"
+        self.artefact = artefact.read(output / "worker" / build, output / "boot" / build, unverified=False)
+
+    def __call__(self) -> dict[str, Any]:
+        target = self.cloud.target
+        with (
+            open_journal(self.journal) as journal,
+            Service(target.settings.subscription, endpoint=self.cloud.arm.url) as service,
+        ):
+            plan = run.plan(service, target, self.artefact, journal.records)
+            return run.Run(plan, service, journal, Monitor()).perform()
+
+    def versions(self) -> list[dict[str, Any]]:
+        return [r.content for path, r in self.cloud.arm.resources.items() if "/versions/" in path]
+
+    def disks(self) -> list[str]:
+        return [path for path in self.cloud.arm.resources if "/disks/" in path]
+
+    def accepted(self, method: str, part: str) -> int:
+        """Return how often the service accepted such a request, whether or not the answer arrived."""
+        return sum(
+            e.method == method and part in e.path and e.status in (200, 201, 202) for e in self.cloud.arm.log
+        )
+
+    def require_published(self) -> None:
+        assert [(v["tags"][SHA256_TAG], v["properties"]["provisioningState"]) for v in self.versions()] == [
+            (self.artefact.sha256, "Succeeded")
+        ]
+        assert self.disks() == []
+        text = self.journal.read_text()
+        assert "sig=" not in text and "Bearer" not in text
+
+
+@pytest.fixture
+def publishing(azure: Place, tmp_path: Path) -> Publishing:
+    return Publishing(azure, tmp_path / "output")
+
+
+def _once(method: str, part: str, effect: Answer | Literal["drop", "lose"], count: int = 1) -> Fault:
+    """Return a fault of the first requests of a kind."""
+    numbers = itertools.count()
+
+    def fault(request: Request) -> Answer | Literal["drop", "lose"] | None:
+        hit = request.method == method and part in request.path and next(numbers) < count
+        return effect if hit else None
+
+    return fault
+
+
+@pytest.mark.parametrize(("method", "part"), STEPS)
+@pytest.mark.parametrize(
+    "effect",
+    [
+        "lose",
+        "drop",
+        error(500, "InternalServerError", "try later"),
+        error(409, "Conflict", "another operation is in progress", Retry_After="0"),
+        error(429, "TooManyRequests", "wait", Retry_After="1"),
+    ],
+    ids=["lost after", "lost before", "500", "409", "429"],
+)
+def test_what_was_refused_or_lost_is_asked_for_and_made_once(
+    publishing: Publishing, method: str, part: str, effect: Any
+) -> None:
+    publishing.cloud.arm.faults = [_once(method, part, effect)]
+    publishing()
+    publishing.require_published()
+    if part != "/beginGetAccess":  # whose answer, the address, can't be read again
+        assert publishing.accepted(method, part) == 1
+
+
+def test_a_resource_that_shows_late_is_waited_for(publishing: Publishing) -> None:
+    publishing.cloud.arm.lag = 3
+    publishing()
+    publishing.require_published()
+    assert publishing.accepted("PUT", "/versions/") == publishing.accepted("PUT", "/disks/") == 1
+
+
+def test_a_region_that_failed_is_taken_out_and_added_once(publishing: Publishing) -> None:
+    publishing.cloud.arm.failing_regions = {"eastus": 1}
+    result = publishing()
+    publishing.require_published()
+    assert set(result["regions"].values()) == {"Completed"}
+    regions = [
+        [r["name"] for r in entry.body["properties"]["publishingProfile"]["targetRegions"]]
+        for entry in publishing.cloud.arm.log
+        if entry.method == "PATCH" and entry.body
+    ]
+    assert regions == [["westus3"], ["westus3", "eastus"]]
+
+
+def test_a_region_that_fails_again_is_named_and_the_others_are_usable(publishing: Publishing) -> None:
+    publishing.cloud.arm.failing_regions = {"eastus": 9}
+    with pytest.raises(PublishError, match="replication failed in eastus"):
+        publishing()
+    summary = publishing.versions()[0]["properties"]["replicationStatus"]["summary"]
+    assert {r["region"]: r["state"] for r in summary} == {"West US 3": "Completed", "East US": "Failed"}
+    assert publishing.disks() != []
+
+
+def test_a_version_with_other_bytes_is_refused_and_nothing_changed(publishing: Publishing) -> None:
+    publishing()
+    version = publishing.versions()[0]
+    version["tags"][SHA256_TAG] = "0" * 64
+    before = publishing.cloud.changes()
+    with pytest.raises(PublishError, match="is of another image"):
+        publishing()
+    assert publishing.cloud.changes() == before
+
+
+def test_a_lost_journal_costs_no_second_upload(publishing: Publishing) -> None:
+    publishing()
+    publishing.journal.unlink()
+    before = publishing.cloud.changes()
+    publishing()
+    assert publishing.cloud.changes() == before
+
+
+def test_rights_that_are_missing_are_all_named_before_anything_is_made(publishing: Publishing) -> None:
+    publishing.cloud.arm.actions = ["*/read"]
+    with pytest.raises(PublishError) as caught:
+        publishing()
+    for action in ("galleries/images/versions/write", "disks/write", "disks/beginGetAccess/action"):
+        assert f"the right Microsoft.Compute/{action} is missing" in caught.value.message
+    assert publishing.cloud.changes() == []
+
+
+def test_a_right_that_is_lost_meanwhile_is_named_with_its_scope(publishing: Publishing) -> None:
+    refusal = error(
+        403, "AuthorizationFailed", "no authorization to perform action 'Microsoft.Compute/…/write'"
+    )
+    publishing.cloud.arm.faults = [_once("PUT", "/versions/", refusal)]
+    with pytest.raises(PublishError, match="perform action 'Microsoft.Compute/…/write'"):
+        publishing()
+    publishing()
+    publishing.require_published()
+
+
+def test_everything_that_is_in_the_way_is_said_at_once(
+    publishing: Publishing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arm, target = publishing.cloud.arm, publishing.cloud.target
+    arm.resources[target.definition.lower()].content["properties"]["hyperVGeneration"] = "V1"
+    monkeypatch.setitem(SETTINGS, "regions", [{"name": "westus3"}, {"name": "atlantis"}])
+    behind = property(lambda _: 1000.0, lambda *_: None)
+    monkeypatch.setattr(Service, "clock_lag", behind, raising=False)
+    with pytest.raises(PublishError) as caught:
+        publishing()
+    for reason in ("clock is", "no region atlantis", "hyperVGeneration is V1, the image needs V2"):
+        assert reason in caught.value.message
+    assert publishing.cloud.changes() == []
+
+
+def test_a_gallery_that_is_missing_and_a_foreign_subscription_are_refused(publishing: Publishing) -> None:
+    arm, target = publishing.cloud.arm, publishing.cloud.target
+    del arm.resources[target.gallery.lower()]
+    with pytest.raises(PublishError, match="no gallery nodes"):
+        publishing()
+    arm.group = arm.group.replace("images", "others")
+    with pytest.raises(PublishError, match="no resource group images in subscription"):
+        publishing()
+
+
+def test_a_source_that_changes_meanwhile_ends_before_the_footer(publishing: Publishing) -> None:
+    disk = publishing.artefact.disk
+
+    def touched(_: object) -> None:
+        os.utime(disk, (1, 1))
+
+    publishing.cloud.host.faults = [touched]
+    with pytest.raises(PublishError, match="was changed"):
+        publishing()
+    assert all(page.length != 512 for page in publishing.cloud.host.log)
+    assert publishing.versions() == []
+
+
+def test_a_disk_without_a_footer_never_becomes_a_version(publishing: Publishing) -> None:
+    """The simulator's own rule, as the service has it: what is revoked without the cookie is no disk."""
+    target, arm = publishing.cloud.target, publishing.cloud.arm
+    publishing.cloud.host.faults = [lambda page: 403 if page.length == 512 else None]
+    with pytest.raises(PublishError, match="Put Page"):
+        publishing()
+    path = target.disk(publishing.artefact)
+    answer = arm.answer(Request("POST", f"{path}/endGetAccess", {"api-version": "x"}))
+    assert answer and answer.status == 202
+    look = arm.answer(
+        Request("GET", answer.headers["Azure-AsyncOperation"].removeprefix(arm.url).split("?")[0])
+    )
+    assert look and look.body and look.body["error"]["code"] == "InvalidVhd"
+    publishing.cloud.host.faults = []
+    publishing()
+    publishing.require_published()
+
+
+def test_the_journal_tells_the_steps_in_order(publishing: Publishing) -> None:
+    publishing()
+    kinds = [(r.kind, getattr(r, "step", "")) for r in read_journal(publishing.journal)]
+    assert [step for kind, step in kinds if kind == "intent"] == [
+        *("disk", "access", "pages", "footer", "release", "version", "clean"),
+    ]
+    assert kinds[0][0] == "opened" and kinds[-1][0] == "finished"

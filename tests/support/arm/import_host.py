@@ -1,0 +1,154 @@
+"""The import host of managed disks: a proxy before Azurite that refuses what Azure's refuses and Azurite takes.
+
+By azcopy's source and the reference of Put Page: no Put Blob, no Delete, no properties or metadata to set; no page
+over 4 MiB or beyond the end. ``faults`` make a request fail on purpose; ``log`` has every Put Page that was stored.
+"""
+
+from __future__ import annotations
+
+import http.client
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Lock
+from typing import Literal
+from urllib.parse import parse_qs, urlsplit
+
+from tests.support.arm.pages import Store
+from tests.support.servers import running
+
+LARGEST = 4 << 20
+_HOP = {"connection", "host", "transfer-encoding", "keep-alive", "date", "server", "content-length"}
+
+
+@dataclass(frozen=True)
+class Page:
+    """A request Put Page: where, how many bytes, and whether they are to be cleared."""
+
+    start: int
+    length: int
+    clears: bool = False
+
+
+# What becomes of a Put Page: a status, a connection that is reset or never answered, a byte that is altered on its
+# way, an answer that is lost after the page was stored. None lets it pass.
+Fault = Callable[[Page], int | Literal["reset", "stall", "flip", "lose"] | None]
+
+
+@dataclass
+class ImportHost:
+    """``log`` are the pages that were stored, ``received`` counts the bytes of all that were sent."""
+
+    store: Store
+    faults: list[Fault] = field(default_factory=list)
+    log: list[Page] = field(default_factory=list)
+    received: int = 0
+    retry_after: str = ""
+    ended: Event = field(default_factory=Event)
+    lock: Lock = field(default_factory=Lock)
+
+    def refusal(self, method: str, query: dict[str, list[str]], name: str, page: Page | None) -> int:
+        """Return the status by which a request is refused, 0 where it isn't."""
+        operation = query.get("comp", [""])[0]
+        if method == "GET" or method == "HEAD":
+            return 0
+        if method != "PUT" or operation != "page" or page is None:
+            return 403
+        if page.length > LARGEST:
+            return 413
+        return 416 if page.start + page.length > self.store.sizes.get(name, 0) else 0
+
+    def fault(self, page: Page) -> int | str | None:
+        with self.lock:
+            return next((effect for fault in self.faults if (effect := fault(page)) is not None), None)
+
+
+@contextmanager
+def import_host(store: Store) -> Iterator[ImportHost]:
+    """Serve the import host until the block ends; the store's addresses lead there."""
+    host = ImportHost(store)
+    upstream = urlsplit(store.url).netloc
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _handle(self) -> None:
+            parts = urlsplit(self.path)
+            data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            page = _page(self.headers)
+            name = parts.path.rsplit("/", 1)[1]
+            if status := host.refusal(self.command, parse_qs(parts.query), name, page):
+                self._refuse(status)
+                return
+            effect = host.fault(page) if page and self.command == "PUT" else None
+            if page and self.command == "PUT":
+                with host.lock:
+                    host.received += len(data)
+            if effect == "stall":
+                host.ended.wait()
+            if effect in ("reset", "stall"):
+                self._cut()
+            elif isinstance(effect, int):
+                self._refuse(effect)
+            else:
+                if effect == "flip":
+                    data = bytes([data[0] ^ 1]) + data[1:]
+                self._forward(data, page, is_lost=effect == "lose")
+
+        do_GET = do_HEAD = do_PUT = do_DELETE = _handle  # noqa: N815  # names of http.server
+
+        def _forward(self, data: bytes, page: Page | None, *, is_lost: bool) -> None:
+            connection = http.client.HTTPConnection(upstream)
+            headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP}
+            connection.request(self.command, self.path, data, {**headers, "Host": upstream})
+            answer = connection.getresponse()
+            body = answer.read()
+            connection.close()
+            if page and answer.status == 201:
+                with host.lock:
+                    host.log.append(page)
+            if is_lost:
+                self._cut()
+                return
+            self.send_response_only(answer.status)
+            for header, value in answer.getheaders():
+                if header.lower() not in _HOP:
+                    self.send_header(header, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _refuse(self, status: int) -> None:
+            self.send_response_only(status)
+            if host.retry_after:
+                self.send_header("Retry-After", host.retry_after)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def _cut(self) -> None:
+            self.close_connection = True
+            self.connection.close()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    store.host = f"http://127.0.0.1:{server.server_port}"
+    with running(server):
+        try:
+            yield host
+        finally:
+            host.ended.set()
+            store.host = ""
+
+
+def _page(headers: Message) -> Page | None:
+    extent = re.fullmatch(r"bytes=(\d+)-(\d+)", headers.get("x-ms-range") or headers.get("Range") or "")
+    if not extent:
+        return None
+    start, end = int(extent[1]), int(extent[2]) + 1
+    return Page(start, end - start, headers.get("x-ms-page-write") == "clear")

@@ -1,0 +1,28 @@
+"""The command `publish`, as a test gives it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from image_builder.cli.main import app
+from tests.support.arm.place import Place
+
+
+class Publisher:
+    """The command, with what it was told to publish."""
+
+    def __init__(self, azure: Place, inventory: Path, output: Path) -> None:
+        self.arguments = ["-i", str(inventory), "--endpoint", azure.arm.url, "--json"]
+        self.build = ["--output", str(output)]
+
+    def __call__(self, command: str, *arguments: str, status: int = 0) -> dict[str, Any]:
+        build = self.build if command in ("plan", "run") else []
+        done = CliRunner().invoke(app, ["publish", command, "worker", *self.arguments, *build, *arguments])
+        assert done.exit_code == status, done.output
+        self.output = done.output
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer

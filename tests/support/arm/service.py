@@ -1,0 +1,387 @@
+"""Resource Manager as a state machine: resources by id, operations that take some looks, faults on demand.
+
+Time is counted in looks: an operation is over after ``looks`` of its state, a region gets ``percent`` with each look
+at its version, a resource that was just changed is seen as before for ``lag`` reads. ``actions`` are the rights of who
+asks: everything else is answered with 403.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from tests.support.arm.model import (
+    SUBSCRIPTION,
+    Answer,
+    Disks,
+    Fault,
+    Json,
+    Logged,
+    Request,
+    Resource,
+    error,
+)
+
+REGIONS = {"westus3": "West US 3", "eastus": "East US", "northeurope": "North Europe"}
+_PROVIDER = "/providers/Microsoft.Compute/"
+_COOKIE = b"conectix"
+_CHANGES = {"PUT", "POST", "PATCH", "DELETE"}
+_VERBS = {"GET": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
+
+
+@dataclass
+class Operation:
+    """A long-running operation: what it does when it ends, which may fail."""
+
+    finish: Callable[[], Json]
+    looks: int
+    result: Json | None = None
+
+
+@dataclass
+class Arm:
+    """The service; ``url`` is where it is served. ``log`` has what changed something."""
+
+    disks: Disks
+    group: str = f"/subscriptions/{SUBSCRIPTION}/resourceGroups/images"
+    url: str = ""
+    looks: int = 1
+    lag: int = 0
+    percent: int = 50
+    actions: list[str] = field(default_factory=lambda: ["*"])
+    failing_regions: dict[str, int] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    resources: dict[str, Resource] = field(default_factory=dict)
+    operations: dict[str, Operation] = field(default_factory=dict)
+    log: list[Logged] = field(default_factory=list)
+    reads: int = 0
+    _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def add(self, path: str, location: str = "westus3", **content: object) -> Json:
+        """Put a resource there, as if it had been for long."""
+        resource: Json = {
+            "id": path,
+            "name": path.rsplit("/", 1)[1],
+            "type": _type(path),
+            "location": location,
+            "properties": {"provisioningState": "Succeeded"},
+            **content,
+        }
+        self.resources[path.lower()] = Resource(resource)
+        return resource
+
+    def answer(self, request: Request) -> Answer | None:
+        """Return the answer; None where it is lost."""
+        for fault in self.faults:
+            match fault(request):
+                case None:
+                    continue
+                case "drop":
+                    return self._logged(request, None)
+                case "lose":
+                    self._logged(request, self._true(request))
+                    return None
+                case Answer() as instead:
+                    return self._logged(request, instead)
+        return self._logged(request, self._true(request))
+
+    def _logged(self, request: Request, answer: Answer | None) -> Answer | None:
+        if request.method in _CHANGES:
+            self.log.append(
+                Logged(request.method, request.path, request.body, answer.status if answer else 0)
+            )
+        else:
+            self.reads += 1
+        return answer
+
+    def _true(self, request: Request) -> Answer:
+        path = request.path.lower()
+        if path.startswith("/operations/"):
+            return self._look(request.path)
+        if path.endswith("/permissions"):
+            return Answer(200, {"value": [{"actions": self.actions, "notActions": []}]})
+        if path == f"/subscriptions/{SUBSCRIPTION}/locations":
+            return Answer(200, {"value": [{"name": n, "displayName": d} for n, d in REGIONS.items()]})
+        if not path.startswith(self.group.lower()):
+            return error(
+                404, "ResourceGroupNotFound", f"Resource group of '{request.path}' could not be found."
+            )
+        if path == self.group.lower():
+            return Answer(200, {"id": self.group, "name": "images", "location": "westus3"})
+        if "api-version" not in request.query:
+            return error(400, "MissingApiVersionParameter", "The api-version query parameter is required.")
+        action = _action(request)
+        if not any(fnmatch.fnmatchcase(action.lower(), pattern.lower()) for pattern in self.actions):
+            return error(
+                403,
+                "AuthorizationFailed",
+                f"The client does not have authorization to perform action '{action}' over scope '{request.path}'.",
+            )
+        if request.method == "GET":
+            return self._get(request)
+        return self._change(request)
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def _get(self, request: Request) -> Answer:
+        path = request.path.lower()
+        if len(path.partition(_PROVIDER.lower())[2].split("/")) % 2:
+            items = [r.seen() for p, r in self.resources.items() if p.rpartition("/")[0] == path]
+            return Answer(200, {"value": [item for item in items if item is not None]})
+        resource = self.resources.get(path)
+        content = resource.seen() if resource else None
+        if resource is None or content is None:
+            return error(404, "ResourceNotFound", f"The Resource '{request.path}' was not found.")
+        if _type(path).endswith("/versions"):
+            content = self._replicated(content, shown=request.query.get("$expand") == "ReplicationStatus")
+        return Answer(200, content, {"ETag": f'"{resource.etag}"', "Retry-After": "0"})
+
+    def _replicated(self, version: Json, *, shown: bool) -> Json:
+        """Let replication go on, and return the version as it is shown."""
+        properties = version["properties"]
+        summary = properties["replicationStatus"]["summary"]
+        if shown:
+            for region in summary:
+                if region["state"] != "Replicating":
+                    continue
+                region["progress"] = min(100, region["progress"] + self.percent)
+                short = region["region"].replace(" ", "").lower()
+                if region["progress"] == 100 and self.failing_regions.get(short, 0):
+                    self.failing_regions[short] -= 1
+                    region |= {"state": "Failed", "details": "ReplicationJobsNotCompleted"}
+                elif region["progress"] == 100:
+                    region["state"] = "Completed"
+            states = {region["state"] for region in summary}
+            ended = "Replicating" not in states
+            properties["provisioningState"] = (
+                "Creating" if not ended else "Failed" if "Failed" in states else "Succeeded"
+            )
+            properties["replicationStatus"]["aggregatedState"] = (
+                "InProgress" if not ended else "Completed" if states == {"Completed"} else "Failed"
+            )
+            return version
+        hidden = {name: value for name, value in properties.items() if name != "replicationStatus"}
+        return version | {"properties": hidden}
+
+    # -- operations ------------------------------------------------------------------------------------------
+
+    def _begin(self, status: int, body: Json | None, finish: Callable[[], Json]) -> Answer:
+        name = f"/operations/{next(self._numbers)}"
+        self.operations[name] = Operation(finish, self.looks)
+        return Answer(
+            status,
+            body,
+            {
+                "Azure-AsyncOperation": f"{self.url}{name}?api-version=2024-03-02",
+                "Location": f"{self.url}{name}/result?api-version=2024-03-02",
+                "Retry-After": "0",
+            },
+        )
+
+    def _look(self, path: str) -> Answer:
+        operation = self.operations[path.removesuffix("/result")]
+        wait = {"Retry-After": "0"}
+        if operation.result is None:
+            operation.looks -= 1
+            if operation.looks > 0:
+                return Answer(202 if path.endswith("/result") else 200, {"status": "InProgress"}, wait)
+            operation.result = operation.finish()
+        if path.endswith("/result"):
+            return Answer(200, operation.result.get("properties", {}).get("output"), wait)
+        return Answer(200, operation.result, wait)
+
+    # -- changing --------------------------------------------------------------------------------------------
+
+    def _change(self, request: Request) -> Answer:
+        path = request.path.lower()
+        target, _, verb = path.rpartition("/")
+        resource = self.resources.get(target if request.method == "POST" else path)
+        required = request.headers.get("if-match")
+        if required and (resource is None or required != f'"{resource.etag}"'):
+            return error(412, "PreconditionFailed", "The condition specified was not satisfied.")
+        match (request.method, _type(path)):
+            case ("POST", _) if resource is None:
+                return error(404, "ResourceNotFound", f"The Resource '{target}' was not found.")
+            case ("POST", _) if verb == "begingetaccess":
+                return self._grant(resource, request.body or {})
+            case ("POST", _) if verb == "endgetaccess":
+                return self._revoke(resource)
+            case ("PUT", "Microsoft.Compute/disks"):
+                return self._put_disk(request, resource)
+            case ("PUT", "Microsoft.Compute/galleries/images"):
+                return self._put_definition(request)
+            case ("PUT", "Microsoft.Compute/galleries/images/versions"):
+                return self._put_version(request, resource)
+            case ("PATCH", "Microsoft.Compute/galleries/images/versions") if resource:
+                return self._patch_version(request, resource)
+            case ("DELETE", _):
+                return self._delete(path, resource)
+            case _:
+                return error(405, "MethodNotAllowed", f"{request.method} {request.path}")
+
+    def _put_disk(self, request: Request, existing: Resource | None) -> Answer:
+        body = request.body or {}
+        creation = body["properties"]["creationData"]
+        size = creation["uploadSizeBytes"]
+        if (size - 512) % (1 << 20) or size < (20 << 20) + 512:
+            return error(400, "InvalidParameter", "The value of parameter uploadSizeBytes is invalid.")
+        if existing:
+            old = existing.content["properties"]["creationData"]
+            if old != creation:
+                return error(
+                    409, "PropertyChangeNotAllowed", "Changing property 'creationData' is not allowed."
+                )
+            return Answer(200, existing.content)
+        disk = self.add(request.path, body["location"], sku=body["sku"], tags=body.get("tags", {}))
+        disk["properties"] = {**body["properties"], "provisioningState": "Updating"}
+        self._hide(request.path)
+        self.disks.create(disk["name"], size)
+
+        def finish() -> Json:
+            disk["properties"] |= {
+                "provisioningState": "Succeeded",
+                "diskState": "ReadyToUpload",
+                "diskSizeGB": -(-size >> 30),
+            }
+            return {"status": "Succeeded"}
+
+        return self._begin(202, disk, finish)
+
+    def _hide(self, path: str) -> None:
+        self.resources[path.lower()].hidden = self.lag
+
+    def _grant(self, resource: Resource | None, body: Json) -> Answer:
+        assert resource
+        disk = resource.content
+        if disk["properties"].get("diskState") not in ("ReadyToUpload", "ActiveUpload"):
+            return error(
+                409, "OperationNotAllowed", f"Disk {disk['name']} is not in a state to be uploaded to."
+            )
+
+        def finish() -> Json:
+            disk["properties"]["diskState"] = "ActiveUpload"
+            address = self.disks.sas(disk["name"], body["durationInSeconds"])
+            return {"status": "Succeeded", "properties": {"output": {"accessSAS": address}}}
+
+        return self._begin(202, None, finish)
+
+    def _revoke(self, resource: Resource | None) -> Answer:
+        assert resource
+        disk = resource.content
+
+        def finish() -> Json:
+            if self.disks.footer(disk["name"])[:8] != _COOKIE:
+                message = (
+                    "The specified cookie value in VHD footer indicates that disk is not a VHD, 'conectix'."
+                )
+                return {"status": "Failed", "error": {"code": "InvalidVhd", "message": message}}
+            disk["properties"]["diskState"] = "Unattached"
+            return {"status": "Succeeded"}
+
+        return self._begin(202, None, finish)
+
+    def _put_definition(self, request: Request) -> Answer:
+        body = request.body or {}
+        if request.path.lower().rpartition("/images/")[0] not in self.resources:
+            return error(
+                404, "ParentResourceNotFound", "Can not perform requested operation on nested resource."
+            )
+        definition = self.add(request.path, body["location"], tags=body.get("tags", {}))
+        definition["properties"] = {**body["properties"], "provisioningState": "Succeeded"}
+        self._hide(request.path)
+        return self._begin(201, definition, lambda: {"status": "Succeeded"})
+
+    def _put_version(self, request: Request, existing: Resource | None) -> Answer:
+        body = request.body or {}
+        name = request.path.rsplit("/", 1)[1]
+        source = self.resources.get(
+            body["properties"]["storageProfile"]["osDiskImage"]["source"]["id"].lower()
+        )
+        profile = body["properties"]["publishingProfile"]
+        if not re.fullmatch(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}", name):
+            return error(400, "InvalidParameter", f"The version {name} is not of the form int.int.int.")
+        if request.path.lower().rpartition("/versions/")[0] not in self.resources:
+            return error(
+                404, "ParentResourceNotFound", "Can not perform requested operation on nested resource."
+            )
+        if source is None or source.content["properties"].get("diskState") != "Unattached":
+            return error(400, "InvalidParameter", "The source disk was not found, or is being uploaded to.")
+        if body["location"] not in [region["name"] for region in profile["targetRegions"]]:
+            return error(
+                400, "InvalidParameter", "The publishing profile must contain the version's location."
+            )
+        if (
+            existing
+            and existing.content["properties"]["storageProfile"] != body["properties"]["storageProfile"]
+        ):
+            return error(409, "PropertyChangeNotAllowed", "Changing property 'source' is not allowed.")
+        version = self.add(request.path, body["location"], tags=body.get("tags", {}))
+        version["properties"] = {**body["properties"], "provisioningState": "Creating"}
+        published = datetime.now(UTC).isoformat()
+        version["properties"]["publishingProfile"] = {**profile, "publishedDate": published}
+        self._set_regions(version, profile["targetRegions"])
+        self._hide(request.path)
+        return self._begin(201, version, lambda: {"status": "Succeeded"})
+
+    def _patch_version(self, request: Request, resource: Resource) -> Answer:
+        body = request.body or {}
+        version = resource.content
+        properties = body.get("properties", {})
+        for section in ("publishingProfile", "safetyProfile"):
+            version["properties"][section] = {
+                **version["properties"].get(section, {}),
+                **properties.get(section, {}),
+            }
+        version["tags"] = body.get("tags", version["tags"])
+        self._set_regions(version, version["properties"]["publishingProfile"]["targetRegions"])
+        resource.etag += 1
+        return self._begin(200, version, lambda: {"status": "Succeeded"})
+
+    def _set_regions(self, version: Json, targets: list[Json]) -> None:
+        old = {r["region"]: r for r in version["properties"].get("replicationStatus", {}).get("summary", ())}
+        version["properties"]["replicationStatus"] = {
+            "aggregatedState": "InProgress",
+            "summary": [
+                old.get(
+                    REGIONS[target["name"]],
+                    {"region": REGIONS[target["name"]], "state": "Replicating", "details": "", "progress": 0},
+                )
+                for target in targets
+            ],
+        }
+
+    def _delete(self, path: str, resource: Resource | None) -> Answer:
+        if resource is None:
+            return Answer(204)
+        properties = resource.content["properties"]
+        end = properties.get("publishingProfile", {}).get("endOfLifeDate", "")
+        if properties.get("safetyProfile", {}).get("blockDeletionBeforeEndOfLife") and datetime.fromisoformat(
+            end
+        ) > datetime.now(UTC):
+            return error(409, "OperationNotAllowed", "Deletion is blocked until the version's end of life.")
+
+        def finish() -> Json:
+            if self.resources.pop(path, None) and "/disks/" in path:
+                self.disks.delete(resource.content["name"])
+            return {"status": "Succeeded"}
+
+        return self._begin(202, None, finish)
+
+
+def _type(path: str) -> str:
+    """Return the type of a resource by its id, in the spelling of the service."""
+    spelling = {"microsoft.compute": "Microsoft.Compute"}
+    parts = path.lower().partition(_PROVIDER.lower())[2].split("/")
+    names = [spelling.get(part, part) for part in parts[::2]]
+    return "/".join(["Microsoft.Compute", *names])
+
+
+def _action(request: Request) -> str:
+    parts = request.path.partition(_PROVIDER)[2].split("/")
+    if request.method == "POST":
+        return "/".join(["Microsoft.Compute", *parts[:-1:2], parts[-1], "action"])
+    return "/".join(["Microsoft.Compute", *parts[::2], _VERBS[request.method]])

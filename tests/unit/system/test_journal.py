@@ -1,0 +1,43 @@
+"""A journal of any records: what has to last is on the disk, and a damaged line is told apart from a torn one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from image_builder.errors import ImageBuilderError
+from image_builder.strict_yaml import Strict
+from image_builder.system.journal import Format, open_journal, read_journal
+
+
+class Sum(Strict):
+    total: int
+
+
+FORMAT = Format(TypeAdapter(Sum), lambda record: record.total > 1, "full", "damaged", "busy")
+
+
+def test_records_that_must_last_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    with open_journal(tmp_path / "j", FORMAT) as journal:
+        monkeypatch.setattr(os, "fsync", synced.append)
+        journal.append(Sum(total=1))
+        assert synced == []
+        journal.append(Sum(total=2))
+        assert len(synced) == 1
+    assert read_journal(tmp_path / "j", FORMAT) == [Sum(total=1), Sum(total=2)]
+
+
+def test_a_torn_line_is_taken_away_and_a_damaged_one_has_the_formats_hint(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    path.write_bytes(b'{"n":1,"total":1}\n{"n":2,"to')
+    with open_journal(path, FORMAT) as journal:
+        journal.append(Sum(total=3))
+    assert read_journal(path, FORMAT) == [Sum(total=1), Sum(total=3)]
+    path.write_bytes(b'{"n":1,"other":1}\n')
+    with pytest.raises(ImageBuilderError) as caught:
+        read_journal(path, FORMAT)
+    assert caught.value.hint == "damaged"

@@ -1,0 +1,275 @@
+"""The simulator of Resource Manager: its states and refusals, and every shape against the models of Azure's SDK.
+
+The SDK's models are generated from azure-rest-api-specs: a key that they don't have is one that the service doesn't.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.definition.model import ImageGallery
+from image_builder.gallery import artefact
+from image_builder.gallery.plan import Call, Plan, Target, definition_properties, make_plan
+from tests.support.arm.model import Answer, Json, Request, error
+from tests.support.arm.place import MIB, SETTINGS, write_build
+from tests.support.arm.service import Arm
+
+COOKIE = b"conectix".ljust(512, b"\0")
+
+
+class Memory:
+    """Disks of which only the last 512 bytes matter."""
+
+    def __init__(self) -> None:
+        self.footers: dict[str, bytes] = {}
+
+    def create(self, name: str, size: int) -> None:  # noqa: ARG002
+        self.footers[name] = bytes(512)
+
+    def sas(self, name: str, seconds: int) -> str:  # noqa: ARG002
+        return f"https://md-impexp/{name}?sig=x"
+
+    def footer(self, name: str) -> bytes:
+        return self.footers[name]
+
+    def delete(self, name: str) -> None:
+        del self.footers[name]
+
+
+@pytest.fixture
+def arm() -> Arm:
+    service = Arm(Memory(), url="https://arm")
+    service.add(_target().gallery)
+    return service
+
+
+def _target() -> Target:
+    return Target(ImageGallery.model_validate_json(json.dumps(SETTINGS)))
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    build = write_build(tmp_path, size=20 * MIB, data=MIB).build_id[:12]
+    built = artefact.read(tmp_path / "worker" / build, tmp_path / "boot" / build, unverified=False)
+    now = datetime.now(UTC)
+    return make_plan(_target(), built, "2026.1125.0", [(0, MIB)], now=now, creates_definition=True)
+
+
+def _calls(plan: Plan) -> dict[str, Call]:
+    return {step.step: step for step in plan.steps if isinstance(step, Call)}
+
+
+def _send(arm: Arm, call: Call) -> Answer:
+    answer = arm.answer(Request(call.method, call.path, {"api-version": call.api}, dict(call.body or {})))
+    assert answer is not None
+    return answer
+
+
+def _follow(arm: Arm, answer: Answer) -> Json:
+    """Look at an operation until it has ended, and return its state."""
+    path = answer.headers["Azure-AsyncOperation"].removeprefix(arm.url).partition("?")[0]
+    while (look := arm.answer(Request("GET", path))) and look.body == {"status": "InProgress"}:
+        pass
+    assert look and look.body
+    return look.body
+
+
+def _get(arm: Arm, path: str, **query: str) -> Answer:
+    answer = arm.answer(Request("GET", path, {"api-version": "x", **query}))
+    assert answer is not None
+    return answer
+
+
+def _published(arm: Arm, plan: Plan) -> str:
+    """Send a whole plan, the footer's page written by hand, and return the version's id."""
+    calls = _calls(plan)
+    for step in ("definition", "disk", "access"):
+        _follow(arm, _send(arm, calls[step]))
+    memory = arm.disks
+    assert isinstance(memory, Memory)
+    memory.footers = dict.fromkeys(memory.footers, COOKIE)
+    for step in ("release", "version"):
+        assert _follow(arm, _send(arm, calls[step])) == {"status": "Succeeded"}
+    return calls["version"].path
+
+
+# -- states ------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_is_ready_when_its_operation_has_ended(arm: Arm, plan: Plan) -> None:
+    arm.looks = 3
+    call = _calls(plan)["disk"]
+    answer = _send(arm, call)
+    assert answer.status == 202
+    assert _get(arm, call.path).body["properties"]["provisioningState"] == "Updating"  # type: ignore[index]
+    _follow(arm, answer)
+    assert _get(arm, call.path).body["properties"]["diskState"] == "ReadyToUpload"  # type: ignore[index]
+
+
+def test_an_upload_without_its_footer_never_becomes_a_disk(arm: Arm, plan: Plan) -> None:
+    calls = _calls(plan)
+    for step in ("definition", "disk", "access"):
+        _follow(arm, _send(arm, calls[step]))
+    state = _follow(arm, _send(arm, calls["release"]))
+    assert state["error"]["code"] == "InvalidVhd"
+    assert _send(arm, calls["version"]).status == 400
+
+
+def test_a_version_is_replicated_with_each_look_at_it(arm: Arm, plan: Plan) -> None:
+    version = _published(arm, plan)
+    states = []
+    for _ in range(3):
+        properties = _get(arm, version, **{"$expand": "ReplicationStatus"}).body["properties"]  # type: ignore[index]
+        states.append((properties["provisioningState"], properties["replicationStatus"]["aggregatedState"]))
+    assert states == [("Creating", "InProgress"), ("Succeeded", "Completed"), ("Succeeded", "Completed")]
+    assert "replicationStatus" not in _get(arm, version).body["properties"]  # type: ignore[index]
+
+
+def test_a_version_is_protected_until_its_end_of_life(arm: Arm, plan: Plan) -> None:
+    version = _published(arm, plan)
+    deletion = Call("clean", "DELETE", version, "2024-03-03")
+    assert _send(arm, deletion).status == 409
+    profile = {"publishingProfile": {"endOfLifeDate": "2026-01-01T00:00:00Z"}}
+    _send(arm, Call("version", "PATCH", version, "2024-03-03", {"properties": profile}))
+    assert _send(arm, deletion).status == 202
+
+
+def test_what_was_just_made_is_hidden_for_some_reads(arm: Arm, plan: Plan) -> None:
+    arm.lag = 2
+    call = _calls(plan)["disk"]
+    _send(arm, call)
+    assert [_get(arm, call.path).status for _ in range(3)] == [404, 404, 200]
+
+
+def test_a_change_under_a_condition_that_no_longer_holds_is_refused(arm: Arm, plan: Plan) -> None:
+    version = _published(arm, plan)
+    etag = _get(arm, version).headers["ETag"]
+    body = {"tags": {"a": "b"}}
+
+    def patch() -> Answer | None:
+        return arm.answer(Request("PATCH", version, {"api-version": "x"}, body, {"if-match": etag}))
+
+    first, second = patch(), patch()
+    assert first and second and (first.status, second.status) == (200, 412)
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("2026.105.0", 400), ("1.2", 400), ("01.2.3", 400), ("a.b.c", 400)]
+)
+def test_a_version_needs_three_integers_and_a_disk(arm: Arm, plan: Plan, version: str, status: int) -> None:
+    calls = _calls(plan)
+    _follow(arm, _send(arm, calls["definition"]))
+    path = calls["version"].path.replace("2026.1125.0", version)
+    assert _send(arm, Call("version", "PUT", path, "x", calls["version"].body)).status == status
+
+
+def test_everything_but_the_rights_that_one_has_is_forbidden(arm: Arm, plan: Plan) -> None:
+    arm.actions = ["Microsoft.Compute/disks/write"]
+    calls = _calls(plan)
+    assert _send(arm, calls["disk"]).status == 202
+    refused = _send(arm, calls["access"])
+    assert refused.status == 403
+    assert "Microsoft.Compute/disks/beginGetAccess/action" in str(refused.body)
+
+
+def test_faults_come_before_the_truth_and_a_lost_answer_after_it(arm: Arm, plan: Plan) -> None:
+    call = _calls(plan)["disk"]
+    request = Request(call.method, call.path, {"api-version": call.api}, dict(call.body or {}))
+    arm.faults = [lambda _: error(500, "InternalServerError", "later")]
+    assert arm.answer(request) == error(500, "InternalServerError", "later")
+    arm.faults = [lambda _: "drop"]
+    assert arm.answer(request) is None
+    assert call.path.lower() not in arm.resources
+    arm.faults = [lambda r: "lose" if r.method == "PUT" else None]
+    assert arm.answer(request) is None
+    assert _get(arm, call.path).status == 200
+    assert [entry.status for entry in arm.log] == [500, 0, 202]
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------
+
+
+def _inner(kind: Any) -> Any:
+    """Return the model that a field's deserializer makes, None where it is none."""
+    if isinstance(kind, functools.partial):
+        for argument in kind.args:
+            if isinstance(argument, type) and hasattr(argument, "__mro__") and _is_model(argument):
+                return argument
+            if inner := _inner(argument):
+                return inner
+    return None
+
+
+def _is_model(kind: type) -> bool:
+    return any(base.__name__ == "Model" for base in kind.__mro__)
+
+
+def unknown_keys(model: Any, content: Mapping[str, Any], where: str = "") -> list[str]:
+    """Return the keys of some JSON that a model of the SDK doesn't have."""
+    fields = {f._rest_name: _inner(f._type) for f in type(model({}))._attr_to_rest_field.values()}
+    unknown = []
+    for key, value in content.items():
+        if key not in fields:
+            unknown.append(f"{where}{key}")
+        elif fields[key] is not None:
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, Mapping):
+                    unknown += unknown_keys(fields[key], item, f"{where}{key}.")
+    return unknown
+
+
+def _model(name: str) -> Any:
+    from azure.mgmt.compute import models
+
+    return getattr(models, name)
+
+
+def test_unknown_keys_are_seen_at_any_depth() -> None:
+    body = {"properties": {"publishingProfile": {"targetRegions": [{"nam": "westus3"}]}}, "tag": {}}
+    assert unknown_keys(_model("GalleryImageVersion"), body) == [
+        "properties.publishingProfile.targetRegions.nam",
+        "tag",
+    ]
+
+
+def test_every_request_has_only_keys_that_the_service_knows(plan: Plan) -> None:
+    kinds = {
+        "definition": "GalleryImage",
+        "disk": "Disk",
+        "access": "GrantAccessData",
+        "version": "GalleryImageVersion",
+    }
+    for step, name in kinds.items():
+        assert unknown_keys(_model(name), _calls(plan)[step].body or {}) == [], step
+
+
+def test_every_answer_has_only_keys_that_the_service_knows(arm: Arm, plan: Plan) -> None:
+    version = _published(arm, plan)
+    calls = _calls(plan)
+    answers = {
+        "Gallery": _get(arm, _target().gallery),
+        "GalleryImage": _get(arm, calls["definition"].path),
+        "Disk": _get(arm, calls["disk"].path),
+        "GalleryImageVersion": _get(arm, version, **{"$expand": "ReplicationStatus"}),
+    }
+    for name, answer in answers.items():
+        assert answer.body and unknown_keys(_model(name), answer.body) == [], name
+
+
+def test_an_address_is_granted_in_the_services_shape(arm: Arm, plan: Plan) -> None:
+    calls = _calls(plan)
+    _follow(arm, _send(arm, calls["disk"]))
+    granted = _follow(arm, _send(arm, calls["access"]))["properties"]["output"]
+    assert granted and unknown_keys(_model("AccessUri"), granted) == []
+
+
+def test_the_definition_of_the_plan_is_the_one_that_is_compared(plan: Plan) -> None:
+    body = _calls(plan)["definition"].body or {}
+    assert body["properties"] == definition_properties(_target(), plan.artefact)
