@@ -30,6 +30,8 @@ COMMANDS = [
     ("publish", "plan"),
     ("publish", "run"),
     ("publish", "status"),
+    ("publish", "promote"),
+    ("publish", "withdraw"),
     ("init",),
     ("doctor",),
     ("verify",),
