@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from image_builder.bake.formats import vhd
 from image_builder.bake.manifest import Artefact, Document, Manifest
 from image_builder.definition.model import ImageGallery
@@ -131,3 +133,16 @@ def write_build(
     (boot / "verify.json").write_bytes(suite("booted"))
     (boot / "boot.json").write_text(json.dumps({"build_id": build_id, "console_problems": []}))
     return record
+
+
+def write_inventory(path: Path) -> Path:
+    """Write an inventory with the image `worker`, and where it is published to."""
+    base = {"distribution": "debian", "suite": "trixie"}
+    host = {
+        "image_base": base,
+        "image_layers": ["system"],
+        "image_formats": ["vhd"],
+        "image_gallery": SETTINGS,
+    }
+    path.write_text(yaml.safe_dump({"images": {"hosts": {"worker": host}}}))
+    return path
