@@ -221,6 +221,86 @@ def withdraw(
     return 0
 
 
+Subscriptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--subscription",
+        metavar="ID",
+        help="where machines are looked for; repeatable  [default: the gallery's]",
+    ),
+]
+
+
+@register(app)
+def prune(
+    image: Image,
+    inventory: Inventories = None,
+    vault: VaultIds = None,
+    subscription: Subscriptions = None,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="delete what is unused; else it is only shown")
+    ] = False,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show which versions are proven unused, and what keeps the others; with --delete, delete the unused ones.
+
+    Unused is a version of ours, not the newest, not in `latest`, past its end of life, that no scale set and no machine
+    of the subscriptions uses. If any of them can't be read, nothing is deleted.
+
+    Example:
+
+        image-builder publish prune worker --subscription 8d10da13-8125-4ba9-a717-bf7490507b3d
+    """
+    from image_builder.gallery import prune as pruning
+    from image_builder.gallery import uses, versions
+
+    target = _target(image, inventory, vault)
+    with _service(target, endpoint) as service:
+        current = versions.read(service, target)
+        known_uses = uses.read(service, target, subscription or [target.settings.subscription])
+        verdicts = pruning.judge(current, known_uses, datetime.now(UTC))
+        for verdict in verdicts:
+            if delete and verdict.is_unused:
+                versions.delete(service, target, verdict.version.name)
+    gone = "deleted" if delete else "unused"
+    rows = [(v.version.name, gone if v.is_unused else "kept", "; ".join(v.reasons)) for v in verdicts]
+    result = {"deleted": delete, "versions": [verdict.as_json() for verdict in verdicts]}
+    show(result, columns([("version", "", "because"), *rows]), as_json=as_json)
+    return 0
+
+
+@register(app)
+def age(
+    image: Image,
+    inventory: Inventories = None,
+    vault: VaultIds = None,
+    subscription: Subscriptions = None,
+    days: Annotated[int, typer.Option("--days", metavar="N", help="the age that is too old")] = 90,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show how old the versions are that machines run; exit status 1 for one too old or past its end of life.
+
+    Example:
+
+        image-builder publish age worker --days 60
+    """
+    from image_builder.gallery import age as ages
+    from image_builder.gallery import uses, versions
+
+    target = _target(image, inventory, vault)
+    with _service(target, endpoint) as service:
+        current = versions.read(service, target)
+        known_uses = uses.read(service, target, subscription or [target.settings.subscription])
+    table = ages.ages(current, known_uses, datetime.now(UTC), days)
+    rows = [("scale set or machine", "version", "machines", "days", "")]
+    rows += [(a.owner, a.version, str(a.machines), str(a.days), a.problem) for a in table]
+    result = {"definition": target.definition, "ages": [a.as_json() for a in table]}
+    show(result, columns(rows), as_json=as_json)
+    return 1 if any(a.problem for a in table) else 0
+
+
 def _require_statement(target: Target, output: Path, version: Version, key: Path) -> None:
     """Raise PublishError unless a statement about the version's build and bytes is there, signed by the key."""
     from image_builder.gallery import statement as statements

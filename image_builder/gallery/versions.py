@@ -88,6 +88,13 @@ def withdraw(service: Service, target: Target, name: str, because: str, now: dat
     _update(service, target, _get(service, target, name), profile, {WITHDRAWN_TAG: because})
 
 
+def delete(service: Service, target: Target, name: str) -> None:
+    """Delete a version, which is for its caller to prove unused; raises PublishError."""
+    path = target.version(name)
+    call = Call("clean", "DELETE", path, GALLERY_API)
+    service.change(call, lambda: service.get(path, GALLERY_API) is None)
+
+
 def _unfit(version: Version, now: datetime) -> Iterator[str]:
     if not version.build or not version.sha256:
         yield "it wasn't published by image-builder: its tags name no build"

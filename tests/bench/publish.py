@@ -27,6 +27,7 @@ from azure.storage.blob import BlobClient, BlobType  # noqa: E402
 
 from image_builder.gallery import pages  # noqa: E402
 from image_builder.gallery.upload import STREAMS, Upload  # noqa: E402
+from tests.support.arm.import_host import import_host  # noqa: E402
 from tests.support.arm.kills import Point, publish  # noqa: E402
 from tests.support.arm.pages import API, Store, azurite  # noqa: E402
 from tests.support.arm.place import MIB, place, write_build, write_disk, write_inventory  # noqa: E402
@@ -54,10 +55,9 @@ def uploads(store: Store, folder: Path) -> dict[str, Any]:
     """Compare the two ways to upload a sparse file."""
     file = folder / "disk.vhd"
     write_disk(file, _SIZE, _DATA)
-    (folder / "cloud").mkdir()
     figures: dict[str, Any] = {}
     for kind in ("ours", "sdk"):
-        with place(store, folder / "cloud"):
+        with import_host(store):
             store.create(kind, file.stat().st_size)
             if kind == "sdk":
                 store.host = ""

@@ -115,6 +115,8 @@ class Arm:
             return Answer(200, {"value": [{"actions": self.actions, "notActions": []}]})
         if path == f"/subscriptions/{SUBSCRIPTION}/locations":
             return Answer(200, {"value": [{"name": n, "displayName": d} for n, d in REGIONS.items()]})
+        if path.startswith(f"/subscriptions/{SUBSCRIPTION}{_PROVIDER}".lower()):
+            return self._list(request)
         if not path.startswith(self.group.lower()):
             return error(
                 404, "ResourceGroupNotFound", f"Resource group of '{request.path}' could not be found."
@@ -135,6 +137,16 @@ class Arm:
         return self._change(request)
 
     # -- reading ---------------------------------------------------------------------------------------------
+
+    def _list(self, request: Request) -> Answer:
+        """Return the resources of a type in all resource groups."""
+        kind = request.path.lower().rpartition("/")[2]
+        items = [
+            resource.content
+            for path, resource in self.resources.items()
+            if path.partition(_PROVIDER.lower())[2].split("/")[:-1] == [kind]
+        ]
+        return Answer(200, {"value": items})
 
     def _get(self, request: Request) -> Answer:
         path = request.path.lower()

@@ -32,6 +32,8 @@ COMMANDS = [
     ("publish", "status"),
     ("publish", "promote"),
     ("publish", "withdraw"),
+    ("publish", "prune"),
+    ("publish", "age"),
     ("init",),
     ("doctor",),
     ("verify",),
