@@ -21,7 +21,7 @@ from image_builder.cli.command import (
     show,
 )
 from image_builder.errors import DefinitionError, Problem, PublishError, UsageError
-from image_builder.text import columns, human_bytes
+from image_builder.text import columns, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from image_builder.gallery.artefact import Artefact
@@ -99,6 +99,12 @@ def run(
             "--sign-key", metavar="FILE", help="private key (PEM) to sign a statement about the build with"
         ),
     ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="throw away what was uploaded, and start over")
+    ] = False,
+    replace_failed: Annotated[
+        bool, typer.Option("--replace-failed", help="first delete the version if it failed in every region")
+    ] = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
@@ -120,8 +126,10 @@ def run(
         with open_journal(path) as journal, _service(target, endpoint) as service:
             if sign_key:
                 files.write(statement_of(path), statements.sign(statements.statement(artefact), sign_key))
-            made_plan = publishing.plan(service, target, artefact, journal.records, unverified)
-            result = publishing.Run(made_plan, service, journal, monitor).perform()
+            records = () if restart else journal.records
+            made_plan = publishing.plan(service, target, artefact, records, unverified)
+            work = publishing.Run(made_plan, service, journal, monitor, restart, replace_failed)
+            result = work.perform()
     show(result, f"{result['version']}\nit isn't in `latest`", as_json=as_json)
     return 0
 
@@ -365,4 +373,10 @@ def _text(plan: Plan) -> str:
             rows.append((step.step, str(len(step.ranges)), human_bytes(step.size), "Put Page"))
         else:
             rows.append((step.step, "1", "", f"{step.method} {step.path}"))
-    return f"{columns(rows)}\n{plan.target.version(plan.version)}"
+    estimate = plan.estimate()
+    lines = [f"uploading takes {human_seconds(estimate['seconds'])} or more, by the speed of such a disk"]
+    if "month" in estimate:
+        lines.append(
+            f"replicas cost {estimate['month']:.2f} a month, copying them {estimate['once']:.2f} once"
+        )
+    return "\n".join([columns(rows), *lines, plan.target.version(plan.version)])
