@@ -176,6 +176,13 @@ class GalleryRegion(Strict):
     )
 
 
+class GalleryPrices(Strict):
+    """What Azure charges you, in your currency."""
+
+    gib_month: float = Field(ge=0, description="A GiB of a snapshot, for a month.")
+    gib_egress: float = Field(0.0, ge=0, description="A GiB that is copied to another region.")
+
+
 class ImageGallery(Strict):
     """Where `publish` takes an image: a definition of an Azure Compute Gallery."""
 
@@ -210,6 +217,7 @@ class ImageGallery(Strict):
     disk_controllers: tuple[Literal["SCSI", "NVMe"], ...] = Field(
         ("SCSI", "NVMe"), min_length=1, description="Disk controllers that the image boots from."
     )
+    prices: GalleryPrices | None = Field(None, description="For `publish plan` to say what a version costs.")
 
     @field_validator("regions")
     @classmethod

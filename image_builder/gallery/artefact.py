@@ -6,12 +6,16 @@ A build's directory has the verification of the sealed tree, bound by the manife
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from image_builder.bake import manifest as manifests
 from image_builder.bake.formats import vhd
@@ -21,7 +25,9 @@ from image_builder.errors import PublishError, UsageError, VerifyError
 from image_builder.system import sparse
 from image_builder.verify import result as verification
 
-_VERIFY = "verify.json"
+_VERIFY, _FACTS = "verify.json", "facts.json"
+# The certificate (PEM) of the key that signs the image's kernel modules: its firmware must know it.
+_CERTIFICATE = "nvidia_certificate"
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Artefact:
     """A VHD and what is known of it. ``suite`` says in a line what each verification came to.
 
     ``verdicts`` are the digests of the verify.json files, by marker. ``identity`` tells the file from a changed one.
+    ``certificate`` is the one that firmware with Secure Boot must know besides Microsoft's: DER in Base64, or empty.
     """
 
     manifest: Manifest
@@ -39,6 +46,7 @@ class Artefact:
     identity: tuple[int, ...]
     suite: str
     verdicts: dict[str, str]
+    certificate: str = ""
 
     @property
     def build(self) -> str:
@@ -77,9 +85,13 @@ def read(
         raise PublishError(
             f"{folder} has no VHD", hint="image_formats must name vhd; then image-builder build"
         )
-    disk, problems = folder / disks[0].name, []
+    disk, problems = folder / disks[0].name, list[str]()
     verdicts: dict[str, str] = {}
-    lines = []
+    lines, certificate = [], ""
+    try:
+        certificate = _certificate(manifest, folder / _FACTS)
+    except (PublishError, OSError, ValueError) as error:
+        problems.append(f"{folder / _FACTS}: {error}")
     for marker, file in (("offline", folder / _VERIFY), ("booted", booted / _VERIFY)):
         try:
             document = file.read_bytes()
@@ -104,15 +116,14 @@ def read(
         before,
         ", ".join(lines),
         verdicts,
+        certificate,
     )
 
 
 def _passed(manifest: Manifest, marker: str, document: bytes, booted: Path) -> str:
     """Return how many checks passed; raises PublishError, VerifyError where that is no proof for this build."""
     if marker == "offline":
-        recorded = {file.name: file.sha256 for file in manifest.documents}.get(_VERIFY)
-        if recorded != hashlib.sha256(document).hexdigest():
-            raise PublishError("it isn't the one of this build's manifest")
+        _require_listed(manifest, _VERIFY, document)
     else:
         record: dict[str, Any] = json.loads((booted / "boot.json").read_bytes())
         if record.get("build_id") != manifest.build_id:
@@ -124,6 +135,24 @@ def _passed(manifest: Manifest, marker: str, document: bytes, booted: Path) -> s
         raise PublishError(f"it is of the checks `{suite.marker}`, not `{marker}`")
     verification.require_passed(suite)
     return f"{len(suite.passed)}/{len(suite.checks)}"
+
+
+def _require_listed(manifest: Manifest, name: str, document: bytes) -> None:
+    """Raise PublishError for a document that isn't the one of the manifest."""
+    listed = {file.name: file.sha256 for file in manifest.documents}
+    if listed.get(name) != hashlib.sha256(document).hexdigest():
+        raise PublishError("it isn't the one of this build's manifest")
+
+
+def _certificate(manifest: Manifest, facts: Path) -> str:
+    """Return the certificate of the image's own kernel modules, where Secure Boot asks for it; raises ValueError."""
+    document = facts.read_bytes()
+    _require_listed(manifest, _FACTS, document)
+    pem = json.loads(document).get("variables", {}).get(_CERTIFICATE)
+    if not pem or manifest.disk.secure_boot is None:
+        return ""
+    der = x509.load_pem_x509_certificate(str(pem).encode()).public_bytes(serialization.Encoding.DER)
+    return base64.b64encode(der).decode()
 
 
 def _disk_problems(disk: Path, sha256: str, progress: sparse.Progress | None) -> list[str]:

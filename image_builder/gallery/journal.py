@@ -86,6 +86,11 @@ def journal_of(output: Path, gallery: str, definition: str, build: str) -> Path:
     return output / "publish" / gallery / definition / f"{build}.jsonl"
 
 
+def statement_of(journal: Path) -> Path:
+    """Return where the signed statement about a build is: beside the journal of its publication."""
+    return journal.with_suffix(".intoto.json")
+
+
 def open_journal(path: Path) -> AbstractContextManager[Journal]:
     """Open a journal to append to it; raises as ``system.journal.open_journal`` does."""
     path.parent.mkdir(parents=True, exist_ok=True)

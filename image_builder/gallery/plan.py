@@ -21,6 +21,8 @@ from image_builder.gallery.pages import Range
 GALLERY_API, DISK_API = "2024-03-03", "2024-03-02"
 # Until an upload's signed address ends; then another one is asked for.
 ACCESS_SECONDS = 4 * 3600
+# Bytes in a second that Azure writes to a Standard HDD of up to 64 GiB, which an upload's disk is.
+_DISK_SPEED = 60 << 20
 BUILD_TAG = "image-builder-build"
 SHA256_TAG = "image-builder-vhd-sha256"
 SUITE_TAG = "image-builder-suite"
@@ -116,13 +118,32 @@ class Plan:
     def disk(self) -> str:
         return self.target.disk(self.artefact)
 
+    @property
+    def size(self) -> int:
+        """Return the bytes that are sent."""
+        return sum(step.size for step in self.steps if isinstance(step, Pages))
+
+    def estimate(self) -> dict[str, float]:
+        """Return the least seconds of the upload, and with the user's prices what replicas cost in a month and once.
+
+        Azure bills each replica by what it occupies, and a copy to each other region.
+        """
+        settings, gib = self.target.settings, self.size / (1 << 30)
+        estimate = {"seconds": round(self.size / _DISK_SPEED, 1)}
+        if settings.prices:
+            replicas = sum(region.replicas for region in settings.regions)
+            estimate["month"] = round(gib * replicas * settings.prices.gib_month, 2)
+            estimate["once"] = round(gib * (len(settings.regions) - 1) * settings.prices.gib_egress, 2)
+        return estimate
+
     def as_json(self) -> dict[str, JSON]:
         return {
             "image": self.artefact.manifest.image,
             "build": self.artefact.build,
             "version": self.target.version(self.version),
-            "bytes": sum(step.size for step in self.steps if isinstance(step, Pages)),
+            "bytes": self.size,
             "requests": sum(len(step.ranges) if isinstance(step, Pages) else 1 for step in self.steps),
+            "estimate": self.estimate(),
             "calls": [step.as_json() for step in self.steps],
         }
 
@@ -234,7 +255,7 @@ def make_plan(
             "PUT",
             target.version(version),
             GALLERY_API,
-            {**location, "tags": tags, "properties": _version(target, disk, now)},
+            {**location, "tags": tags, "properties": _version(target, artefact, now)},
         ),
         Call("clean", "DELETE", disk, DISK_API),
     ]
@@ -252,7 +273,7 @@ def _disk(artefact: Artefact) -> dict[str, Any]:
     }
 
 
-def _version(target: Target, disk: str, now: datetime) -> dict[str, Any]:
+def _version(target: Target, artefact: Artefact, now: datetime) -> dict[str, Any]:
     end = now.astimezone(UTC) + timedelta(days=target.settings.end_of_life_days)
     return {
         "publishingProfile": {
@@ -264,11 +285,22 @@ def _version(target: Target, disk: str, now: datetime) -> dict[str, Any]:
                 for region in target.settings.regions
             ],
         },
-        "storageProfile": {"osDiskImage": {"source": {"id": disk}}},
+        "storageProfile": {"osDiskImage": {"source": {"id": target.disk(artefact)}}},
         "safetyProfile": {
             "allowDeletionOfReplicatedLocations": True,
             "blockDeletionBeforeEndOfLife": True,
         },
+        **({"securityProfile": _firmware(artefact.certificate)} if artefact.certificate else {}),
+    }
+
+
+def _firmware(certificate: str) -> dict[str, Any]:
+    """Return a security profile whose firmware knows Microsoft's certificates and one more."""
+    return {
+        "uefiSettings": {
+            "signatureTemplateNames": ["MicrosoftUefiCertificateAuthorityTemplate"],
+            "additionalSignatures": {"db": [{"type": "x509", "value": [certificate]}]},
+        }
     }
 
 

@@ -64,30 +64,35 @@ def plan(
 
 
 def _opened(records: Sequence[Record], artefact: Artefact) -> Opened | None:
-    """Return the first record of a journal; raises PublishError for one of other bytes."""
-    opened = next((record for record in records if isinstance(record, Opened)), None)
+    """Return how a journal's publication began; raises PublishError for one of other bytes."""
+    opened = next((record for record in reversed(records) if isinstance(record, Opened)), None)
     if opened and opened.sha256 != artefact.sha256:
         raise PublishError(
             f"the journal is of a VHD with SHA-256 {opened.sha256}, this build's is another one",
-            hint="the build was made again: move its journal away",
+            hint="the build was made again: image-builder publish run --restart",
         )
     return opened
 
 
 @dataclass
 class Run:
-    """One process that publishes. ``figures`` are what it sent."""
+    """One process that publishes. ``figures`` are what it sent.
+
+    ``restart`` throws away what was uploaded, ``replace_failed`` a version that is in no region and failed.
+    """
 
     plan: Plan
     service: Service
     journal: Journal
     monitor: Monitor
+    restart: bool = False
+    replace_failed: bool = False
     figures: dict[str, int] = field(default_factory=lambda: {"bytes_sent": 0, "requests": 0})
     _step: str = ""
 
     def perform(self) -> dict[str, JSON]:
         """Send what is lacking, wait for every region, and return the outcome; raises PublishError, FetchError."""
-        if not self.journal.records:
+        if self.restart or not self.journal.records:
             plan = self.plan
             self.journal.append(
                 Opened(
@@ -106,7 +111,9 @@ class Run:
     def _perform(self) -> dict[str, JSON]:
         plan, monitor = self.plan, self.monitor
         calls: dict[str, Call] = {step.step: step for step in plan.steps if isinstance(step, Call)}
-        if self._version() is None:
+        if self._version(replaces=self.replace_failed) is None:
+            if self.restart:
+                self._delete(calls["clean"])
             with shown_stage(monitor, "upload"):
                 if definition := calls.get("definition"):
                     self._create(definition)
@@ -231,8 +238,11 @@ class Run:
 
     # -- the version -----------------------------------------------------------------------------------------
 
-    def _version(self) -> Mapping[str, Any] | None:
-        """Return the version with its replication; raises PublishError for one of other bytes or a failed one."""
+    def _version(self, *, replaces: bool = False) -> Mapping[str, Any] | None:
+        """Return the version with its replication; raises PublishError for one of other bytes or a failed one.
+
+        With ``replaces`` a failed one is deleted.
+        """
         path = self.plan.target.version(self.plan.version)
         version = self.service.get(path, GALLERY_API, **{"$expand": "ReplicationStatus"})
         if version is None:
@@ -240,9 +250,14 @@ class Run:
         require_free(version, self.plan.artefact)
         usable = any(region["state"] == _COMPLETED for region in _summary(version))
         if version["properties"].get("provisioningState") == _FAILED and not usable:
-            raise PublishError(
-                f"{path}: provisioning failed", hint="az resource delete --ids ID; then the same again"
-            )
+            if not replaces:
+                raise PublishError(
+                    f"{path}: provisioning failed", hint="image-builder publish run --replace-failed"
+                )
+            unprotected = {"properties": {"safetyProfile": {"blockDeletionBeforeEndOfLife": False}}}
+            self._change(Call("version", "PATCH", path, GALLERY_API, unprotected), lambda: False)
+            self._delete(Call("version", "DELETE", path, GALLERY_API))
+            return None
         return version
 
     def _replicate(self) -> dict[str, JSON]:

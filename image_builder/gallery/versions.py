@@ -1,14 +1,21 @@
-"""The versions of an image definition, as the gallery has them."""
+"""The versions of an image definition: what the gallery has, which of them `latest` means, and which are withdrawn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 from image_builder.canonical import JSON
+from image_builder.errors import PublishError
 from image_builder.gallery.azure import Service
-from image_builder.gallery.plan import BUILD_TAG, GALLERY_API, Target
+from image_builder.gallery.plan import BUILD_TAG, GALLERY_API, SHA256_TAG, Call, Target
+
+PROMOTED_TAG, WITHDRAWN_TAG = "image-builder-promoted", "image-builder-withdrawn"
+UNVERIFIED_TAG = "image-builder-unverified"
+# What Azure allows as a tag's value.
+_LONGEST_TAG = 256
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,9 @@ class Version:
     end_of_life: str
     state: str
     regions: Mapping[str, str]
+    sha256: str = ""
+    withdrawn: str = ""
+    unverified: str = ""
 
     def as_json(self) -> dict[str, JSON]:
         return asdict(self)
@@ -40,17 +50,94 @@ def read(service: Service, target: Target) -> list[Version]:
 def parse(answer: Mapping[str, Any]) -> Version:
     """Return a version of the service's JSON."""
     properties = answer["properties"]
-    profile = properties.get("publishingProfile") or {}
+    profile, tags = properties.get("publishingProfile") or {}, answer.get("tags") or {}
     summary = (properties.get("replicationStatus") or {}).get("summary") or ()
     return Version(
         name=answer["name"],
-        build=(answer.get("tags") or {}).get(BUILD_TAG, ""),
+        build=tags.get(BUILD_TAG, ""),
         in_latest=not profile.get("excludeFromLatest", False),
         published=profile.get("publishedDate", ""),
         end_of_life=profile.get("endOfLifeDate", ""),
         state=properties.get("provisioningState", ""),
         regions={region["region"]: region["state"] for region in summary},
+        sha256=tags.get(SHA256_TAG, ""),
+        withdrawn=tags.get(WITHDRAWN_TAG, ""),
+        unverified=tags.get(UNVERIFIED_TAG, ""),
     )
+
+
+def find(service: Service, target: Target, name: str) -> Version:
+    """Return a version; raises PublishError where there is none, FetchError."""
+    return parse(_get(service, target, name))
+
+
+def promote(service: Service, target: Target, name: str, because: str, now: datetime) -> None:
+    """Let `latest` mean a version, if it is the newest; raises PublishError for one that isn't fit, FetchError."""
+    answer = _get(service, target, name)
+    if problems := list(_unfit(parse(answer), now)):
+        raise PublishError(
+            "\n".join([f"{name} is not promoted:", *(f"  {problem}" for problem in problems)]),
+            hint="nothing was changed",
+        )
+    _update(service, target, answer, {"excludeFromLatest": False}, {PROMOTED_TAG: because})
+
+
+def withdraw(service: Service, target: Target, name: str, because: str, now: datetime) -> None:
+    """Take a version out of `latest` and end its life; raises PublishError, FetchError."""
+    profile = {"excludeFromLatest": True, "endOfLifeDate": now.strftime("%Y-%m-%dT%H:%M:%SZ")}
+    _update(service, target, _get(service, target, name), profile, {WITHDRAWN_TAG: because})
+
+
+def delete(service: Service, target: Target, name: str) -> None:
+    """Delete a version, which is for its caller to prove unused; raises PublishError."""
+    path = target.version(name)
+    call = Call("clean", "DELETE", path, GALLERY_API)
+    service.change(call, lambda: service.get(path, GALLERY_API) is None)
+
+
+def _unfit(version: Version, now: datetime) -> Iterator[str]:
+    if not version.build or not version.sha256:
+        yield "it wasn't published by image-builder: its tags name no build"
+    if version.withdrawn:
+        yield f"it was withdrawn: {version.withdrawn}"
+    if version.unverified:
+        yield f"it wasn't verified: {version.unverified}"
+    if version.end_of_life and datetime.fromisoformat(version.end_of_life) <= now:
+        yield f"its life ended at {version.end_of_life}"
+    if missing := [name for name, state in version.regions.items() if state != "Completed"]:
+        yield f"it isn't in every region: {', '.join(missing)}"
+    if version.state != "Succeeded":
+        yield f"it is {version.state}"
+
+
+def _get(service: Service, target: Target, name: str) -> Mapping[str, Any]:
+    answer = service.get(target.version(name), GALLERY_API, **{"$expand": "ReplicationStatus"})
+    if answer is None:
+        raise PublishError(
+            f"no version {name} in {target.definition}", hint="image-builder publish status IMAGE"
+        )
+    return answer
+
+
+def _update(
+    service: Service,
+    target: Target,
+    answer: Mapping[str, Any],
+    profile: Mapping[str, Any],
+    tags: Mapping[str, str],
+) -> None:
+    """Change a version: its profile and its tags are sent whole, since what isn't sent is taken away."""
+    whole = {**answer["properties"]["publishingProfile"], **profile}
+    whole.pop("publishedDate", None)  # the service's own
+    short = {name: value[:_LONGEST_TAG] for name, value in tags.items()}
+    body = {"tags": (answer.get("tags") or {}) | short, "properties": {"publishingProfile": whole}}
+    path = target.version(answer["name"])
+
+    def is_done() -> bool:
+        present = (service.get(path, GALLERY_API) or {}).get("tags") or {}
+        return short.items() <= present.items()
+
+    service.change(Call("version", "PATCH", path, GALLERY_API, body), is_done)
 
 
 def _order(name: str) -> list[int]:

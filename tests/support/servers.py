@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import socketserver
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from http.server import ThreadingHTTPServer
+from typing import Any, TypeVar
 
 S = TypeVar("S", bound=socketserver.BaseServer)
+
+
+class PatientServer(ThreadingHTTPServer):
+    """A server whose clients may be killed at any time, or never hear the end of an answer."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 @contextmanager

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.support.arm.pages import Store, azurite
-from tests.support.arm.place import SETTINGS, Place, place, write_build
+from tests.support.arm.place import Place, place, write_build, write_inventory
 from tests.support.arm.publisher import Publisher
 
 
@@ -35,12 +34,7 @@ def azure(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.fixture
 def inventory(tmp_path: Path) -> Path:
     """An inventory with the image `worker`, and where it is published to."""
-    base = {"distribution": "debian", "suite": "trixie"}
-    variables = {"image_base": base, "image_layers": ["system"], "image_formats": ["vhd"]}
-    path = tmp_path / "hosts.yml"
-    host = {**variables, "image_gallery": SETTINGS}
-    path.write_text(yaml.safe_dump({"images": {"hosts": {"worker": host}}}))
-    return path
+    return write_inventory(tmp_path / "hosts.yml")
 
 
 @pytest.fixture

@@ -40,14 +40,15 @@ class Publishing:
         self.cloud, self.journal = cloud, output / "journal.jsonl"
         self.artefact = artefact.read(output / "worker" / build, output / "boot" / build, unverified=False)
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self, *, restart: bool = False, replace_failed: bool = False) -> dict[str, Any]:
         target = self.cloud.target
         with (
             open_journal(self.journal) as journal,
             Service(target.settings.subscription, endpoint=self.cloud.arm.url) as service,
         ):
-            plan = run.plan(service, target, self.artefact, journal.records)
-            return run.Run(plan, service, journal, Monitor()).perform()
+            records = () if restart else journal.records
+            plan = run.plan(service, target, self.artefact, records)
+            return run.Run(plan, service, journal, Monitor(), restart, replace_failed).perform()
 
     def versions(self) -> list[dict[str, Any]]:
         return [r.content for path, r in self.cloud.arm.resources.items() if "/versions/" in path]
@@ -135,6 +136,34 @@ def test_a_region_that_fails_again_is_named_and_the_others_are_usable(publishing
     summary = publishing.versions()[0]["properties"]["replicationStatus"]["summary"]
     assert {r["region"]: r["state"] for r in summary} == {"West US 3": "Completed", "East US": "Failed"}
     assert publishing.disks() != []
+
+
+def test_a_version_that_failed_everywhere_is_replaced_only_when_that_is_asked_for(
+    publishing: Publishing,
+) -> None:
+    publishing.cloud.arm.failing_regions = {"eastus": 9, "westus3": 9}
+    with pytest.raises(PublishError, match="failed"):
+        publishing()
+    with pytest.raises(PublishError, match="provisioning failed") as caught:
+        publishing()
+    assert "--replace-failed" in str(caught.value.hint)
+    publishing.cloud.arm.failing_regions = {}
+    before = publishing.cloud.host.received
+    publishing(replace_failed=True)
+    publishing.require_published()
+    assert publishing.cloud.host.received == before
+
+
+def test_starting_over_uploads_to_another_disk(publishing: Publishing) -> None:
+    publishing.cloud.host.faults = [lambda page: 403 if page.length == 512 else None]
+    with pytest.raises(PublishError, match="Put Page"):
+        publishing()
+    publishing.cloud.host.faults = []
+    before = publishing.cloud.host.received
+    publishing(restart=True)
+    publishing.require_published()
+    assert publishing.cloud.host.received == before + (4 << 20) + 512
+    assert publishing.accepted("PUT", "/disks/") == 2
 
 
 def test_a_version_with_other_bytes_is_refused_and_nothing_changed(publishing: Publishing) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 
+from image_builder.errors import PublishError
 from tests.support.arm.place import Place
 from tests.support.arm.publisher import Publisher
 
@@ -36,3 +44,38 @@ def test_a_build_becomes_a_version_by_the_calls_of_its_plan(
     before = azure.changes()
     assert publish("run")["version"] == result["version"]
     assert azure.changes() == before
+
+
+def test_a_version_is_promoted_with_a_reason_and_a_signed_statement_and_withdrawn_for_good(
+    azure: Place, publish: Publisher, tmp_path: Path
+) -> None:
+    private, public = tmp_path / "key.pem", tmp_path / "key.pub"
+    key = Ed25519PrivateKey.generate()
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    name = publish("run", "--sign-key", str(private))["version"].rsplit("/", 1)[1]
+    reason = ("--because", "canaries are well")
+    publish("promote", name, "--public-key", str(public), *reason)
+    assert [v["in_latest"] for v in publish("status")["versions"]] == [True]
+    # Who may write to the gallery gives the tags of this version to other bytes.
+    content = next(r.content for path, r in azure.arm.resources.items() if path.endswith(name))
+    content["tags"]["image-builder-vhd-sha256"] = "0" * 64
+    publish("promote", name, "--public-key", str(public), *reason, status=PublishError.exit_code)
+    assert "another VHD" in publish.output
+    publish("withdraw", name, "--because", "it loses GPUs")
+    (version,) = publish("status")["versions"]
+    assert not version["in_latest"] and version["withdrawn"] == "it loses GPUs"
+    publish("promote", name, *reason, status=PublishError.exit_code)
+    assert "it was withdrawn: it loses GPUs" in publish.output and "its life ended" in publish.output
+
+
+def test_an_unverified_build_has_to_be_asked_for_and_is_never_promoted(
+    azure: Place, publish: Publisher, tmp_path: Path
+) -> None:
+    for boot in (tmp_path / "output/boot").iterdir():
+        (boot / "verify.json").unlink()
+    publish("run", status=PublishError.exit_code)
+    assert azure.changes() == []
+    name = publish("run", "--unverified", "a fire")["version"].rsplit("/", 1)[1]
+    publish("promote", name, "--because", "it is late", status=PublishError.exit_code)
+    assert "it wasn't verified: a fire" in publish.output

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.message import Message
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from threading import Event, Lock
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
 from tests.support.arm.pages import Store
-from tests.support.servers import running
+from tests.support.servers import PatientServer, running
 
 LARGEST = 4 << 20
 _HOP = {"connection", "host", "transfer-encoding", "keep-alive", "date", "server", "content-length"}
@@ -135,8 +135,7 @@ def import_host(store: Store) -> Iterator[ImportHost]:
         def log_message(self, *_: object) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = PatientServer(("127.0.0.1", 0), Handler)
     store.host = f"http://127.0.0.1:{server.server_port}"
     with running(server):
         try:

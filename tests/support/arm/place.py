@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from image_builder.bake.formats import vhd
 from image_builder.bake.manifest import Artefact, Document, Manifest
 from image_builder.definition.model import ImageGallery
@@ -104,9 +106,13 @@ def write_build(
     size: int = 64 * MIB,
     data: int = 8 * MIB,
     seed: int = 0,
-    offline: bytes = suite("offline"),
+    facts: bytes = b"{}",
+    **changes: Any,
 ) -> Manifest:
-    """Write a build of `worker` and the record of its boot below an output directory, as the program does."""
+    """Write a build of `worker` and the record of its boot below an output directory, as the program does.
+
+    ``changes`` are fields of its manifest.
+    """
     build_id = hashlib.sha256(bytes([seed])).hexdigest()
     folder = output / "worker" / build_id[:12]
     folder.mkdir(parents=True)
@@ -119,9 +125,12 @@ def write_build(
         virtual_size=size,
         sha256=sparse.sha256(disk),
     )
-    document = Document(name="verify.json", bytes=len(offline), sha256=hashlib.sha256(offline).hexdigest())
-    (folder / "verify.json").write_bytes(offline)
-    record = manifest({}, build_id=build_id, artefacts=(artefact,), documents=(document,))
+    documents = []
+    for name, content in (("verify.json", suite("offline")), ("facts.json", facts)):
+        (folder / name).write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        documents.append(Document(name=name, bytes=len(content), sha256=digest))
+    record = manifest({}, build_id=build_id, artefacts=(artefact,), documents=tuple(documents), **changes)
     (folder / "manifest.json").write_bytes(record.render())
     latest = folder.parent / "latest"
     latest.unlink(missing_ok=True)
@@ -131,3 +140,16 @@ def write_build(
     (boot / "verify.json").write_bytes(suite("booted"))
     (boot / "boot.json").write_text(json.dumps({"build_id": build_id, "console_problems": []}))
     return record
+
+
+def write_inventory(path: Path) -> Path:
+    """Write an inventory with the image `worker`, and where it is published to."""
+    base = {"distribution": "debian", "suite": "trixie"}
+    host = {
+        "image_base": base,
+        "image_layers": ["system"],
+        "image_formats": ["vhd"],
+        "image_gallery": SETTINGS,
+    }
+    path.write_text(yaml.safe_dump({"images": {"hosts": {"worker": host}}}))
+    return path

@@ -20,7 +20,7 @@ class Publisher:
         self.build = ["--output", str(output)]
 
     def __call__(self, command: str, *arguments: str, status: int = 0) -> dict[str, Any]:
-        build = self.build if command in ("plan", "run") else []
+        build = self.build if command in ("plan", "run", "promote") else []
         done = CliRunner().invoke(app, ["publish", command, "worker", *self.arguments, *build, *arguments])
         assert done.exit_code == status, done.output
         self.output = done.output

@@ -35,11 +35,20 @@ _VERBS = {"GET": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
 
 @dataclass
 class Operation:
-    """A long-running operation: what it does when it ends, which may fail."""
+    """A long-running operation: what it does to its target when it ends, which may fail.
 
+    A look at the operation or at its target lets time go by.
+    """
+
+    target: str
     finish: Callable[[], Json]
     looks: int
     result: Json | None = None
+
+    def look(self) -> None:
+        self.looks -= 1
+        if self.result is None and self.looks <= 0:
+            self.result = self.finish()
 
 
 @dataclass
@@ -106,6 +115,8 @@ class Arm:
             return Answer(200, {"value": [{"actions": self.actions, "notActions": []}]})
         if path == f"/subscriptions/{SUBSCRIPTION}/locations":
             return Answer(200, {"value": [{"name": n, "displayName": d} for n, d in REGIONS.items()]})
+        if path.startswith(f"/subscriptions/{SUBSCRIPTION}{_PROVIDER}".lower()):
+            return self._list(request)
         if not path.startswith(self.group.lower()):
             return error(
                 404, "ResourceGroupNotFound", f"Resource group of '{request.path}' could not be found."
@@ -127,11 +138,24 @@ class Arm:
 
     # -- reading ---------------------------------------------------------------------------------------------
 
+    def _list(self, request: Request) -> Answer:
+        """Return the resources of a type in all resource groups."""
+        kind = request.path.lower().rpartition("/")[2]
+        items = [
+            resource.content
+            for path, resource in self.resources.items()
+            if path.partition(_PROVIDER.lower())[2].split("/")[:-1] == [kind]
+        ]
+        return Answer(200, {"value": items})
+
     def _get(self, request: Request) -> Answer:
         path = request.path.lower()
         if len(path.partition(_PROVIDER.lower())[2].split("/")) % 2:
             items = [r.seen() for p, r in self.resources.items() if p.rpartition("/")[0] == path]
             return Answer(200, {"value": [item for item in items if item is not None]})
+        for operation in self.operations.values():
+            if operation.target == path:
+                operation.look()
         resource = self.resources.get(path)
         content = resource.seen() if resource else None
         if resource is None or content is None:
@@ -169,9 +193,9 @@ class Arm:
 
     # -- operations ------------------------------------------------------------------------------------------
 
-    def _begin(self, status: int, body: Json | None, finish: Callable[[], Json]) -> Answer:
+    def _begin(self, target: str, status: int, body: Json | None, finish: Callable[[], Json]) -> Answer:
         name = f"/operations/{next(self._numbers)}"
-        self.operations[name] = Operation(finish, self.looks)
+        self.operations[name] = Operation(target.lower(), finish, self.looks)
         return Answer(
             status,
             body,
@@ -185,11 +209,9 @@ class Arm:
     def _look(self, path: str) -> Answer:
         operation = self.operations[path.removesuffix("/result")]
         wait = {"Retry-After": "0"}
+        operation.look()
         if operation.result is None:
-            operation.looks -= 1
-            if operation.looks > 0:
-                return Answer(202 if path.endswith("/result") else 200, {"status": "InProgress"}, wait)
-            operation.result = operation.finish()
+            return Answer(202 if path.endswith("/result") else 200, {"status": "InProgress"}, wait)
         if path.endswith("/result"):
             return Answer(200, operation.result.get("properties", {}).get("output"), wait)
         return Answer(200, operation.result, wait)
@@ -249,7 +271,7 @@ class Arm:
             }
             return {"status": "Succeeded"}
 
-        return self._begin(202, disk, finish)
+        return self._begin(request.path, 202, disk, finish)
 
     def _hide(self, path: str) -> None:
         self.resources[path.lower()].hidden = self.lag
@@ -267,7 +289,7 @@ class Arm:
             address = self.disks.sas(disk["name"], body["durationInSeconds"])
             return {"status": "Succeeded", "properties": {"output": {"accessSAS": address}}}
 
-        return self._begin(202, None, finish)
+        return self._begin(disk["id"], 202, None, finish)
 
     def _revoke(self, resource: Resource | None) -> Answer:
         assert resource
@@ -282,7 +304,7 @@ class Arm:
             disk["properties"]["diskState"] = "Unattached"
             return {"status": "Succeeded"}
 
-        return self._begin(202, None, finish)
+        return self._begin(disk["id"], 202, None, finish)
 
     def _put_definition(self, request: Request) -> Answer:
         body = request.body or {}
@@ -293,7 +315,7 @@ class Arm:
         definition = self.add(request.path, body["location"], tags=body.get("tags", {}))
         definition["properties"] = {**body["properties"], "provisioningState": "Succeeded"}
         self._hide(request.path)
-        return self._begin(201, definition, lambda: {"status": "Succeeded"})
+        return self._begin(request.path, 201, definition, lambda: {"status": "Succeeded"})
 
     def _put_version(self, request: Request, existing: Resource | None) -> Answer:
         body = request.body or {}
@@ -325,7 +347,7 @@ class Arm:
         version["properties"]["publishingProfile"] = {**profile, "publishedDate": published}
         self._set_regions(version, profile["targetRegions"])
         self._hide(request.path)
-        return self._begin(201, version, lambda: {"status": "Succeeded"})
+        return self._begin(request.path, 201, version, lambda: {"status": "Succeeded"})
 
     def _patch_version(self, request: Request, resource: Resource) -> Answer:
         body = request.body or {}
@@ -339,7 +361,7 @@ class Arm:
         version["tags"] = body.get("tags", version["tags"])
         self._set_regions(version, version["properties"]["publishingProfile"]["targetRegions"])
         resource.etag += 1
-        return self._begin(200, version, lambda: {"status": "Succeeded"})
+        return self._begin(request.path, 200, version, lambda: {"status": "Succeeded"})
 
     def _set_regions(self, version: Json, targets: list[Json]) -> None:
         old = {r["region"]: r for r in version["properties"].get("replicationStatus", {}).get("summary", ())}
@@ -369,7 +391,7 @@ class Arm:
                 self.disks.delete(resource.content["name"])
             return {"status": "Succeeded"}
 
-        return self._begin(202, None, finish)
+        return self._begin(path, 202, None, finish)
 
 
 def _type(path: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from threading import Lock
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from image_builder.lab import certificate
 from tests.support.arm.model import Answer, Request
 from tests.support.arm.service import Arm
-from tests.support.servers import running
+from tests.support.servers import PatientServer, running
 
 SECRET = "of-the-managed-identity"
 TOKEN = "t0k3n.0f.4zur3"
@@ -75,8 +75,7 @@ def served(arm: Arm, folder: Path) -> Iterator[Served]:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.server, files.key)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = PatientServer(("127.0.0.1", 0), Handler)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     arm.url = f"https://localhost:{server.server_port}"
     environment = {

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 
+from image_builder.bake.manifest import SecureBoot
 from image_builder.errors import PublishError, UsageError
 from image_builder.gallery import artefact
 from image_builder.gallery.artefact import Artefact
+from image_builder.lab import certificate
 from tests.support.arm.place import MIB, suite, write_build
+from tests.unit.bake.manifests import manifest
 
 Damage = Callable[[Path, Path], object]
 
@@ -118,3 +124,25 @@ def test_a_file_that_was_written_to_is_seen(tmp_path: Path) -> None:
     _flip(built.disk, 0)
     with pytest.raises(PublishError, match="was changed"):
         built.require_unchanged()
+
+
+SECURE = SecureBoot(
+    firmware_authorities=("Microsoft",), shim_sha256="0" * 64, grub_sha256="0" * 64, kernel_sha256="0" * 64
+)
+
+
+@pytest.mark.parametrize("is_secure", [True, False])
+def test_the_certificate_of_the_images_modules_is_taken_where_secure_boot_asks_for_it(
+    tmp_path: Path, is_secure: bool
+) -> None:
+    pem = certificate.make("modules", tmp_path).ca.read_text()
+    facts = json.dumps({"variables": {"nvidia_certificate": pem}}).encode()
+    disk = manifest({}).disk.model_copy(update={"secure_boot": SECURE if is_secure else None})
+    build = write_build(tmp_path / "output", size=2 * MIB, data=MIB, facts=facts, disk=disk).build_id[:12]
+    folder, boot = tmp_path / "output/worker" / build, tmp_path / "output/boot" / build
+    built = artefact.read(folder, boot, unverified=False)
+    der = x509.load_pem_x509_certificate(pem.encode()).public_bytes(Encoding.DER)
+    assert base64.b64decode(built.certificate) == (der if is_secure else b"")
+    (folder / "facts.json").write_bytes(b"{}")
+    with pytest.raises(PublishError, match=r"facts\.json: it isn't the one of this build's manifest"):
+        artefact.read(folder, boot, unverified=True)

@@ -76,6 +76,25 @@ def test_a_version_is_born_outside_of_latest_and_protected_until_its_end_of_life
     assert unverified["tags"]["image-builder-unverified"] == "a fire"
 
 
+def test_firmware_gets_the_images_certificate_beside_microsofts(built: Artefact) -> None:
+    body = _calls(_plan(replace(built, certificate="QUJD")))["version"].body or {}
+    assert body["properties"]["securityProfile"]["uefiSettings"] == {
+        "signatureTemplateNames": ["MicrosoftUefiCertificateAuthorityTemplate"],
+        "additionalSignatures": {"db": [{"type": "x509", "value": ["QUJD"]}]},
+    }
+    assert "securityProfile" not in (_calls(_plan(built))["version"].body or {})["properties"]
+
+
+def test_a_plan_says_how_long_the_upload_takes_and_by_the_users_prices_what_replicas_cost(
+    built: Artefact,
+) -> None:
+    ranges = [(n << 30, n + 1 << 30) for n in range(6)]
+    prices = {"gib_month": 0.05, "gib_egress": 0.02}
+    plan = make_plan(_target(prices=prices), built, "1.0.0", ranges, now=NOW, creates_definition=False)
+    assert plan.estimate() == {"seconds": 102.4, "month": 4.5, "once": 0.12}
+    assert set(_plan(built).estimate()) == {"seconds"}
+
+
 def test_the_same_bytes_have_the_same_disk_and_others_have_another(built: Artefact) -> None:
     target = _target()
     assert target.disk(built) == target.disk(replace(built, suite="other"))

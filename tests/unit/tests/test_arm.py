@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def _target() -> Target:
 def plan(tmp_path: Path) -> Plan:
     build = write_build(tmp_path, size=20 * MIB, data=MIB).build_id[:12]
     built = artefact.read(tmp_path / "worker" / build, tmp_path / "boot" / build, unverified=False)
+    built = replace(built, certificate="QUJD")
     now = datetime.now(UTC)
     return make_plan(_target(), built, "2026.1125.0", [(0, MIB)], now=now, creates_definition=True)
 

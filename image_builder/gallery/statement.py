@@ -1,0 +1,118 @@
+"""The signed statement beside a version: which inputs a VHD was made of, and what its verifications came to.
+
+An in-toto statement (v1) with SLSA provenance (v1) in a DSSE envelope, as cosign reads it. Its level is SLSA 1 by
+itself: more is a property of where a build runs and who holds the key, which no document can say of itself.
+
+Whoever may write to a gallery may change tags. They can't change this.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from image_builder.canonical import canonical
+from image_builder.errors import HostError, PublishError, UsageError
+from image_builder.gallery.artefact import Artefact
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
+
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+_STATEMENT, _PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
+_BUILD_TYPE = "https://github.com/image-builder/build/v1"
+
+
+def statement(artefact: Artefact) -> dict[str, Any]:
+    """Return what is signed of an artefact."""
+    manifest = artefact.manifest
+    return {
+        "_type": _STATEMENT,
+        "subject": [{"name": artefact.disk.name, "digest": {"sha256": artefact.sha256}}],
+        "predicateType": _PROVENANCE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": _BUILD_TYPE,
+                "externalParameters": {
+                    "image": manifest.image,
+                    "definition": {"sha256": manifest.definition_sha256},
+                },
+                "internalParameters": {
+                    "stages": {stage.name: stage.id for stage in manifest.stages},
+                    "verdicts": artefact.verdicts,
+                },
+                "resolvedDependencies": [
+                    {"name": "lock.json", "digest": {"sha256": manifest.lock_sha256}},
+                    {"name": "manifest.json", "digest": {"sha256": artefact.manifest_sha256}},
+                ],
+            },
+            "runDetails": {
+                "builder": {"id": f"image-builder {manifest.tools.get('image-builder', '')}".strip()},
+                "metadata": {"invocationId": manifest.build_id, "finishedOn": manifest.created},
+            },
+        },
+    }
+
+
+def sign(content: Mapping[str, Any], key: Path) -> bytes:
+    """Return the envelope of a statement, signed with a private key (PEM); raises UsageError, HostError."""
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    dsse, signers = _library()
+    try:
+        private: PrivateKeyTypes = load_pem_private_key(key.read_bytes(), None)
+        signer = signers.CryptoSigner(private)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{key} is no private key to sign with: {error}") from error
+    envelope = dsse.Envelope(canonical(content), PAYLOAD_TYPE, {})
+    envelope.sign(signer)
+    return (json.dumps(envelope.to_dict(), indent=1) + "\n").encode()
+
+
+def verified(envelope: bytes, key: Path) -> dict[str, Any]:
+    """Return the statement in an envelope; raises PublishError unless this public key (PEM) has signed it."""
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    dsse, signers = _library()
+    try:
+        public: PublicKeyTypes = load_pem_public_key(key.read_bytes())
+        trusted = signers.SSlibKey.from_crypto(public)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{key} is no public key: {error}") from error
+    try:
+        document = json.loads(envelope)
+        # Who signed is the key's business: other programs name keys in other ways, or not at all.
+        signatures = [{**signature, "keyid": trusted.keyid} for signature in document["signatures"]]
+        parsed = dsse.Envelope.from_dict({**document, "signatures": signatures})
+        parsed.verify([trusted], 1)
+        content = json.loads(base64.b64decode(document["payload"]))
+    except Exception as error:  # whatever the library makes of bytes that aren't an envelope
+        raise PublishError(f"the statement is not signed by {key}: {error}") from error
+    if document["payloadType"] != PAYLOAD_TYPE or content.get("_type") != _STATEMENT:
+        raise PublishError("the statement is of another kind")
+    return dict(content)
+
+
+def require_same(content: Mapping[str, Any], sha256: str, build: str) -> None:
+    """Raise PublishError unless a statement is about these bytes and this build, with both verdicts."""
+    predicate = content["predicate"]
+    problems = []
+    if [subject["digest"].get("sha256") for subject in content["subject"]] != [sha256]:
+        problems.append("another VHD")
+    if not build or not predicate["runDetails"]["metadata"]["invocationId"].startswith(build):
+        problems.append("another build")
+    if set(predicate["buildDefinition"]["internalParameters"]["verdicts"]) != {"offline", "booted"}:
+        problems.append("an image without both verifications")
+    if problems:
+        raise PublishError(f"the statement is about {', '.join(problems)}")
+
+
+def _library() -> tuple[Any, Any]:
+    try:
+        from securesystemslib import dsse, signer
+    except ImportError as error:
+        raise HostError(f"securesystemslib is missing: {error}", hint="install the extra `azure`") from error
+    return dsse, signer

@@ -1,0 +1,89 @@
+"""Who uses a version, as Azure lists it; and that what can't be read is never unused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.errors import FetchError
+from image_builder.gallery import uses
+from image_builder.gallery.azure import Service
+from image_builder.gallery.uses import LATEST, Use
+from tests.support.arm.model import Request, error
+from tests.support.arm.place import Place
+from tests.support.arm.publisher import Publisher
+
+pytestmark = [pytest.mark.root, pytest.mark.process]
+
+
+def _image(**reference: str) -> dict[str, Any]:
+    return {"storageProfile": {"imageReference": reference}}
+
+
+def _scale_set(azure: Place, name: str, model: str, instances: dict[str, str], mode: str = "Uniform") -> str:
+    """Add a scale set with a model's image, and instances by their exact version."""
+    path = f"{azure.arm.group}/providers/Microsoft.Compute/virtualMachineScaleSets/{name}"
+    profile = _image(id=model)
+    azure.arm.add(path, properties={"orchestrationMode": mode, "virtualMachineProfile": profile})
+    for number, version in instances.items():
+        image = _image(id=azure.target.definition.upper(), exactVersion=version)
+        azure.arm.add(f"{path}/virtualMachines/{number}", properties=image)
+    return path
+
+
+def _read(azure: Place) -> list[Use]:
+    settings = azure.target.settings
+    with Service(settings.subscription, endpoint=azure.arm.url) as service:
+        return uses.read(service, azure.target, [settings.subscription])
+
+
+def test_models_instances_and_single_machines_are_uses(azure: Place) -> None:
+    target = azure.target
+    pinned = _scale_set(azure, "a", target.version("1.0.0"), {"0": "1.0.0", "1": "0.9.0", "2": "1.0.0"})
+    floating = _scale_set(azure, "b", target.definition, {})
+    _scale_set(azure, "c", f"{target.gallery}/images/worker2/versions/1.0.0", {})
+    flexible = _scale_set(azure, "d", target.version("0.7.0"), {}, mode="Flexible")
+    machine = f"{azure.arm.group}/providers/Microsoft.Compute/virtualMachines/m"
+    azure.arm.add(machine, properties=_image(id=target.version("0.8.0")))
+    assert _read(azure) == [
+        Use(pinned, "model", "1.0.0"),
+        Use(pinned, "machines", "1.0.0", 2),
+        Use(pinned, "machines", "0.9.0", 1),
+        Use(floating, "model", LATEST),
+        Use(flexible, "model", "0.7.0"),
+        Use(machine, "machines", "0.8.0", 1),
+    ]
+
+
+def test_a_machine_that_does_not_say_its_version_is_an_error(azure: Place) -> None:
+    machine = f"{azure.arm.group}/providers/Microsoft.Compute/virtualMachines/m"
+    azure.arm.add(machine, properties=_image(id=azure.target.definition))
+    with pytest.raises(FetchError, match="unknown version"):
+        _read(azure)
+
+
+def test_only_what_is_proven_unused_is_deleted(azure: Place, publish: Publisher, tmp_path: Path) -> None:
+    name = publish("run")["version"].rsplit("/", 1)[1]
+    target = azure.target
+    for version in ("1.0.0", "0.9.0"):
+        tags = {"image-builder-build": "ab" * 6}
+        profile = {"excludeFromLatest": True, "endOfLifeDate": "2026-01-01T00:00:00Z", "targetRegions": []}
+        properties = {"publishingProfile": profile, "replicationStatus": {"summary": []}}
+        azure.arm.add(target.version(version), tags=tags, properties=properties)
+    _scale_set(azure, "a", target.version(name), {"0": "1.0.0"})
+
+    def unread(request: Request) -> Any:
+        return error(403, "AuthorizationFailed", "no") if request.path.endswith("/virtualMachines") else None
+
+    azure.arm.faults = [unread]
+    publish("prune", "--delete", status=FetchError.exit_code)
+    azure.arm.faults = []
+    before = azure.changes()
+    verdicts = {v["version"]: v["reasons"] for v in publish("prune")["versions"]}
+    assert verdicts["0.9.0"] == [] and verdicts["1.0.0"] == ["1 machines of a run it"]
+    assert azure.changes() == before
+    publish("prune", "--delete")
+    assert [c for c in azure.changes() if c not in before] == [("DELETE", target.version("0.9.0"))]
+    assert publish("age", status=1)["ages"][0]["problem"] == "nobody knows when it was published"

@@ -1,0 +1,80 @@
+"""Publishing in a process of its own that is killed at given points, until one comes to its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_builder.gallery import pages
+from tests.support.arm.model import Request
+from tests.support.arm.place import Place
+from tests.support.images.builds import REPO
+
+_LOOK_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where to kill: when so many bytes arrived in all, or when the service was told to change so many things."""
+
+    received: int = sys.maxsize
+    changes: int = sys.maxsize
+
+
+@dataclass
+class Outcome:
+    """``killed`` counts processes that died, ``faithful`` whether the disk was the file when it became a version."""
+
+    killed: int = 0
+    faithful: bool = False
+    status: int = -1
+
+
+def publish(cloud: Place, inventory: Path, output: Path, points: Iterable[Point]) -> Outcome:
+    """Publish a build, killed at each point, and once more to the end."""
+    outcome = Outcome()
+    disk = next((output / "worker/latest").glob("*.vhd"))
+
+    def compare(request: Request) -> None:
+        if request.method == "PUT" and "/versions/" in request.path:
+            outcome.faithful = is_copy(cloud, disk)
+
+    cloud.arm.faults.append(compare)
+    argv = [sys.executable, "-m", "image_builder.cli", "publish", "run", "worker", "-i", str(inventory)]
+    argv += ["--output", str(output), "--endpoint", cloud.arm.url, "--json"]
+    environment = {**os.environ, **cloud.environment, "PYTHONPATH": str(REPO)}
+    for point in [*points, Point()]:
+        with subprocess.Popen(
+            argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as child:
+            while child.poll() is None:
+                if cloud.host.received >= point.received or len(cloud.arm.log) >= point.changes:
+                    child.kill()
+                    outcome.killed += 1
+                    break
+                time.sleep(_LOOK_SECONDS)
+            _, error = child.communicate()
+        outcome.status = child.returncode
+        if child.returncode not in (0, -9):
+            raise RuntimeError(error.decode())
+    return outcome
+
+
+def is_copy(cloud: Place, disk: Path) -> bool:
+    """Tell whether an upload's disk has the file's ranges, with the file's bytes, and nothing else."""
+    (name,) = cloud.store.sizes
+    size = disk.stat().st_size
+    ranges = [*pages.data_ranges(disk), (size - 512, size)]
+    if pages.merged(cloud.store.ranges(name)) != pages.merged(ranges):
+        return False
+    with disk.open("rb") as file:
+        for start, end in ranges:
+            file.seek(start)
+            if cloud.store.read(name, start, end - start) != file.read(end - start):
+                return False
+    return True

@@ -1,0 +1,57 @@
+"""What keeps a version from being deleted: each reason alone is enough, and without any it is unused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from image_builder.gallery.prune import judge
+from image_builder.gallery.uses import LATEST, Use
+from image_builder.gallery.versions import Version
+
+NOW = datetime(2026, 11, 25, tzinfo=UTC)
+NEWEST = Version(
+    "2026.1125.0", "ab" * 6, False, "2026-11-25T00:00:00Z", "2027-05-24T00:00:00Z", "Succeeded", {}
+)
+OLD = replace(NEWEST, name="2026.105.0", published="2026-01-05T00:00:00Z", end_of_life="2026-07-04T00:00:00Z")
+SET = "/subscriptions/s/resourceGroups/g/providers/Microsoft.Compute/virtualMachineScaleSets/gpu-a"
+
+
+def _reasons(version: Version, *uses: Use) -> tuple[str, ...]:
+    return judge([NEWEST, version], uses, NOW)[1].reasons
+
+
+def test_an_old_version_that_nobody_uses_is_unused() -> None:
+    assert _reasons(OLD) == ()
+    assert _reasons(OLD, Use(SET, "machines", "2026.1125.0", 5), Use(SET, "model", LATEST)) == ()
+    newest, old = judge([NEWEST, OLD], [], NOW)
+    assert (newest.is_unused, old.is_unused) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("version", "uses", "reason"),
+    [
+        (replace(OLD, build=""), [], "it wasn't published by image-builder"),
+        (replace(OLD, in_latest=True), [], "it is in latest"),
+        (replace(OLD, end_of_life=""), [], "it has no end of life"),
+        (replace(OLD, end_of_life="2026-11-26T00:00:00Z"), [], "its life ends 2026-11-26"),
+        (OLD, [Use(SET, "model", "2026.105.0")], "gpu-a has it as its model"),
+        (OLD, [Use(SET, "machines", "2026.105.0", 3)], "3 machines of gpu-a run it"),
+    ],
+)
+def test_one_reason_is_enough(version: Version, uses: list[Use], reason: str) -> None:
+    assert _reasons(version, *uses) == (reason,)
+
+
+def test_the_newest_is_kept_whatever_its_age() -> None:
+    assert judge([OLD], [], NOW)[0].reasons == ("it is the newest",)
+
+
+def test_whoever_takes_the_latest_keeps_those_in_latest() -> None:
+    promoted = replace(OLD, in_latest=True)
+    assert _reasons(promoted, Use(SET, "model", LATEST)) == (
+        "it is in latest",
+        "gpu-a takes whatever is latest",
+    )

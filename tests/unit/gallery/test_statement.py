@@ -1,0 +1,115 @@
+"""The signed statement: what it says, and whose it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import securesystemslib.signer  # noqa: F401  # it looks for gpg when it is imported, which no unit test may
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from image_builder.errors import PublishError, UsageError
+from image_builder.gallery import artefact
+from image_builder.gallery.artefact import Artefact
+from image_builder.gallery.statement import require_same, sign, statement, verified
+from tests.support.arm.place import MIB, write_build
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Artefact:
+    build = write_build(tmp_path / "output", size=2 * MIB, data=MIB).build_id[:12]
+    folder = tmp_path / "output/worker" / build
+    return artefact.read(folder, tmp_path / "output/boot" / build, unverified=False)
+
+
+def _keys(folder: Path, key: ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> tuple[Path, Path]:
+    """Write a pair of keys; return the private one's file and the public one's."""
+    private, public = folder / "key.pem", folder / "key.pub"
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return private, public
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    return _keys(tmp_path, ed25519.Ed25519PrivateKey.generate())
+
+
+@pytest.mark.parametrize("kind", ["ed25519", "ecdsa"])
+def test_a_statement_is_read_by_the_key_that_signed_it(tmp_path: Path, built: Artefact, kind: str) -> None:
+    key = (
+        ed25519.Ed25519PrivateKey.generate() if kind == "ed25519" else ec.generate_private_key(ec.SECP256R1())
+    )
+    private, public = _keys(tmp_path, key)
+    content = verified(sign(statement(built), private), public)
+    require_same(content, built.sha256, built.build)
+    assert content["subject"] == [{"name": "worker.vhd", "digest": {"sha256": built.sha256}}]
+    assert set(content["predicate"]["buildDefinition"]["internalParameters"]["verdicts"]) == {
+        "offline",
+        "booted",
+    }
+
+
+def test_a_signature_without_the_name_of_its_key_counts(built: Artefact, keys: tuple[Path, Path]) -> None:
+    envelope = json.loads(sign(statement(built), keys[0]))
+    envelope["signatures"][0]["keyid"] = ""
+    verified(json.dumps(envelope).encode(), keys[1])
+
+
+def test_every_changed_byte_of_the_payload_or_the_signature_is_refused(
+    built: Artefact, keys: tuple[Path, Path]
+) -> None:
+    envelope = json.loads(sign(statement(built), keys[0]))
+    for field, owner in (("payload", envelope), ("sig", envelope["signatures"][0])):
+        text = owner[field]
+        for at in range(0, len(text) - 4, 97):
+            owner[field] = text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :]
+            with pytest.raises(PublishError, match="not signed by"):
+                verified(json.dumps(envelope).encode(), keys[1])
+        owner[field] = text
+    verified(json.dumps(envelope).encode(), keys[1])
+
+
+@pytest.mark.parametrize(
+    "envelope", [b"", b"[]", b"{}", b'{"signatures": [], "payload": "", "payloadType": ""}']
+)
+def test_what_is_no_envelope_is_refused(keys: tuple[Path, Path], envelope: bytes) -> None:
+    with pytest.raises(PublishError, match="not signed by"):
+        verified(envelope, keys[1])
+
+
+def test_another_key_is_refused(tmp_path: Path, built: Artefact, keys: tuple[Path, Path]) -> None:
+    envelope = sign(statement(built), keys[0])
+    (tmp_path / "other").mkdir()
+    other = _keys(tmp_path / "other", ed25519.Ed25519PrivateKey.generate())
+    with pytest.raises(PublishError, match="not signed by"):
+        verified(envelope, other[1])
+    for wrong in (keys[1], tmp_path / "missing"):
+        with pytest.raises(UsageError, match="no private key"):
+            sign({}, wrong)
+    with pytest.raises(UsageError, match="no public key"):
+        verified(envelope, keys[0])
+
+
+def test_a_statement_about_other_bytes_or_an_unverified_image_is_refused(
+    tmp_path: Path, built: Artefact
+) -> None:
+    content = statement(built)
+    for sha256, build, reason in (
+        ("0" * 64, built.build, "another VHD"),
+        (built.sha256, "0" * 12, "another build"),
+        (built.sha256, "", "another build"),
+    ):
+        with pytest.raises(PublishError, match=reason):
+            require_same(content, sha256, build)
+    folder = built.disk.parent
+    unverified = artefact.read(folder, tmp_path / "none", unverified=True)
+    with pytest.raises(PublishError, match="without both verifications"):
+        require_same(statement(unverified), built.sha256, built.build)
