@@ -48,6 +48,7 @@ def role_variables(address: str) -> dict[str, Any]:
     return {
         "container_runtime_repository": {**source["repository"], "uris": [f"{address}/repository"]},
         "container_runtime_containerd_version": source["containerd"],
+        "container_runtime_docker_version": current["container_runtime_docker_version"],
         "kubelet_version": current["kubelet_version"],
         "kubelet_source": offered(source["kubelet"]),
         "kubelet_crictl": offered(source["crictl"]),
