@@ -62,21 +62,12 @@ def readme_play(role: str) -> str:
 
 def real_addresses() -> dict[str, Any]:
     """Return values for what READMEs make up, of the directory of programs."""
-    current = yaml.safe_load((REPO / "inventories/lab/group_vars/current.yml").read_text())
-    source = current["current_programs"]["directory"]
-    repository_here = {**source["repository"], "uris": [f"file:{PROGRAMS}/repository"]}
-
-    def here(program: dict[str, str]) -> dict[str, str]:
-        return {**program, "url": program["url"].replace("file:", f"file://{PROGRAMS}/")}
-
+    variables = programs.role_variables(f"file://{PROGRAMS}")
     return {
+        **variables,
         "azure_guest_agent": False,  # its package is in no lock of the lab
-        "container_runtime_repository": repository_here,
-        "container_runtime_containerd_version": source["containerd"],
-        "kubelet_container_runtime_version": source["containerd"],
-        "kubelet_version": current["kubelet_version"],
-        "kubelet_source": here(source["kubelet"]),
-        "kubelet_crictl": here(source["crictl"]),
+        # What the layer `kubernetes` would say.
+        "kubelet_container_runtime_version": variables["container_runtime_containerd_version"],
     }
 
 

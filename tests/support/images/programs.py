@@ -13,10 +13,13 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from image_builder.bake.lock.fetch import PROGRAMS
+from image_builder.settings import REPO_ROOT
 
 ABSENT = f"{PROGRAMS} names no directory of today's programs"
 _NAMED = os.environ.get(PROGRAMS, "")
@@ -32,6 +35,24 @@ CONTROL_PLANE = ("kube-apiserver", "kube-scheduler", "kube-controller-manager")
 def find(pattern: str) -> list[Path]:
     """Return the files of the directory that match a pattern, sorted; none without a directory."""
     return sorted(DIRECTORY.glob(pattern)) if DIRECTORY else []
+
+
+def role_variables(address: str) -> dict[str, Any]:
+    """Return what layers need to install today's programs, where a host has the directory at ``address``, an URL."""
+    current = yaml.safe_load((REPO_ROOT / "inventories/lab/group_vars/current.yml").read_text())
+    source = current["current_programs"]["directory"]
+
+    def offered(program: dict[str, str]) -> dict[str, str]:
+        return {**program, "url": program["url"].replace("file:", f"{address}/")}
+
+    return {
+        "container_runtime_repository": {**source["repository"], "uris": [f"{address}/repository"]},
+        "container_runtime_containerd_version": source["containerd"],
+        "container_runtime_docker_version": current["container_runtime_docker_version"],
+        "kubelet_version": current["kubelet_version"],
+        "kubelet_source": offered(source["kubelet"]),
+        "kubelet_crictl": offered(source["crictl"]),
+    }
 
 
 def unpack(name: str, directory: Path) -> Path:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from image_builder.bake.lock import repository
+from image_builder.machine.ssh import SshAddress
 from image_builder.system import cgroups, environment, namespace
 from image_builder.system.process import Arg
 
@@ -53,7 +54,7 @@ class Ended:
     @property
     def changed(self) -> int:
         """Return how many tasks of a play changed something."""
-        (number,) = re.findall(r"^host .*\bchanged=(\d+)", self.output, re.MULTILINE)
+        (number,) = re.findall(r"^\S+ +: ok=.*\bchanged=(\d+)", self.output, re.MULTILINE)
         return int(number)
 
 
@@ -75,21 +76,44 @@ class BootedHost:
 
     def play(self, playbook: str | Path, *argv: Arg, **settings: str) -> Ended:
         """Run a playbook by plain ansible-playbook, over ssh, with ``settings`` in its environment and none else."""
-        return _run(
-            [
-                *("nsenter", "--target", str(self.pid), "--net", "--"),
-                *(Path(sys.executable).parent / "ansible-playbook", "-i", self.folder / "hosts.yml", *argv),
-                playbook,
-            ],
-            {
-                "PATH": os.environ["PATH"],
-                "HOME": os.fspath(self.folder),
-                "ANSIBLE_PIPELINING": "true",
-                "ANSIBLE_SSH_CONTROL_PATH_DIR": self.sockets,
-                **settings,
-            },
-            self.folder,
-        )
+        entered = ("nsenter", "--target", str(self.pid), "--net", "--")
+        controller = {"ANSIBLE_SSH_CONTROL_PATH_DIR": self.sockets, **settings}
+        return play(self.folder, playbook, *argv, within=entered, **controller)
+
+
+def write_inventory(folder: Path, host: str, address: SshAddress) -> None:
+    """Write the inventory of plays: one host, of the group ``nodes``, and how it is reached."""
+    connection = {
+        "ansible_host": address.host,
+        "ansible_port": address.port,
+        "ansible_user": address.user,
+        "ansible_become": True,
+        "ansible_ssh_private_key_file": os.fspath(address.key or ""),
+        "ansible_ssh_common_args": "-F none -o StrictHostKeyChecking=accept-new"
+        f" -o UserKnownHostsFile={address.known_hosts}",
+        "ansible_python_interpreter": "/usr/bin/python3",
+    }
+    (folder / "hosts.yml").write_text(json.dumps({"nodes": {"hosts": {host: connection}}}))
+
+
+def play(
+    folder: Path, playbook: str | Path, *argv: Arg, within: Sequence[Arg] = (), **settings: str
+) -> Ended:
+    """Run a playbook by plain ansible-playbook on the inventory of ``folder``, with no setting but ``settings``.
+
+    ``within`` is a command that runs the command after it, elsewhere.
+    """
+    program = Path(sys.executable).parent / "ansible-playbook"
+    return _run(
+        [*within, program, "-i", folder / "hosts.yml", *argv, playbook],
+        {
+            "PATH": os.environ["PATH"],
+            "HOME": os.fspath(folder),
+            "ANSIBLE_PIPELINING": "true",
+            **settings,
+        },
+        folder,
+    )
 
 
 def _run(argv: Sequence[Arg], env: Mapping[str, str] | None = None, folder: Path | None = None) -> Ended:
@@ -162,15 +186,7 @@ def _ready(process: subprocess.Popen[bytes], folder: Path, sockets: str) -> Boot
     while not (host := _init_of(process, folder, sockets)) or host.run(*_STATE).output.strip() not in _UP:
         assert process.poll() is None and time.monotonic() < deadline, (folder / "console.log").read_text()
         time.sleep(0.1)
-    reached = {
-        "ansible_host": "127.0.0.1",
-        "ansible_user": USER,
-        "ansible_become": True,
-        "ansible_ssh_private_key_file": os.fspath(folder / "key"),
-        "ansible_ssh_common_args": f"-F none -o StrictHostKeyChecking=accept-new -o UserKnownHostsFile={folder}/known",
-        "ansible_python_interpreter": "/usr/bin/python3",
-    }
-    (folder / "hosts.yml").write_text(json.dumps({"nodes": {"hosts": {"host": reached}}}))
+    write_inventory(folder, "host", SshAddress(USER, "127.0.0.1", 22, folder / "key", folder / "known"))
     # Check mode reads no index, and a sealed image has none.
     indexed = host.run("apt-get", "update", "--error-on=any")
     assert indexed.status == 0, indexed.output

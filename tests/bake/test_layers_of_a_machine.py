@@ -1,0 +1,147 @@
+"""A running machine is made a worker: it has booted the small image, which has none of the layers of one.
+
+Its inventory declares it a worker of today, plain ansible-playbook applies every layer over SSH, and then
+``verify ssh://`` holds it to that declaration. It isn't declared to have what only a bake can give it: images in a
+preload store. `join` needs a cluster to verify: test_roles_alone.py applies that layer, tests/e2e/join.py lets it join.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.definition import load_inventory
+from image_builder.events import Monitor
+from image_builder.lab import pause
+from image_builder.machine.vm import Vm, VmOptions
+from image_builder.verify.boot import (
+    GROWTH_BYTES,
+    LOCAL_DISK,
+    find_disk,
+    start_pod,
+    virtual_size,
+    wait_for_system,
+)
+from image_builder.verify.runner import definition_facts, write_facts
+from tests.support import servers
+from tests.support.images import programs
+from tests.support.images.builds import REPO, Workplace, offered_packages
+from tests.support.images.fixtures import WHOLE
+from tests.support.nodes import booted
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.boot,
+    pytest.mark.nightly,
+    pytest.mark.image(WHOLE),
+    programs.needs_programs,
+]
+
+LAYERS = ["system", "container_runtime", "node", "kubernetes", "gate"]
+# How QEMU's guests reach 127.0.0.1 of this host.
+HERE = "10.0.2.2"
+
+
+class _Files(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def served(folder: Path, **directories: Path) -> Iterator[str]:
+    """Serve directories by their names; yield the address for guests."""
+    folder.mkdir()
+    for name, directory in directories.items():
+        (folder / name).symlink_to(directory)
+    handler = functools.partial(_Files, directory=os.fspath(folder))
+    with servers.running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
+        yield f"http://{HERE}:{server.server_port}"
+
+
+@contextmanager
+def running(image: str, disk: Path, folder: Path) -> Iterator[Vm]:
+    """Boot a disk beside a blank local one."""
+    folder.mkdir()
+    size = virtual_size(disk) + GROWTH_BYTES
+    options = VmOptions(image, disk, extra_disks=(LOCAL_DISK,), secure_boot=True, disk_size=size)
+    with Vm(options, folder) as vm:
+        assert wait_for_system(vm.wait_for_ssh()) == "running"
+        yield vm
+
+
+def declare(inventory: Path, image: str, address: str) -> None:
+    """Write an inventory above the lab's, in which an image is a worker of today with programs from ``address``."""
+    declared = {
+        "image_layers": LAYERS,
+        "image_preload": [],
+        "container_runtime_engine": "containerd",
+        **programs.role_variables(address),
+    }
+    inventory.write_text(json.dumps({"current": {"hosts": {image: declared}}}))
+
+
+def facts_of(machine: Workplace, inventory: Path, worker: Workplace) -> dict[str, Any]:
+    """Return what the machine must be: what is declared, with a worker's packages; its build is the one it booted."""
+    definition = load_inventory([REPO / "inventories/lab", inventory]).define(machine.image)
+    build_id = json.loads((machine.artefact / "facts.json").read_bytes())["build_id"]
+    packages = json.loads((worker.artefact / "facts.json").read_bytes())["packages"]
+    return definition_facts(definition, build_id, packages, preload=[])
+
+
+def test_layers_make_a_running_machine_a_worker(
+    minimal: Workplace, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    worker: Workplace = request.getfixturevalue(WHOLE)
+    inventory, facts = tmp_path / "worker.json", tmp_path / "facts.json"
+    assert programs.DIRECTORY
+    with (
+        offered_packages(worker) as packages,
+        served(tmp_path / "served", packages=packages, programs=programs.DIRECTORY) as address,
+        running(minimal.image, find_disk(minimal.artefact), tmp_path / "machine") as vm,
+    ):
+        declare(inventory, minimal.image, f"{address}/programs")
+        expected = facts_of(minimal, inventory, worker)
+        write_facts(facts, expected)
+        apply_layers(vm, inventory, f"{address}/packages", tmp_path)
+        start_pod(vm, vm.target, expected["variables"], Monitor(), pause.archive)
+        done = subprocess.run(
+            [REPO / "image-builder", "verify", vm.target.url, "--facts", facts, "--output", tmp_path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def apply_layers(vm: Vm, inventory: Path, packages: str, folder: Path) -> None:
+    """Apply every layer, with packages from there and nowhere else."""
+    ssh = vm.target
+    apart = (
+        "mv /etc/apt/sources.list.d /root; mkdir /etc/apt/sources.list.d",
+        f"echo 'deb [trusted=yes] {packages} ./' >/etc/apt/sources.list; apt-get update",
+    )
+    ssh.run(["sh", "-euc", "; ".join(apart)])
+    booted.write_inventory(folder, vm.options.name, ssh.address)
+    with tempfile.TemporaryDirectory(prefix="ssh-", dir="/tmp") as sockets:
+        for layer in LAYERS:
+            done = booted.play(
+                folder,
+                REPO / f"playbooks/layers/{layer}.yml",
+                *("-i", REPO / "inventories/lab", "-i", inventory, "-e", "target_hosts=nodes"),
+                ANSIBLE_ROLES_PATH=os.fspath(REPO / "roles"),
+                ANSIBLE_SSH_CONTROL_PATH_DIR=sockets,
+            )
+            assert done.status == 0, done.output
+    back = "rm /etc/apt/sources.list; mv /root/sources.list.d/* /etc/apt/sources.list.d; rmdir /root/sources.list.d"
+    ssh.run(["sh", "-euc", back])
