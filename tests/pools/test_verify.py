@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from image_builder.errors import PoolError
 from image_builder.pool.plan.model import Outcome
 from image_builder.pool.reach.reach import Reach
 from image_builder.pool.steps.suite import CHECKS, NO_RESULT, Runs, Suite
@@ -25,7 +26,7 @@ from image_builder.settings import LAUNCHER, Settings
 from tests.bench.measures import NOT_BOOTED, be_quick
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import USER, Fleet, fleet
-from tests.support.pools.rollouts import POLICY, command, write_plan, write_suite
+from tests.support.pools.rollouts import POLICY, command, install, signature, write_plan, write_suite
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
@@ -272,45 +273,81 @@ def test_a_host_that_is_lost_in_mid_suite_is_dropped_and_verified_once_it_is_bac
         assert run(runs, pool, HANGS, 3).detail == "the suite did not end within 3 s"
 
 
-def test_a_machine_is_verified_by_an_ordinary_user(pool: Fleet, minimal: Workplace, tmp_path: Path) -> None:
-    """By the command line, which starts no service and writes only where its user may."""
-    nobody, mine = 65534, tmp_path / "mine"
+NOBODY = 65534
+
+
+@pytest.fixture
+def mine(pool: Fleet, minimal: Workplace, tmp_path: Path) -> Path:
+    """A directory of an ordinary user, with a key for the hosts, their keys, and what must hold on them."""
+    mine = tmp_path / "mine"
     mine.mkdir()
-    for file, name in ((pool.key, "key"), (minimal.artefact / "facts.json", "facts.json")):
+    for name, file in (
+        ("key", pool.key),
+        ("pinned", pool.pinned.path),
+        ("facts.json", minimal.artefact / "facts.json"),
+    ):
         (mine / name).write_bytes(file.read_bytes())
+    (mine / "key").chmod(0o600)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)  # pytest's own are closed to others
+    return mine
+
+
+def start(mine: Path, *argv: str | Path) -> subprocess.Popen[str]:
+    """Start the command line as the user, whose everything in the directory is."""
+    for path in (mine, *mine.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    return subprocess.Popen(
+        [LAUNCHER, *argv],
+        cwd=mine,
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        env={"PATH": os.environ["PATH"], "HOME": os.fspath(mine), "CI": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_machine_is_verified_by_an_ordinary_user(pool: Fleet, mine: Path) -> None:
+    """By the command line, which starts no service and writes only where its user may."""
     address = pool.hosts[0].address
     _, public = pool.pinned.path.read_text().splitlines()[0].split(" ", 1)
     (mine / "known_hosts").write_text(f"{address} {public}\n")
-    (mine / "key").chmod(0o600)
-    for path in (mine, *mine.iterdir()):
-        os.chown(path, nobody, nobody)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)  # pytest's own are closed to others
     target = f"ssh://{USER}@{address}?key={mine}/key&known_hosts={mine}/known_hosts"
-    argv: list[str | Path] = [
-        LAUNCHER,
-        "verify",
-        target,
-        "--facts",
-        mine / "facts.json",
-        "--output",
-        mine / "reports",
-    ]
     checks = mine / "reports/suite.jsonl"
-    with subprocess.Popen(
-        argv,
-        cwd=mine,
-        user=nobody,
-        group=nobody,
-        extra_groups=[],
-        env={"PATH": os.environ["PATH"], "HOME": os.fspath(mine)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as verification:
+    with start(mine, "verify", target, "--facts", "facts.json", "--output", "reports") as verification:
         # Those that wait for a booted machine come later, and need minutes.
         while not checks.exists() or checks.read_text().count('"outcome": "passed"') < 10:
             assert verification.poll() is None, verification.stderr and verification.stderr.read()
             time.sleep(0.1)
         verification.terminate()
-    assert checks.stat().st_uid == nobody
+    assert checks.stat().st_uid == NOBODY
+
+
+def test_a_pool_is_brought_up_by_an_ordinary_user(pool: Fleet, mine: Path) -> None:
+    """Planned, brought up, asked about; a canary has the whole suite, by whose checks of a booted machine it fails."""
+    be_quick(pool, (0, 4))
+    install(pool, (0, 4))
+    policy = POLICY | {"deadlines": {"probe": 60, "bootstrap": 120, "verify": 300}}
+    write_plan(pool, mine, (0, 4), policy).unlink()
+
+    def pool_command(*argv: str | Path, status: int = 0) -> str:
+        with start(mine, "pool", *argv) as child:
+            out, err = child.communicate(timeout=600)
+        assert child.returncode == status, err
+        return out
+
+    inventory = ("-i", "hosts.json")
+    pool_command("plan", *inventory, "pool", "--policy", "policy.yml", "--out", "my.json")
+    login = ("--user", USER, "--key", "key", "--known-hosts", "pinned", "--facts", "facts.json")
+    status = PoolError.exit_code
+    report = json.loads(pool_command("run", "my.json", *inventory, *login, "--json", status=status))
+    outcomes = sorted(signature(result["outcome"]) for result in report["results"].values())
+    assert outcomes == [f"failed verify {CHECKS}", "ok"], report["results"]
+    assert [pool.run(number, "cat", "/var/joins") for number in (0, 4)] == ["told\n"] * 2
+    (verdict,) = (mine / "my.json.reports").glob("*/verify.json")
+    assert len([c for c in json.loads(verdict.read_text())["checks"] if c["outcome"] == "passed"]) > 80
+    assert json.loads(pool_command("status", "my.json", "--json"))["counts"] == report["counts"]
+    assert {path.lstat().st_uid for path in mine.rglob("*")} == {NOBODY}
