@@ -110,8 +110,8 @@ class Service:
 
     # -- changing --------------------------------------------------------------------------------------------
 
-    def change(self, call: Call, is_done: Callable[[], bool]) -> Json:
-        """Send a request, wait for the end of the operation that it starts, and return its result.
+    def change(self, call: Call, is_done: Callable[[], bool], *, follows: bool = True) -> Json:
+        """Send a request, wait for the end of the operation that it starts if ``follows``, and return its result.
 
         ``is_done`` reads from the resource whether an answer that says nothing of it meant success: the result is
         empty then. Raises PublishError.
@@ -121,7 +121,7 @@ class Service:
             answer, problem = self._send(call)
             status = answer.status_code if answer is not None else 0
             if 200 <= status < 300:
-                return self._operation(call, answer)
+                return self._operation(call, answer) if follows else {}
             if status and status not in (_THROTTLED, _CONFLICT, *_UNCERTAIN):
                 raise PublishError(f"{call.method} {call.path}: {problem}", hint=_hint(status))
             self._say(f"{call.method} {call.path.rsplit('/', 1)[-1]}: {problem}")

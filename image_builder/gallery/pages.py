@@ -6,6 +6,7 @@ fixed VHD are its footer, without which Azure makes no disk of an upload: it is 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ Range = tuple[int, int]
 
 PAGE = 512
 LARGEST = 4 << 20
+# A hole that is smaller is sent with its neighbours: a request more costs more than these zeros.
+_SMALLEST_HOLE = 64 << 10
 
 
 def data_ranges(disk: Path) -> tuple[Range, ...]:
@@ -25,15 +28,15 @@ def data_ranges(disk: Path) -> tuple[Range, ...]:
         extents = [
             (start, min(end, end_of_data)) for start, end in sparse.extents(file.fileno(), end_of_data)
         ]
-    return tuple(_cut(merged(extents)))
+    return tuple(_cut(merged(extents, _SMALLEST_HOLE)))
 
 
-def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Return the same pages as few ranges, in order: whole pages, and neighbours as one."""
+def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
+    """Return the same pages as few ranges, in order: whole pages, and as one what is no further apart than ``gap``."""
     result: list[Range] = []
     whole = [(start // PAGE * PAGE, -(-end // PAGE) * PAGE) for start, end in ranges if start < end]
     for start, end in sorted(whole):
-        if result and start <= result[-1][1]:
+        if result and start <= result[-1][1] + gap:
             result[-1] = (result[-1][0], max(end, result[-1][1]))
         else:
             result.append((start, end))
@@ -43,22 +46,27 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 def lacking(planned: Iterable[Range], present: Iterable[Range]) -> list[Range]:
     """Return those of the planned ranges that aren't wholly present."""
     whole = merged(present)
-    return [
-        (start, end) for start, end in planned if not any(low <= start and end <= high for low, high in whole)
-    ]
+    starts = [start for start, _ in whole]
+
+    def is_present(start: int, end: int) -> bool:
+        number = bisect_right(starts, start) - 1
+        return number >= 0 and end <= whole[number][1]
+
+    return [(start, end) for start, end in planned if not is_present(start, end)]
 
 
 def beyond(present: Iterable[Range], planned: Iterable[Range]) -> list[Range]:
     """Return the parts of what is present that aren't planned, each as large as one request may be."""
-    rest = merged(present)
-    for low, high in merged(planned):
-        rest = [
-            part
-            for start, end in rest
-            for part in ((start, min(end, low)), (max(start, high), end))
-            if part[0] < part[1]
-        ]
-    return list(_cut(rest))
+    plan, rest = merged(planned), []
+    ends = [end for _, end in plan]
+    for start, end in merged(present):
+        number, at = bisect_right(ends, start), start
+        while number < len(plan) and plan[number][0] < end:
+            rest.append((at, plan[number][0]))
+            at = plan[number][1]
+            number += 1
+        rest.append((at, end))
+    return list(_cut((low, high) for low, high in rest if low < high))
 
 
 def _cut(ranges: Iterable[Range]) -> Iterator[Range]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from image_builder.canonical import JSON
@@ -130,19 +131,20 @@ class Run:
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def _change(self, call: Call, is_done: Callable[[], bool]) -> Mapping[str, Any]:
+    def _change(self, call: Call, is_done: Callable[[], bool], *, follows: bool = True) -> Mapping[str, Any]:
         self._step = call.step
         self.journal.append(Intent(at=time.time(), step=call.step))
         self.monitor.stage_doing("upload" if call.step in ("access", "release") else call.step, call.path)
-        result = self.service.change(call, is_done)
+        result = self.service.change(call, is_done, follows=follows)
         self.figures["requests"] += 1
         self.journal.append(Done(at=time.time(), step=call.step))
         return result
 
     def _create(self, call: Call) -> None:
         """Make a resource unless it is there, and wait until it is whole."""
-        if self.service.get(call.path, call.api) is None:
-            self._change(call, lambda: self.service.get(call.path, call.api) is not None)
+        if not self._is_there(call):
+            # A version's operation ends when all regions have it, of which it says nothing.
+            self._change(call, partial(self._is_there, call), follows=call.step != "version")
         while (state := self._appeared(call)["properties"].get("provisioningState")) not in (
             "Succeeded",
             None,
@@ -154,6 +156,9 @@ class Run:
             if call.step == "version":
                 return  # it is Creating for as long as it is replicated
             self.service.wait()
+
+    def _is_there(self, call: Call) -> bool:
+        return self.service.get(call.path, call.api) is not None
 
     def _appeared(self, call: Call) -> Mapping[str, Any]:
         """Return a resource that was made; it may be hidden for some time."""
@@ -233,8 +238,8 @@ class Run:
         return str(disk["properties"].get("diskState", ""))
 
     def _delete(self, call: Call) -> None:
-        if self.service.get(call.path, call.api) is not None:
-            self._change(call, lambda: self.service.get(call.path, call.api) is None)
+        if self._is_there(call):
+            self._change(call, lambda: not self._is_there(call))
 
     # -- the version -----------------------------------------------------------------------------------------
 
@@ -302,7 +307,8 @@ class Run:
         for part in ([region for region in regions if region["name"] != name], regions):
             body = {"properties": {"publishingProfile": {"targetRegions": part}}}
             path = self.plan.target.version(self.plan.version)
-            self._change(Call("version", "PATCH", path, GALLERY_API, body), lambda: False)
+            follows = part is not regions
+            self._change(Call("version", "PATCH", path, GALLERY_API, body), lambda: False, follows=follows)
 
 
 def _summary(version: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:

@@ -5,8 +5,10 @@ Each failure is one of the table in the issue; the simulator makes it happen to 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,6 +184,19 @@ def test_a_lost_journal_costs_no_second_upload(publishing: Publishing) -> None:
     before = publishing.cloud.changes()
     publishing()
     assert publishing.cloud.changes() == before
+
+
+def test_two_machines_that_publish_the_same_build_make_one_version(publishing: Publishing) -> None:
+    """The second one may be refused, since the first one takes the disk away; the same command again finds it done."""
+    other = copy.copy(publishing)
+    other.journal = publishing.journal.with_name("other.jsonl")
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(publishing), pool.submit(other)]
+    errors = [error for run in runs if (error := run.exception())]
+    assert len(errors) < 2 and all(isinstance(error, PublishError) for error in errors), errors
+    assert publishing()["version"] == other()["version"]
+    publishing.require_published()
+    assert publishing.accepted("PUT", "/versions/") >= 1
 
 
 def test_rights_that_are_missing_are_all_named_before_anything_is_made(publishing: Publishing) -> None:

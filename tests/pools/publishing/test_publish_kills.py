@@ -17,17 +17,18 @@ DATA = 24 * MIB
 
 
 def test_a_publication_that_is_killed_goes_on(azure: Place, inventory: Path, tmp_path: Path) -> None:
-    """Killed while the disk is made, in the middle of the pages, before the footer's answer, and at the version."""
+    """Killed while the disk is made, twice among the pages, when it is released, and when it becomes a version."""
     azure.store.sizes.clear()
     write_build(tmp_path / "output", size=64 * MIB, data=DATA)
     points = [
         Point(changes=1),
         Point(received=DATA // 3),
-        Point(received=DATA + 512),
-        Point(changes=6),
+        Point(received=DATA // 3),
+        Point(changes=2),
+        Point(changes=1),
     ]
     outcome = publish(azure, inventory, tmp_path / "output", points)
-    assert (outcome.killed, outcome.faithful, outcome.status) == (4, True, 0)
+    assert (outcome.killed, outcome.faithful, outcome.status) == (5, True, 0)
     puts = [path for method, path in azure.changes() if method == "PUT"]
     assert len(set(puts)) == 2 and sum("/versions/" in path for path in puts) == 1
     assert [path for path in azure.arm.resources if "/disks/" in path] == []

@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Point:
-    """Where to kill: when so many bytes arrived in all, or when the service was told to change so many things."""
+    """Where to kill a process: when so many bytes of it arrived, or it had the service change so many things."""
 
     received: int = sys.maxsize
     changes: int = sys.maxsize
@@ -49,11 +49,12 @@ def publish(cloud: Place, inventory: Path, output: Path, points: Iterable[Point]
     argv += ["--output", str(output), "--endpoint", cloud.arm.url, "--json"]
     environment = {**os.environ, **cloud.environment, "PYTHONPATH": str(REPO)}
     for point in [*points, Point()]:
+        received, changes = cloud.host.received + point.received, len(cloud.arm.log) + point.changes
         with subprocess.Popen(
             argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         ) as child:
             while child.poll() is None:
-                if cloud.host.received >= point.received or len(cloud.arm.log) >= point.changes:
+                if cloud.host.received >= received or len(cloud.arm.log) >= changes:
                     child.kill()
                     outcome.killed += 1
                     break

@@ -37,6 +37,22 @@ def test_the_data_of_a_sparse_file_is_cut_where_requests_end_and_its_footer_is_l
     assert merged(ranges) == [(0, 4096), (10 << 20, 19 << 20), (size - 4096, size)]
 
 
+def test_small_holes_are_sent_and_large_ones_are_not(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with disk.open("wb") as file:
+        for offset in (0, 32 << 10, 256 << 10):
+            file.seek(offset)
+            file.write(b"x" * 4096)
+        file.seek(1 << 20)
+        file.write(b"f" * 512)
+    assert data_ranges(disk) == ((0, 36 << 10), (256 << 10, 260 << 10))
+
+
+def test_a_disk_of_many_extents_is_compared_at_once() -> None:
+    ranges = [(n * 8192, n * 8192 + 4096) for n in range(100_000)]
+    assert lacking(ranges, ranges) == [] and beyond(ranges, ranges) == []
+
+
 def test_a_disk_without_data_has_no_ranges(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with disk.open("wb") as file:
