@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Runner(Path(directory), Lane(int(number), bool(light))))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # pytest keeps plugins in sets
 class _Runner:
     """Runs the tests of the files that the queue gives to a lane."""
 
