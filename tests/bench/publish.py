@@ -34,7 +34,7 @@ from tests.support.arm.place import MIB, place, write_build, write_disk, write_i
 
 _GOAL = 1 / 20
 _SIZE, _DATA = 4096 * MIB, 160 * MIB
-_KILLED_SIZE, _KILLED_DATA = 256 * MIB, 96 * MIB
+_KILLED_SIZE, _KILLED_DATA = 512 * MIB, 288 * MIB
 
 
 def client(kind: str, address: str, file: Path) -> None:
@@ -75,8 +75,8 @@ def kills(store: Store, folder: Path, count: int) -> dict[str, Any]:
     with place(store, folder / "killed") as cloud:
         write_build(folder / "output", size=_KILLED_SIZE, data=_KILLED_DATA)
         inventory = write_inventory(folder / "hosts.yml")
-        # A twelfth at most: so many of them seldom reach the end of the pages.
-        points = [Point(received=chance.randrange(1, _KILLED_DATA // 12)) for _ in range(count - 4)]
+        # Some MiB at most, besides those in flight: so many of them seldom reach the end of the pages.
+        points = [Point(received=chance.randrange(1, 8 * MIB)) for _ in range(count - 4)]
         points = [Point(changes=1), *points, *(Point(changes=number) for number in (1, 2, 1))]
         outcome = publish(cloud, inventory, folder / "output", points)
         versions = [path for path in cloud.arm.resources if "/versions/" in path]
