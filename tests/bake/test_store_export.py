@@ -128,6 +128,34 @@ def test_a_tree_comes_back_with_all_that_it_has(settings: Settings, cache: Path,
     assert (again.stages, again.present) == ([], 2)
 
 
+def test_links_that_builds_make_beside_it_change_nothing(
+    settings: Settings, tmp_path: Path, blank: Store
+) -> None:
+    """A link to a file changes its times: tar notices, though it read all of it."""
+    store = Store(settings.store)
+    plan = StagePlan("system", "layer", {"size": "large"})
+    with store.staging() as staging:
+        (staging / "object/product/tree").mkdir(parents=True)
+        (staging / "object/product/tree/disk").write_bytes(os.urandom(48 * _MIB))
+        store.commit(plan, staging / "object", 1.0, {})
+    store.record(IMAGE, [plan.id])
+    disk, ended = store.object(plan.id) / "product/tree/disk", threading.Event()
+
+    def link() -> None:
+        while not ended.is_set():
+            (tmp_path / "link").hardlink_to(disk)
+            (tmp_path / "link").unlink()
+
+    linker = threading.Thread(target=link)
+    linker.start()
+    try:
+        _export(settings, tmp_path / "cache")
+    finally:
+        ended.set()
+        linker.join()
+    exporting.take_over(tmp_path / "cache", blank, Monitor())
+
+
 def test_an_ordinary_user_can_copy_it(cache: Path, blank: Store) -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as home:
         os.chown(home, NOBODY, NOBODY)

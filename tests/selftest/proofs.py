@@ -31,6 +31,8 @@ WINGS: Mapping[str, tuple[str, ...]] = {
     r"\bpools?\b(?!/)": ("image_builder/pool/", "image_builder/cli/pool/", "tests/support/pools/"),
     r"\bcluster\b": ("image_builder/cluster/", "image_builder/cli/gate.py", "tests/support/control_plane/"),
     r"\bpublish": ("image_builder/gallery/", "image_builder/cli/publish.py", "tests/support/arm/"),
+    r"\bexport": ("image_builder/bake/export.py", "image_builder/cli/store.py"),
+    r"\bselftest\b": ("tests/selftest/",),
     r"\bmutations\b": ("tests/mutations/",),
     r"\bbench\b": ("tests/bench/",),
     r"\bdocs\b|\.md\b|README|CHANGELOG": ("docs/", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
