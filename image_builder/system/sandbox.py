@@ -26,6 +26,9 @@ _MOUNT_POINTS = ("proc", "sys", "dev", "run", "tmp")
 
 # A role that sets sysctls live would set the build host's.
 _READ_ONLY_PROC = ("sys", "sysrq-trigger")
+
+# A killed program that waits for a disk ends when the disk answers.
+_KILL_SECONDS = 30.0
 # What nothing in a bake needs: the host's modules, memory and ports, clock, power. Root in a bake is root nevertheless.
 BOUNDED = ("setpriv", "--bounding-set", "-sys_module,-sys_rawio,-sys_time,-sys_boot", "--")
 
@@ -201,14 +204,16 @@ def bound(source: Path, target: Path, *, read_only: bool) -> Iterator[None]:
 def _kill_inhabitants(root: Path) -> None:
     """End every process whose root is ``root``: a package's postinst may have left a daemon.
 
+    Returns when their last threads are gone: until then their files are open, and the root can't be unmounted.
     Only this PID namespace is visible here, so nothing of the host can be met.
     """
     where = os.stat(root)
-    for _ in range(50):
-        pids = [pid for pid in _processes() if _has_root(pid, where)]
-        if not pids:
+    deadline = time.monotonic() + _KILL_SECONDS
+    while time.monotonic() < deadline:
+        inhabitants, ending = _inhabitants(where)
+        if not inhabitants and not ending:
             return
-        for pid in pids:
+        for pid in inhabitants:
             try:
                 os.kill(pid, 9)
             except ProcessLookupError:
@@ -216,13 +221,29 @@ def _kill_inhabitants(root: Path) -> None:
         time.sleep(0.02)
 
 
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+def _inhabitants(root: os.stat_result) -> tuple[set[int], bool]:
+    """Return the processes with a thread in ``root``, and whether a thread is ending that may have been in it.
+
+    The first thread of a process may be gone while others run, and a thread that ends leaves its root before it
+    closes its files (do_exit of the kernel).
+    """
+    inhabitants: set[int] = set()
+    ending = False
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
+            try:
+                place = os.stat(thread / "root/.")
+            except OSError:
+                ending = ending or not _is_gone(thread)
+                continue
+            if (place.st_dev, place.st_ino) == (root.st_dev, root.st_ino):
+                inhabitants.add(pid)
+    return inhabitants, ending
 
 
-def _has_root(pid: int, root: os.stat_result) -> bool:
+def _is_gone(thread: Path) -> bool:
+    """Tell whether a thread (its directory of /proc) has ended, whether or not it was waited for."""
     try:
-        process_root = os.stat(f"/proc/{pid}/root/.")
+        return (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
     except OSError:
-        return False
-    return (process_root.st_dev, process_root.st_ino) == (root.st_dev, root.st_ino)
+        return True

@@ -193,6 +193,26 @@ def test_a_daemon_left_in_the_root_is_ended(tmp_path: Path) -> None:
     )
 
 
+def test_a_program_whose_first_thread_ended_is_ended(tmp_path: Path) -> None:
+    """As a killed dockerd is for a moment: nothing of it is in the root any more but threads with open files."""
+    program = (
+        "import ctypes, threading, time\n"
+        "hold = open('/dev/null')\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "print('ready', flush=True)\n"
+        "ctypes.CDLL(None).syscall(60, 0)\n"  # exit, of this thread alone (x86-64)
+    )
+    (tmp_path / "program.py").write_text(program)
+    _run(
+        tmp_path,
+        "with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
+        "    (root.path / 'tmp/program.py').write_text((base / 'program.py').read_text())\n"
+        "    root.run(['sh', '-c', '/usr/bin/python3 /tmp/program.py > /tmp/out 2>&1 & '\n"
+        "                          'while ! grep -q ready /tmp/out; do sleep 0.1; done; sleep 0.3'])\n"
+        "assert all(m.target.find(str(base)) < 0 for m in mounts.listed())\n",
+    )
+
+
 def test_a_failure_inside_leaves_no_mount(tmp_path: Path) -> None:
     _run(
         tmp_path,
