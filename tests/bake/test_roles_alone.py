@@ -91,6 +91,29 @@ def test_readmes_play(role: str, host: BootedHost) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("role", ["container_runtime", "kubelet", "nvidia"])
+def test_check_mode_before_a_repository(role: str, host: BootedHost) -> None:
+    """A repository that a first check mode doesn't add offers nothing yet; any other failure of apt is one."""
+    play = host.folder / "play.yml"
+    play.write_text(readme_play(role))
+    absent = {"uris": ["https://packages.invalid/"], "suites": ["/"], "signed_by": "/usr/share/keyrings/none.gpg"}
+    variables = {
+        **real_addresses(),
+        f"{role}_repository": absent,
+        "kubelet_source": {"type": "repository"},
+        "kubelet_version": "1.34",
+    }
+    (host.folder / "variables.json").write_text(json.dumps(variables))
+    argv = ["--check", "-e", f"@{host.folder}/variables.json"]
+    roles = {"ANSIBLE_ROLES_PATH": os.fspath(REPO / "roles")}
+    done = host.play(play, *argv, **roles)
+    assert done.status == 0 and done.changed > 1, done.output
+    host.run("sh", "-c", "echo broken > /etc/apt/sources.list.d/broken.list")
+    done = host.play(play, *argv, **roles)
+    assert done.status != 0 and "broken.list" in done.output, done.output
+
+
+@pytest.mark.nightly
 def test_layers_of_a_worker(host: BootedHost) -> None:
     """On a host of no image: all layers of a worker that joins a cluster, as its group of the lab has them."""
     groups = {

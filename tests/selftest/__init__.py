@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -60,11 +60,10 @@ def run(
         else:
             outcomes = lanes.unit(surroundings)
             minutes["fast"] = (time.monotonic() - started) / 60
-            if not fast:
-                if clean and not any(outcome.status for outcome in outcomes):
-                    outcomes += _rest(surroundings, nightly=nightly, proofs=proofs)
-                else:
-                    write("what needs root is not run")
+            if not fast and clean and not any(outcome.status for outcome in outcomes):
+                outcomes += _rest(surroundings, nightly=nightly, proofs=proofs)
+            elif not fast:
+                write("what needs root is not run")
     for outcome in outcomes:
         for part, minutes_of_part in _minutes(outcome, with_units=bool(arguments)):
             minutes[part] = minutes.get(part, 0.0) + minutes_of_part
@@ -76,9 +75,7 @@ def run(
         # The night has no ceilings.
         slowness = max(slowness, ceilings.slowness())
         judgement = ceilings.lines(minutes, whole, gigabytes, store_state, slowness)
-        for line, is_red in () if nightly else judgement:
-            write(line)
-            passed &= not is_red
+        passed &= nightly or _write(judgement, write)
     write(f"JUnit files: {surroundings.reports}")
     if not clean:
         write("lint failed: see above")
@@ -91,6 +88,15 @@ def run(
         result = {"passed": passed, "minutes": times, "disk_gb": round(gigabytes, 2), "closing": closing}
         print(json.dumps(result))
     return 0 if passed else 1
+
+
+def _write(judgement: Iterable[tuple[str, bool]], write: Callable[[str], None]) -> bool:
+    """Write what is said of each ceiling; return whether none is red."""
+    reds = []
+    for line, is_red in judgement:
+        write(line)
+        reds.append(is_red)
+    return not any(reds)
 
 
 def _of_today(
