@@ -96,7 +96,11 @@ def test_check_mode_before_a_repository(role: str, host: BootedHost) -> None:
     """A repository that a first check mode doesn't add offers nothing yet; any other failure of apt is one."""
     play = host.folder / "play.yml"
     play.write_text(readme_play(role))
-    absent = {"uris": ["https://packages.invalid/"], "suites": ["/"], "signed_by": "/usr/share/keyrings/none.gpg"}
+    absent = {
+        "uris": ["https://packages.invalid/"],
+        "suites": ["/"],
+        "signed_by": "/usr/share/keyrings/none.gpg",
+    }
     variables = {
         **real_addresses(),
         f"{role}_repository": absent,

@@ -17,6 +17,7 @@ def test_settings_are_what_the_agent_reads(host: Host) -> None:
         "kubernetes": "/etc/kubernetes",
         "engine": "docker",
         "healthz": "http://127.0.0.1:10248/healthz",
+        "pod_network": "",
         "clock_seconds": 60,
     }
 
