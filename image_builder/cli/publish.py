@@ -123,7 +123,7 @@ def run(
     with render.monitor(f"publish {image}") as monitor:
         artefact = _artefact(output, image, build, unverified=bool(unverified))
         path = _journal(output, target, artefact)
-        with open_journal(path) as journal, _service(target, endpoint) as service:
+        with open_journal(path, _say_who) as journal, _service(target, endpoint) as service:
             if sign_key:
                 files.write(statement_of(path), statements.sign(statements.statement(artefact), sign_key))
             records = () if restart else journal.records
@@ -193,10 +193,11 @@ def promote(
 
         image-builder publish promote worker 2026.1125.0 --because "rolled out to the canaries"
     """
-    from image_builder.gallery import versions
+    from image_builder.gallery import survey, versions
 
     target = _target(image, inventory, vault)
     with _service(target, endpoint) as service:
+        survey.require_rights(service, target, "promote")
         if public_key:
             _require_statement(target, output, versions.find(service, target, version), public_key)
         versions.promote(service, target, version, because, datetime.now(UTC))
@@ -220,10 +221,11 @@ def withdraw(
 
         image-builder publish withdraw worker 2026.1125.0 --because "its driver loses GPUs"
     """
-    from image_builder.gallery import versions
+    from image_builder.gallery import survey, versions
 
     target = _target(image, inventory, vault)
     with _service(target, endpoint) as service:
+        survey.require_rights(service, target, "withdraw")
         versions.withdraw(service, target, version, because, datetime.now(UTC))
     show({"version": target.version(version), "in_latest": False}, f"{version} is withdrawn", as_json=as_json)
     return 0
@@ -251,30 +253,44 @@ def prune(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show which versions are proven unused, and what keeps the others; with --delete, delete the unused ones.
+    """Show which versions and upload disks are proven unused, and what keeps the others; --delete deletes the unused.
 
     Unused is a version of ours, not the newest, not in `latest`, past its end of life, that no scale set and no machine
-    of the subscriptions uses. If any of them can't be read, nothing is deleted.
+    of the subscriptions uses; and a disk of an upload that no machine has, older than a day, that no version is still
+    copied from. If anything can't be read, nothing is deleted.
 
     Example:
 
         image-builder publish prune worker --subscription 8d10da13-8125-4ba9-a717-bf7490507b3d
     """
+    from image_builder.gallery import disks, survey, uses, versions
     from image_builder.gallery import prune as pruning
-    from image_builder.gallery import uses, versions
 
     target = _target(image, inventory, vault)
     with _service(target, endpoint) as service:
-        current = versions.read(service, target)
-        known_uses = uses.read(service, target, subscription or [target.settings.subscription])
-        verdicts = pruning.judge(current, known_uses, datetime.now(UTC))
-        for verdict in verdicts:
-            if delete and verdict.is_unused:
-                versions.delete(service, target, verdict.version.name)
+        lacking = survey.lacking_rights(service, target, "prune --delete" if delete else "prune")
+        known_uses = uses.read(service, target, subscription or [target.settings.subscription], lacking)
+        current, uploads = versions.read(service, target), disks.read(service, target)
+        now = datetime.now(UTC)
+        verdicts = pruning.judge(current, known_uses, now)
+        disk_verdicts = pruning.judge_disks(uploads, current, now)
+        if delete:
+            for verdict in filter(lambda v: v.is_unused, verdicts):
+                versions.delete(service, target, verdict.name)
+            for disk, verdict in zip(uploads, disk_verdicts, strict=True):
+                if verdict.is_unused:
+                    disks.delete(service, disk)
     gone = "deleted" if delete else "unused"
-    rows = [(v.version.name, gone if v.is_unused else "kept", "; ".join(v.reasons)) for v in verdicts]
-    result = {"deleted": delete, "versions": [verdict.as_json() for verdict in verdicts]}
-    show(result, columns([("version", "", "because"), *rows]), as_json=as_json)
+    rows = [
+        (v.kind, v.name, gone if v.is_unused else "kept", "; ".join(v.reasons))
+        for v in (*verdicts, *disk_verdicts)
+    ]
+    result = {
+        "deleted": delete,
+        "versions": [verdict.as_json() for verdict in verdicts],
+        "disks": [verdict.as_json() for verdict in disk_verdicts],
+    }
+    show(result, columns([("", "name", "", "because"), *rows]), as_json=as_json)
     return 0
 
 
@@ -295,18 +311,24 @@ def age(
         image-builder publish age worker --days 60
     """
     from image_builder.gallery import age as ages
-    from image_builder.gallery import uses, versions
+    from image_builder.gallery import survey, uses, versions
 
     target = _target(image, inventory, vault)
     with _service(target, endpoint) as service:
+        lacking = survey.lacking_rights(service, target, "age")
+        known_uses = uses.read(service, target, subscription or [target.settings.subscription], lacking)
         current = versions.read(service, target)
-        known_uses = uses.read(service, target, subscription or [target.settings.subscription])
     table = ages.ages(current, known_uses, datetime.now(UTC), days)
     rows = [("scale set or machine", "version", "machines", "days", "")]
     rows += [(a.owner, a.version, str(a.machines), str(a.days), a.problem) for a in table]
     result = {"definition": target.definition, "ages": [a.as_json() for a in table]}
     show(result, columns(rows), as_json=as_json)
     return 1 if any(a.problem for a in table) else 0
+
+
+def _say_who(processes: list[int]) -> None:
+    who = f"process {processes[0]}" if processes else "another process"
+    print(f"waiting for {who}, which publishes this build", file=sys.stderr)
 
 
 def _require_statement(target: Target, output: Path, version: Version, key: Path) -> None:

@@ -33,6 +33,11 @@ class Version:
     withdrawn: str = ""
     unverified: str = ""
 
+    @property
+    def is_everywhere(self) -> bool:
+        """Tell whether every region has it."""
+        return self.state == "Succeeded" and all(state == "Completed" for state in self.regions.values())
+
     def as_json(self) -> dict[str, JSON]:
         return asdict(self)
 

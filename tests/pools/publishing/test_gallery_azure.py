@@ -234,6 +234,29 @@ def test_everything_that_is_in_the_way_is_said_at_once(
     assert publishing.cloud.changes() == []
 
 
+def test_quota_that_is_used_up_is_named_by_region_before_anything_is_made(publishing: Publishing) -> None:
+    arm = publishing.cloud.arm
+    arm.limits = {
+        ("westus3", "StandardDiskCount"): 0,
+        ("westus3", "GalleryImage"): 1,  # the definition is there already
+        ("eastus", "GalleryImageVersion"): 0,
+    }
+    with pytest.raises(PublishError) as caught:
+        publishing()
+    for reason in (
+        "westus3: no quota for Standard Storage Managed Disks: 0 of 0 are used, 1 more needed",
+        "eastus: no quota for Gallery Image Versions: 0 of 0 are used, 1 more needed",
+    ):
+        assert reason in caught.value.message
+    assert "Gallery Images" not in caught.value.message
+    assert publishing.cloud.changes() == []
+    arm.limits = {}
+    publishing()
+    arm.limits = {("eastus", "GalleryImageVersion"): 0, ("westus3", "StandardDiskCount"): 0}
+    publishing()  # it is there, so it needs none
+    publishing.require_published()
+
+
 def test_a_gallery_that_is_missing_and_a_foreign_subscription_are_refused(publishing: Publishing) -> None:
     arm, target = publishing.cloud.arm, publishing.cloud.target
     del arm.resources[target.gallery.lower()]

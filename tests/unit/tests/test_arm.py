@@ -228,6 +228,19 @@ def test_every_answer_has_only_keys_that_the_service_knows(arm: Arm, plan: Plan)
         assert answer.body and unknown_keys(model(name), answer.body) == [], name
 
 
+def test_counters_of_a_region_are_of_the_services_shape(arm: Arm, plan: Plan) -> None:
+    _published(arm, plan)
+    path = f"/subscriptions/{SETTINGS['subscription']}/providers/Microsoft.Compute/locations/westus3/usages"
+    usages = (_get(arm, path).body or {})["value"]
+    assert [unknown_keys(model("Usage"), usage) for usage in usages] == [[]] * 4
+    assert {usage["name"]["value"]: usage["currentValue"] for usage in usages} == {
+        "StandardDiskCount": 1,
+        "Gallery": 1,
+        "GalleryImage": 1,
+        "GalleryImageVersion": 1,
+    }
+
+
 def test_an_address_is_granted_in_the_services_shape(arm: Arm, plan: Plan) -> None:
     calls = _calls(plan)
     _follow(arm, _send(arm, calls["disk"]))
