@@ -174,7 +174,11 @@ def status(
 def promote(
     image: Image,
     version: Name,
-    because: Because,
+    proof: Annotated[
+        Path | None,
+        typer.Option("--proof", metavar="REPORT", help="the report of a rollout of it: `pool report --json`"),
+    ] = None,
+    because: Because = "",
     inventory: Inventories = None,
     vault: VaultIds = None,
     public_key: Annotated[
@@ -189,17 +193,27 @@ def promote(
 ) -> int:
     """Take a version into `latest`. Refused for one that isn't ours, verified, whole, or within its life.
 
+    It needs the report of a rollout of its build that finished, in which every host is ok and the suite verified some;
+    or, without one, a reason.
+
     Example:
 
-        image-builder publish promote worker 2026.1125.0 --because "rolled out to the canaries"
+        image-builder pool report h100.plan.json --json > report.json
+        image-builder publish promote worker 2026.1125.0 --proof report.json
     """
+    from image_builder.gallery import proof as proofs
     from image_builder.gallery import survey, versions
 
+    if bool(proof) == bool(because):
+        raise UsageError("give exactly one of --proof and --because")
     target = _target(image, inventory, vault)
     with _service(target, endpoint) as service:
         survey.require_rights(service, target, "promote")
+        current = versions.find(service, target, version)
         if public_key:
-            _require_statement(target, output, versions.find(service, target, version), public_key)
+            _require_statement(target, output, current, public_key)
+        if proof:
+            because = proofs.require(proof, current)
         versions.promote(service, target, version, because, datetime.now(UTC))
     show({"version": target.version(version), "in_latest": True}, f"{version} is in latest", as_json=as_json)
     return 0

@@ -6,7 +6,7 @@ hold by the inventory's own rules: at most 100 replicas, and a VHD of at most 10
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from image_builder.errors import FetchError
@@ -40,11 +40,11 @@ def _usages(service: Service, target: Target, region: str) -> list[Mapping[str, 
     return list(service.list(path, _API))
 
 
-def exceeded(usages: list[Mapping[str, Any]], needs: Mapping[str, int]) -> list[str]:
+def exceeded(usages: Sequence[Mapping[str, Any]], needs: Mapping[str, int]) -> list[str]:
     """Return which counters would pass their limit; raises FetchError for one that can't be read."""
     lines = []
     for usage in usages:
-        name = (usage.get("name") or {}).get("value")
+        name = str((usage.get("name") or {}).get("value"))
         if not (added := needs.get(name, 0)):
             continue
         try:

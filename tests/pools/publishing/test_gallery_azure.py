@@ -140,6 +140,35 @@ def test_a_region_that_fails_again_is_named_and_the_others_are_usable(publishing
     assert publishing.disks() != []
 
 
+def test_each_region_that_failed_is_taken_out_and_added_by_itself(
+    publishing: Publishing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    regions = [{"name": name} for name in ("westus3", "eastus", "northeurope")]
+    monkeypatch.setitem(SETTINGS, "regions", regions)
+    publishing.cloud.arm.failing_regions = {"eastus": 1, "northeurope": 9}
+    with pytest.raises(PublishError, match="replication failed in northeurope") as caught:
+        publishing()
+    assert caught.value.hint == "the others are usable"
+    states = {r["region"]: r["state"] for r in _summary(publishing)}
+    assert states == {"West US 3": "Completed", "East US": "Completed", "North Europe": "Failed"}
+    publishing.cloud.arm.failing_regions = {}
+    publishing()
+    publishing.require_published()
+
+
+def test_the_region_that_a_version_is_in_is_never_taken_out(publishing: Publishing) -> None:
+    publishing.cloud.arm.failing_regions = {"westus3": 1}
+    with pytest.raises(PublishError, match="replication failed in westus3"):
+        publishing()
+    assert [entry for entry in publishing.cloud.arm.log if entry.method == "PATCH"] == []
+    assert {r["region"]: r["state"] for r in _summary(publishing)}["East US"] == "Completed"
+
+
+def _summary(publishing: Publishing) -> list[dict[str, Any]]:
+    summary: list[dict[str, Any]] = publishing.versions()[0]["properties"]["replicationStatus"]["summary"]
+    return summary
+
+
 def test_a_version_that_failed_everywhere_is_replaced_only_when_that_is_asked_for(
     publishing: Publishing,
 ) -> None:

@@ -385,6 +385,11 @@ class Arm:
         body = request.body or {}
         version = resource.content
         properties = body.get("properties", {})
+        targets = properties.get("publishingProfile", {}).get("targetRegions")
+        if targets is not None and version["location"] not in [target["name"] for target in targets]:
+            return error(
+                400, "InvalidParameter", "The publishing profile must contain the version's location."
+            )
         for section in ("publishingProfile", "safetyProfile"):
             version["properties"][section] = {
                 **version["properties"].get(section, {}),
