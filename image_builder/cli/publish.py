@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,18 +16,24 @@ from image_builder.cli.command import (
     AsJson,
     Image,
     Inventories,
+    Mirror,
     Output,
+    StoreDir,
     VaultIds,
+    extensions,
+    host_settings,
     read_inventory,
     register,
     show,
 )
 from image_builder.errors import DefinitionError, Problem, PublishError, UsageError
+from image_builder.settings import DEFAULT_STORE
 from image_builder.text import columns, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from image_builder.gallery.artefact import Artefact
     from image_builder.gallery.azure import Service
+    from image_builder.gallery.packages import Behind
     from image_builder.gallery.plan import Plan, Target
     from image_builder.gallery.versions import Version
 
@@ -308,21 +316,31 @@ def prune(
     return 0
 
 
-@register(app)
+@register(app, isolated=lambda **options: options["packages"] and os.geteuid() == 0)
 def age(
     image: Image,
     inventory: Inventories = None,
     vault: VaultIds = None,
     subscription: Subscriptions = None,
     days: Annotated[int, typer.Option("--days", metavar="N", help="the age that is too old")] = 90,
+    packages: Annotated[
+        bool,
+        typer.Option("--packages", help="compare packages with those that the repositories have now, too"),
+    ] = False,
+    output: Output = Path("output"),
+    store: StoreDir = DEFAULT_STORE,
+    mirror: Mirror = None,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
     """Show how old the versions are that machines run; exit status 1 for one too old or past its end of life.
 
+    With --packages also for one whose packages have newer versions in the image's repositories: its build's lock is
+    read from the output directory, today's packages are asked for, and nothing is changed.
+
     Example:
 
-        image-builder publish age worker --days 60
+        image-builder publish age worker --days 60 --packages
     """
     from image_builder.gallery import age as ages
     from image_builder.gallery import survey, uses, versions
@@ -332,12 +350,31 @@ def age(
         lacking = survey.lacking_rights(service, target, "age")
         known_uses = uses.read(service, target, subscription or [target.settings.subscription], lacking)
         current = versions.read(service, target)
-    table = ages.ages(current, known_uses, datetime.now(UTC), days)
+    compare = {"behind": _comparison(image, inventory, vault, output, store, mirror)} if packages else {}
+    table = ages.ages(current, known_uses, datetime.now(UTC), days, **compare)
     rows = [("scale set or machine", "version", "machines", "days", "")]
     rows += [(a.owner, a.version, str(a.machines), str(a.days), a.problem) for a in table]
     result = {"definition": target.definition, "ages": [a.as_json() for a in table]}
     show(result, columns(rows), as_json=as_json)
     return 1 if any(a.problem for a in table) else 0
+
+
+def _comparison(
+    image: str, inventory: list[Path] | None, vault: Any, output: Path, store: Path, mirror: str | None
+) -> Callable[[Version], Behind]:
+    """Return what compares a version's packages with today's, which are resolved as `lock` does."""
+    from image_builder.bake.lock.resolve import resolve_lock
+    from image_builder.bake.plan.resolve import requirements
+    from image_builder.gallery import packages
+    from image_builder.system import host
+
+    host.check_writable(store)
+    definition = read_inventory(inventory, vault).define(image)
+    settings = host_settings(store, mirror=mirror, vault=vault)
+    with render.monitor(f"publish age {image}") as monitor:
+        today = resolve_lock(definition, requirements(definition, extensions()), settings, monitor)
+    groups = ("base", *definition.layers)
+    return lambda version: packages.behind(output.absolute() / image, version, today, groups)
 
 
 def _say_who(processes: list[int]) -> None:

@@ -25,6 +25,7 @@ ACCESS_SECONDS = 4 * 3600
 _DISK_SPEED = 60 << 20
 BUILD_TAG = "image-builder-build"
 SHA256_TAG = "image-builder-vhd-sha256"
+LOCK_TAG = "image-builder-lock-sha256"
 SUITE_TAG = "image-builder-suite"
 DEFINITION_TAG = "image-builder-definition"
 _PREFIX = "image-builder"
@@ -234,7 +235,7 @@ def make_plan(
         BUILD_TAG: artefact.build,
         SHA256_TAG: artefact.sha256,
         f"{_PREFIX}-manifest-sha256": artefact.manifest_sha256,
-        f"{_PREFIX}-lock-sha256": artefact.manifest.lock_sha256,
+        LOCK_TAG: artefact.manifest.lock_sha256,
         SUITE_TAG: artefact.suite,
         **({f"{_PREFIX}-unverified": unverified[:256]} if unverified else {}),
     }

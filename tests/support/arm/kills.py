@@ -61,9 +61,12 @@ def publish(cloud: Place, inventory: Path, output: Path, points: Iterable[Point]
     return outcome
 
 
-def started(cloud: Place, inventory: Path, output: Path) -> subprocess.Popen[str]:
-    """Begin to publish the build, in a process of its own."""
-    argv = [sys.executable, "-m", "image_builder.cli", "publish", "run", "worker", "-i", str(inventory)]
+def started(
+    cloud: Place, inventory: Path, output: Path, command: str = "run", *arguments: str
+) -> subprocess.Popen[str]:
+    """Begin a command of `publish`, in a process of its own."""
+    argv = [sys.executable, "-m", "image_builder.cli", "publish", command, "worker", *arguments]
+    argv += ["-i", str(inventory)]
     argv += ["--output", str(output), "--endpoint", cloud.arm.url, "--json"]
     environment = {**os.environ, **cloud.environment, "PYTHONPATH": str(REPO)}
     return subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

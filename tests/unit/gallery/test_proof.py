@@ -1,4 +1,4 @@
-"""A rollout's report as a proof: only a green one of this very build is taken, and whatever it doesn't prove is named."""
+"""A rollout's report as a proof: only a green one of this very build is taken; what it doesn't prove is named."""
 
 from __future__ import annotations
 
