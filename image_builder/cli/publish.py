@@ -206,7 +206,6 @@ def promote(
 
     Example:
 
-        image-builder pool report h100.plan.json --json > report.json
         image-builder publish promote worker 2026.1125.0 --proof report.json
     """
     from image_builder.gallery import proof as proofs

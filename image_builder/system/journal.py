@@ -29,10 +29,6 @@ _LOCKS = Path("/proc/locks")
 R = TypeVar("R", bound=BaseModel)
 
 
-class BusyError(ImageBuilderError):
-    """Another process writes a journal."""
-
-
 @dataclass(frozen=True)
 class Format(Generic[R]):
     """The records of a kind of journal: how a line is read, and which have to be on the disk before work goes on.
@@ -87,11 +83,9 @@ def open_journal(
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            _lock(fd, path, format.busy)
-        except BusyError:
+        if not _lock(fd):
             if on_wait is None:
-                raise
+                raise ImageBuilderError(f"another process writes {path}", hint=format.busy)
             on_wait(holders(path))
             fcntl.flock(fd, fcntl.LOCK_EX)
         data = _read(fd)
@@ -181,8 +175,8 @@ def _read(fd: int) -> bytes:
         return file.read()
 
 
-def _lock(fd: int, path: Path, busy: str) -> None:
-    """Take the lock; who only looks whether somebody has it (``in_use``) holds it for a moment, and is waited for."""
+def _lock(fd: int) -> bool:
+    """Take the lock, unless another process keeps it; who only looks at it (``in_use``) is waited for."""
     deadline = time.monotonic() + _LOOK_SECONDS
     while True:
         try:
@@ -193,8 +187,8 @@ def _lock(fd: int, path: Path, busy: str) -> None:
             if time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS / 50)
                 continue
-            raise BusyError(f"another process writes {path}", hint=busy) from None
-        return
+            return False
+        return True
 
 
 def holders(path: Path) -> list[int]:

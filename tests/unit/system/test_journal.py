@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from image_builder.errors import ImageBuilderError
 from image_builder.strict_yaml import Strict
-from image_builder.system.journal import BusyError, Format, holders, open_journal, read_journal
+from image_builder.system.journal import Format, holders, open_journal, read_journal
 
 
 class Sum(Strict):
@@ -62,7 +62,7 @@ def test_who_waits_is_told_for_whom_and_opens_it_then(tmp_path: Path) -> None:
 
         assert pool.submit(wait).result(timeout=30) == (Sum(total=7),)
     assert told == [[os.getpid()]]
-    with open_journal(path, FORMAT), pytest.raises(BusyError, match="another process writes"):
+    with open_journal(path, FORMAT), pytest.raises(ImageBuilderError, match="another process writes"):
         open_journal(path, FORMAT).__enter__()
 
 
