@@ -39,7 +39,8 @@ _SCHEMA = "https://schema.management.azure.com/schemas/2019-04-01/deploymentTemp
 _PLACEMENT_GROUP, _LARGEST_SET = 100, 1000
 # The longest that the health extension leaves a new machine alone.
 _LONGEST_GRACE = 14400
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,56}", re.ASCII)
+# With the number of a set and of a machine it is a host's name, which has 64 characters at most.
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,49}", re.ASCII)
 
 _NETWORK = r"^/subscriptions/[0-9a-f-]{36}/resourceGroups/[\w.()-]{1,90}/providers/Microsoft\.Network"
 Subnet = Annotated[str, StringConstraints(pattern=_NETWORK + r"/virtualNetworks/[\w.-]+/subnets/[\w.-]+$")]

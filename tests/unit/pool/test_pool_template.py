@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from image_builder.cli.main import app
 from image_builder.errors import DefinitionError, UsageError
 from image_builder.node.join.config import parse
+from image_builder.pool.plan.template import MachineModel, PoolAzure, capacities
 from image_builder.settings import REPO_ROOT
 from tests.support.arm.place import SETTINGS
 from tests.support.arm.shapes import model, unknown_keys
@@ -106,12 +107,10 @@ def test_every_key_is_one_of_the_services(tmp_path: Path) -> None:
     ],
 )
 def test_a_set_is_one_placement_group_where_there_is_infiniband(
-    tmp_path: Path, infiniband: bool, machines: int, sets: dict[str, int]
+    infiniband: bool, machines: int, sets: dict[str, int]
 ) -> None:
-    azure = {**AZURE, "infiniband": infiniband}
-    resources = _template(tmp_path, {"pool_capacity": machines, "pool_azure": azure})["resources"]
-    assert {r["name"]: r["sku"]["capacity"] for r in resources} == sets
-    assert {r["properties"]["singlePlacementGroup"] for r in resources} == {infiniband}
+    azure = PoolAzure.model_validate_json(json.dumps({**AZURE, "infiniband": infiniband}))
+    assert capacities(MachineModel("vmss_h100_a", "i", "s", "", machines, azure)) == sets
 
 
 def test_a_pool_without_any_machine_yet_has_a_template(tmp_path: Path) -> None:
@@ -129,14 +128,20 @@ def test_a_pool_without_any_machine_yet_has_a_template(tmp_path: Path) -> None:
     assert "vmss_h100_b" in done.output and "4" in done.output
 
 
-def test_an_image_without_secure_boot_has_a_plain_set(tmp_path: Path) -> None:
-    document = _template(tmp_path, {"pool_capacity": 2, "pool_azure": AZURE}, {"image_secure_boot": False})
-    profile = document["resources"][0]["properties"]["virtualMachineProfile"]
-    assert "securityProfile" not in profile
+def test_an_image_without_secure_boot_has_plain_sets_as_many_as_it_takes(tmp_path: Path) -> None:
+    pool = {"pool_capacity": 1001, "pool_azure": {**AZURE, "infiniband": False}}
+    resources = _template(tmp_path, pool, {"image_secure_boot": False})["resources"]
+    assert [(r["name"], r["sku"]["capacity"]) for r in resources] == [
+        ("vmss_h100_a-0", 501),
+        ("vmss_h100_a-1", 500),
+    ]
+    for resource in resources:
+        assert resource["properties"]["singlePlacementGroup"] is False
+        assert "securityProfile" not in resource["properties"]["virtualMachineProfile"]
 
 
 def test_everything_that_is_missing_is_asked_for_at_once(tmp_path: Path) -> None:
-    problems = _problems(tmp_path, {"pool_scale_set": "a set"})
+    problems = _problems(tmp_path, {"pool_scale_set": "a set" * 20})
     assert problems["pool_azure"] == "is missing: it says what a scale set is"
     assert problems["pool_capacity"] == "must be the number of machines, got null"
     assert "a set" in problems["pool_scale_set"]
