@@ -100,7 +100,8 @@ def test_a_command_asks_for_its_own_rights_first(
     azure.arm.add(
         azure.target.version("1.0.0"),
         tags={"image-builder-build": "ab" * 6, "image-builder-vhd-sha256": "12" * 32},
-        properties={"publishingProfile": {"targetRegions": []}, "provisioningState": "Succeeded"}
+        properties={"publishingProfile": {"targetRegions": [{"name": "westus3"}]}}
+        | {"provisioningState": "Succeeded"}
         | {"replicationStatus": {"summary": []}},
     )
     azure.arm.actions = [right for right in rights if not right.endswith(lacking)] + machines
