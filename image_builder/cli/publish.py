@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,18 +16,24 @@ from image_builder.cli.command import (
     AsJson,
     Image,
     Inventories,
+    Mirror,
     Output,
+    StoreDir,
     VaultIds,
+    extensions,
+    host_settings,
     read_inventory,
     register,
     show,
 )
 from image_builder.errors import DefinitionError, Problem, PublishError, UsageError
+from image_builder.settings import DEFAULT_STORE
 from image_builder.text import columns, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from image_builder.gallery.artefact import Artefact
     from image_builder.gallery.azure import Service
+    from image_builder.gallery.packages import Behind
     from image_builder.gallery.plan import Plan, Target
     from image_builder.gallery.versions import Version
 
@@ -123,7 +131,7 @@ def run(
     with render.monitor(f"publish {image}") as monitor:
         artefact = _artefact(output, image, build, unverified=bool(unverified))
         path = _journal(output, target, artefact)
-        with open_journal(path) as journal, _service(target, endpoint) as service:
+        with open_journal(path, _say_who) as journal, _service(target, endpoint) as service:
             if sign_key:
                 files.write(statement_of(path), statements.sign(statements.statement(artefact), sign_key))
             records = () if restart else journal.records
@@ -174,7 +182,11 @@ def status(
 def promote(
     image: Image,
     version: Name,
-    because: Because,
+    proof: Annotated[
+        Path | None,
+        typer.Option("--proof", metavar="REPORT", help="the report of a rollout of it: `pool report --json`"),
+    ] = None,
+    because: Because = "",
     inventory: Inventories = None,
     vault: VaultIds = None,
     public_key: Annotated[
@@ -189,16 +201,26 @@ def promote(
 ) -> int:
     """Take a version into `latest`. Refused for one that isn't ours, verified, whole, or within its life.
 
+    It needs the report of a rollout of its build that finished, in which every host is ok and the suite verified some;
+    or, without one, a reason.
+
     Example:
 
-        image-builder publish promote worker 2026.1125.0 --because "rolled out to the canaries"
+        image-builder publish promote worker 2026.1125.0 --proof report.json
     """
-    from image_builder.gallery import versions
+    from image_builder.gallery import proof as proofs
+    from image_builder.gallery import survey, versions
 
+    if bool(proof) == bool(because):
+        raise UsageError("give exactly one of --proof and --because")
     target = _target(image, inventory, vault)
     with _service(target, endpoint) as service:
+        survey.require_rights(service, target, "promote")
+        current = versions.find(service, target, version)
         if public_key:
-            _require_statement(target, output, versions.find(service, target, version), public_key)
+            _require_statement(target, output, current, public_key)
+        if proof:
+            because = proofs.require(proof, current)
         versions.promote(service, target, version, because, datetime.now(UTC))
     show({"version": target.version(version), "in_latest": True}, f"{version} is in latest", as_json=as_json)
     return 0
@@ -220,10 +242,11 @@ def withdraw(
 
         image-builder publish withdraw worker 2026.1125.0 --because "its driver loses GPUs"
     """
-    from image_builder.gallery import versions
+    from image_builder.gallery import survey, versions
 
     target = _target(image, inventory, vault)
     with _service(target, endpoint) as service:
+        survey.require_rights(service, target, "withdraw")
         versions.withdraw(service, target, version, because, datetime.now(UTC))
     show({"version": target.version(version), "in_latest": False}, f"{version} is withdrawn", as_json=as_json)
     return 0
@@ -251,62 +274,111 @@ def prune(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show which versions are proven unused, and what keeps the others; with --delete, delete the unused ones.
+    """Show which versions and upload disks are proven unused, and what keeps the others; --delete deletes the unused.
 
     Unused is a version of ours, not the newest, not in `latest`, past its end of life, that no scale set and no machine
-    of the subscriptions uses. If any of them can't be read, nothing is deleted.
+    of the subscriptions uses; and a disk of an upload that no machine has, older than a day, that no version is still
+    copied from. If anything can't be read, nothing is deleted.
 
     Example:
 
         image-builder publish prune worker --subscription 8d10da13-8125-4ba9-a717-bf7490507b3d
     """
+    from image_builder.gallery import disks, survey, uses, versions
     from image_builder.gallery import prune as pruning
-    from image_builder.gallery import uses, versions
 
     target = _target(image, inventory, vault)
     with _service(target, endpoint) as service:
-        current = versions.read(service, target)
-        known_uses = uses.read(service, target, subscription or [target.settings.subscription])
-        verdicts = pruning.judge(current, known_uses, datetime.now(UTC))
-        for verdict in verdicts:
-            if delete and verdict.is_unused:
-                versions.delete(service, target, verdict.version.name)
+        lacking = survey.lacking_rights(service, target, "prune --delete" if delete else "prune")
+        known_uses = uses.read(service, target, subscription or [target.settings.subscription], lacking)
+        current, uploads = versions.read(service, target), disks.read(service, target)
+        now = datetime.now(UTC)
+        verdicts = pruning.judge(current, known_uses, now)
+        disk_verdicts = pruning.judge_disks(uploads, current, now)
+        if delete:
+            for verdict in filter(lambda v: v.is_unused, verdicts):
+                versions.delete(service, target, verdict.name)
+            for disk, verdict in zip(uploads, disk_verdicts, strict=True):
+                if verdict.is_unused:
+                    disks.delete(service, disk)
     gone = "deleted" if delete else "unused"
-    rows = [(v.version.name, gone if v.is_unused else "kept", "; ".join(v.reasons)) for v in verdicts]
-    result = {"deleted": delete, "versions": [verdict.as_json() for verdict in verdicts]}
-    show(result, columns([("version", "", "because"), *rows]), as_json=as_json)
+    rows = [
+        (v.kind, v.name, gone if v.is_unused else "kept", "; ".join(v.reasons))
+        for v in (*verdicts, *disk_verdicts)
+    ]
+    result = {
+        "deleted": delete,
+        "versions": [verdict.as_json() for verdict in verdicts],
+        "disks": [verdict.as_json() for verdict in disk_verdicts],
+    }
+    show(result, columns([("", "name", "", "because"), *rows]), as_json=as_json)
     return 0
 
 
-@register(app)
+@register(app, isolated=lambda **options: options["packages"] and os.geteuid() == 0)
 def age(
     image: Image,
     inventory: Inventories = None,
     vault: VaultIds = None,
     subscription: Subscriptions = None,
     days: Annotated[int, typer.Option("--days", metavar="N", help="the age that is too old")] = 90,
+    packages: Annotated[
+        bool,
+        typer.Option("--packages", help="compare packages with those that the repositories have now, too"),
+    ] = False,
+    output: Output = Path("output"),
+    store: StoreDir = DEFAULT_STORE,
+    mirror: Mirror = None,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
     """Show how old the versions are that machines run; exit status 1 for one too old or past its end of life.
 
+    With --packages also for one whose packages have newer versions in the image's repositories: its build's lock is
+    read from the output directory, today's packages are asked for, and nothing is changed.
+
     Example:
 
-        image-builder publish age worker --days 60
+        image-builder publish age worker --days 60 --packages
     """
     from image_builder.gallery import age as ages
-    from image_builder.gallery import uses, versions
+    from image_builder.gallery import survey, uses, versions
 
     target = _target(image, inventory, vault)
     with _service(target, endpoint) as service:
+        lacking = survey.lacking_rights(service, target, "age")
+        known_uses = uses.read(service, target, subscription or [target.settings.subscription], lacking)
         current = versions.read(service, target)
-        known_uses = uses.read(service, target, subscription or [target.settings.subscription])
-    table = ages.ages(current, known_uses, datetime.now(UTC), days)
+    compare = {"behind": _comparison(image, inventory, vault, output, store, mirror)} if packages else {}
+    table = ages.ages(current, known_uses, datetime.now(UTC), days, **compare)
     rows = [("scale set or machine", "version", "machines", "days", "")]
     rows += [(a.owner, a.version, str(a.machines), str(a.days), a.problem) for a in table]
     result = {"definition": target.definition, "ages": [a.as_json() for a in table]}
     show(result, columns(rows), as_json=as_json)
     return 1 if any(a.problem for a in table) else 0
+
+
+def _comparison(
+    image: str, inventory: list[Path] | None, vault: Any, output: Path, store: Path, mirror: str | None
+) -> Callable[[Version], Behind]:
+    """Return what compares a version's packages with today's, which are resolved as `lock` does."""
+    from image_builder.bake.lock.resolve import resolve_lock
+    from image_builder.bake.plan.resolve import requirements
+    from image_builder.gallery import packages
+    from image_builder.system import host
+
+    host.check_writable(store)
+    definition = read_inventory(inventory, vault).define(image)
+    settings = host_settings(store, mirror=mirror, vault=vault)
+    with render.monitor(f"publish age {image}") as monitor:
+        today = resolve_lock(definition, requirements(definition, extensions()), settings, monitor)
+    groups = ("base", *definition.layers)
+    return lambda version: packages.behind(output.absolute() / image, version, today, groups)
+
+
+def _say_who(processes: list[int]) -> None:
+    who = f"process {processes[0]}" if processes else "another process"
+    print(f"waiting for {who}, which publishes this build", file=sys.stderr)
 
 
 def _require_statement(target: Target, output: Path, version: Version, key: Path) -> None:

@@ -36,6 +36,7 @@ POOL_NAMES = frozenset(
     {
         *(IMAGE, SIZE, API_SERVERS, "pool_zone", "pool_scale_set", "pool_vm_id", CAPACITY, SUBNET),
         "pool_power_state",
+        "pool_azure",
         *(
             "join_generation",
             "join_server",

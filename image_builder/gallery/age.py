@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
 from image_builder.canonical import JSON
+from image_builder.gallery.packages import Behind
 from image_builder.gallery.uses import Use
 from image_builder.gallery.versions import Version
 
@@ -15,7 +16,7 @@ from image_builder.gallery.versions import Version
 class Age:
     """Machines of an owner that run a version; ``days`` since it was published, -1 where nobody knows.
 
-    ``problem`` says what is wrong with that, or nothing.
+    ``behind`` are packages that there are newer versions of. ``problem`` says what is wrong with that, or nothing.
     """
 
     owner: str
@@ -23,19 +24,35 @@ class Age:
     machines: int
     days: int
     problem: str
+    behind: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, JSON]:
-        return asdict(self)
+        return asdict(self) | {"behind": list(self.behind)}
 
 
-def ages(versions: Sequence[Version], uses: Sequence[Use], now: datetime, longest: int) -> list[Age]:
-    """Return the age of what machines run, the oldest first; ``longest`` is in days."""
+def ages(
+    versions: Sequence[Version],
+    uses: Sequence[Use],
+    now: datetime,
+    longest: int,
+    behind: Callable[[Version], Behind] = lambda _: Behind(),
+) -> list[Age]:
+    """Return the age of what machines run, the oldest first; ``longest`` is in days.
+
+    ``behind`` compares a version's packages with today's.
+    """
     known = {version.name: version for version in versions}
-    table = [_age(known.get(use.version), use, now, longest) for use in uses if use.kind == "machines"]
+    run = {use.version for use in uses if use.kind == "machines"}
+    compared = {name: behind(version) for name, version in known.items() if name in run}
+    table = [
+        _age(known.get(use.version), compared.get(use.version, Behind()), use, now, longest)
+        for use in uses
+        if use.kind == "machines"
+    ]
     return sorted(table, key=lambda age: (-age.days if age.days >= 0 else float("-inf"), age.owner))
 
 
-def _age(version: Version | None, use: Use, now: datetime, longest: int) -> Age:
+def _age(version: Version | None, behind: Behind, use: Use, now: datetime, longest: int) -> Age:
     problem, days = "", -1
     if version is None:
         problem = "the gallery has no such version"
@@ -49,4 +66,5 @@ def _age(version: Version | None, use: Use, now: datetime, longest: int) -> Age:
             problem = f"its life ended {version.end_of_life[:10]}"
         elif days > longest:
             problem = f"older than {longest} days"
-    return Age(use.owner.rsplit("/", 1)[1], use.version, use.machines, days, problem)
+    owner, problem = use.owner.rsplit("/", 1)[1], "; ".join(filter(None, (problem, str(behind))))
+    return Age(owner, use.version, use.machines, days, problem, behind.packages)

@@ -6,7 +6,7 @@ began, lets one process publish a build at a time, and is the account of what wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -91,10 +91,12 @@ def statement_of(journal: Path) -> Path:
     return journal.with_suffix(".intoto.json")
 
 
-def open_journal(path: Path) -> AbstractContextManager[Journal]:
-    """Open a journal to append to it; raises as ``system.journal.open_journal`` does."""
+def open_journal(
+    path: Path, on_wait: Callable[[list[int]], None] | None = None
+) -> AbstractContextManager[Journal]:
+    """Open a journal to append to it; waits and raises as ``system.journal.open_journal`` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return journal.open_journal(path, _FORMAT)
+    return journal.open_journal(path, _FORMAT, on_wait)
 
 
 def read_journal(path: Path) -> list[Record]:

@@ -25,7 +25,9 @@ ACCESS_SECONDS = 4 * 3600
 _DISK_SPEED = 60 << 20
 BUILD_TAG = "image-builder-build"
 SHA256_TAG = "image-builder-vhd-sha256"
+LOCK_TAG = "image-builder-lock-sha256"
 SUITE_TAG = "image-builder-suite"
+DEFINITION_TAG = "image-builder-definition"
 _PREFIX = "image-builder"
 
 Step = Literal["definition", "disk", "access", "pages", "footer", "release", "version", "clean"]
@@ -90,6 +92,11 @@ class Target:
     @property
     def definition(self) -> str:
         return f"{self.gallery}/images/{self.settings.definition}"
+
+    @property
+    def name(self) -> str:
+        """Return what tells the definition from others of its resource group."""
+        return f"{self.settings.gallery}/{self.settings.definition}"
 
     @property
     def location(self) -> str:
@@ -228,7 +235,7 @@ def make_plan(
         BUILD_TAG: artefact.build,
         SHA256_TAG: artefact.sha256,
         f"{_PREFIX}-manifest-sha256": artefact.manifest_sha256,
-        f"{_PREFIX}-lock-sha256": artefact.manifest.lock_sha256,
+        LOCK_TAG: artefact.manifest.lock_sha256,
         SUITE_TAG: artefact.suite,
         **({f"{_PREFIX}-unverified": unverified[:256]} if unverified else {}),
     }
@@ -239,7 +246,13 @@ def make_plan(
         steps.append(Call("definition", "PUT", target.definition, GALLERY_API, body))
     end = artefact.size - FOOTER_SIZE
     steps += [
-        Call("disk", "PUT", disk, DISK_API, {**location, "tags": tags, **_disk(artefact)}),
+        Call(
+            "disk",
+            "PUT",
+            disk,
+            DISK_API,
+            {**location, "tags": {**tags, DEFINITION_TAG: target.name}, **_disk(artefact)},
+        ),
         Call(
             "access",
             "POST",

@@ -1,21 +1,28 @@
-"""Which versions may be deleted, and what forbids it for the others. Pure: the proof is what was read."""
+"""Which versions and upload disks may be deleted, and what keeps the others. Pure: the proof is what was read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
+from typing import Literal
 
 from image_builder.canonical import JSON
+from image_builder.gallery.disks import UploadDisk
 from image_builder.gallery.uses import LATEST, Use
 from image_builder.gallery.versions import Version
+
+# Azure's states of a disk that an upload was begun to, or was completed on, and that no machine has.
+_LEFT_OVER = ("ReadyToUpload", "ActiveUpload", "Unattached")
+_LONGEST_UPLOAD = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A version, and every reason to keep it; without any it is proven unused."""
+    """A version or a disk, and every reason to keep it; without any it is proven unused."""
 
-    version: Version
+    kind: Literal["version", "disk"]
+    name: str
     reasons: tuple[str, ...]
 
     @property
@@ -23,15 +30,36 @@ class Verdict:
         return not self.reasons
 
     def as_json(self) -> dict[str, JSON]:
-        return {"version": self.version.name, "unused": self.is_unused, "reasons": list(self.reasons)}
+        return {self.kind: self.name, "unused": self.is_unused, "reasons": list(self.reasons)}
 
 
 def judge(versions: Sequence[Version], uses: Sequence[Use], now: datetime) -> list[Verdict]:
     """Return a verdict on each of a definition's versions, which are in order, the newest first."""
     return [
-        Verdict(version, tuple(_reasons(version, is_newest=number == 0, uses=uses, now=now)))
+        Verdict("version", version.name, tuple(_reasons(version, is_newest=number == 0, uses=uses, now=now)))
         for number, version in enumerate(versions)
     ]
+
+
+def judge_disks(disks: Sequence[UploadDisk], versions: Sequence[Version], now: datetime) -> list[Verdict]:
+    """Return a verdict on each upload disk of a definition that publishing hasn't deleted."""
+    return [Verdict("disk", disk.name, tuple(_disk_reasons(disk, versions, now))) for disk in disks]
+
+
+def _disk_reasons(disk: UploadDisk, versions: Sequence[Version], now: datetime) -> list[str]:
+    reasons = []
+    if disk.state not in _LEFT_OVER:
+        reasons.append(f"it is {disk.state}")
+    if disk.owner:
+        reasons.append(f"{disk.owner.rsplit('/', 1)[1]} has it")
+    if now - disk.created < _LONGEST_UPLOAD:
+        reasons.append("it is younger than a day: an upload may go on")
+    reasons += [
+        f"{version.name} is made of it and isn't in every region yet"
+        for version in versions
+        if version.sha256 == disk.sha256 and not version.is_everywhere
+    ]
+    return reasons
 
 
 def _reasons(version: Version, *, is_newest: bool, uses: Sequence[Use], now: datetime) -> list[str]:

@@ -289,14 +289,18 @@ class Run:
             if not pending:
                 return dict(states)
             failed = [name for name in pending if states.get(name) == _FAILED]
-            if fresh := [name for name in failed if name not in repaired]:
+            # The version is in the first one, which can't be taken out of it.
+            if fresh := [name for name in failed if name not in repaired and name != names[0]]:
                 self._repair(fresh[0])
                 repaired.add(fresh[0])
                 del states[fresh[0]]
             elif failed and len(failed) == len(pending):
                 details = "; ".join(f"{name}: {current[name].get('details', '')}" for name in failed)
                 raise PublishError(
-                    f"replication failed in {', '.join(failed)}: {details}", hint="the others are usable"
+                    f"replication failed in {', '.join(failed)}: {details}",
+                    hint="the others are usable"
+                    if len(failed) < len(names)
+                    else "image-builder publish run --replace-failed",
                 )
             self.service.wait(attempt=None if version else 0)
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_builder.errors import PublishError
+from image_builder.gallery import quota
 from image_builder.gallery.artefact import Artefact
 from image_builder.gallery.azure import Service
 from image_builder.gallery.plan import (
+    DISK_API,
     GALLERY_API,
     SHA256_TAG,
     Target,
@@ -21,17 +23,30 @@ from image_builder.gallery.plan import (
 _GROUP_API, _LOCATION_API, _PERMISSION_API = "2021-04-01", "2022-12-01", "2022-04-01"
 # Azure refuses tokens and signed addresses of a clock that is further off.
 _LARGEST_LAG = 300.0
-_ACTIONS = (
-    "galleries/read",
-    "galleries/images/read",
-    "galleries/images/versions/read",
-    "galleries/images/versions/write",
-    "disks/read",
-    "disks/write",
-    "disks/delete",
-    "disks/beginGetAccess/action",
-    "disks/endGetAccess/action",
-)
+# What each command needs in the gallery's resource group, below Microsoft.Compute.
+RIGHTS: Mapping[str, tuple[str, ...]] = {
+    "run": (
+        "galleries/read",
+        "galleries/images/read",
+        "galleries/images/versions/read",
+        "galleries/images/versions/write",
+        "disks/read",
+        "disks/write",
+        "disks/delete",
+        "disks/beginGetAccess/action",
+        "disks/endGetAccess/action",
+    ),
+    "promote": ("galleries/images/versions/read", "galleries/images/versions/write"),
+    "withdraw": ("galleries/images/versions/read", "galleries/images/versions/write"),
+    "age": ("galleries/images/versions/read",),
+    "prune": ("galleries/images/versions/read", "disks/read"),
+    "prune --delete": (
+        "galleries/images/versions/read",
+        "galleries/images/versions/delete",
+        "disks/read",
+        "disks/delete",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -62,10 +77,14 @@ def look(service: Service, target: Target, artefact: Artefact) -> Survey:
     problems = []
     if abs(service.clock_lag) > _LARGEST_LAG:
         problems.append(f"this host's clock is {abs(service.clock_lag):.0f} s off Azure's")
-    actions = (*_ACTIONS, *(["galleries/images/write"] if settings.create else []))
-    permissions = f"{target.group}/providers/Microsoft.Authorization/permissions"
-    problems += missing_rights(list(service.list(permissions, _PERMISSION_API)), actions)
-    problems += _region_problems(service, target)
+    problems += lacking_rights(service, target, "run", ["galleries/images/write"] if settings.create else ())
+    subscription = f"/subscriptions/{settings.subscription}"
+    locations = {location["name"] for location in service.list(f"{subscription}/locations", _LOCATION_API)}
+    problems += [
+        f"the subscription has no region {region.name}"
+        for region in settings.regions
+        if region.name not in locations
+    ]
     gallery = service.get(target.gallery, GALLERY_API)
     definition = service.get(target.definition, GALLERY_API) if gallery else None
     if gallery is None:
@@ -75,13 +94,38 @@ def look(service: Service, target: Target, artefact: Artefact) -> Survey:
     elif definition is not None:
         differences = definition_problems(definition["properties"], definition_properties(target, artefact))
         problems += [f"image definition {settings.definition}: {difference}" for difference in differences]
+    is_readable = definition is not None and not problems
+    versions = service.list(f"{target.definition}/versions", GALLERY_API) if is_readable else ()
+    survey = Survey(definition, tuple(versions))
+    if not survey.published(artefact):
+        disk = None if problems else service.get(target.disk(artefact), DISK_API)
+        problems += quota.problems(
+            service,
+            target,
+            locations,
+            {"StandardDiskCount": int(disk is None), "GalleryImage": int(definition is None)},
+        )
+    _refuse(problems)
+    return survey
+
+
+def require_rights(service: Service, target: Target, command: str) -> None:
+    """Raise PublishError with all rights that a command lacks in the gallery's resource group, FetchError."""
+    _refuse(lacking_rights(service, target, command))
+
+
+def _refuse(problems: Sequence[str]) -> None:
     if problems:
         raise PublishError(
             "\n".join(["nothing was changed:", *(f"  {problem}" for problem in problems)]),
             hint="docs/how-to/publish.md has what must be there before",
         )
-    versions = service.list(f"{target.definition}/versions", GALLERY_API) if definition else ()
-    return Survey(definition, tuple(versions))
+
+
+def lacking_rights(service: Service, target: Target, command: str, more: Sequence[str] = ()) -> list[str]:
+    """Return the rights that a command lacks in the gallery's resource group; raises FetchError."""
+    path = f"{target.group}/providers/Microsoft.Authorization/permissions"
+    return missing_rights(list(service.list(path, _PERMISSION_API)), (*RIGHTS[command], *more))
 
 
 def missing_rights(permissions: Sequence[Mapping[str, Any]], actions: Iterable[str]) -> list[str]:
@@ -95,13 +139,3 @@ def missing_rights(permissions: Sequence[Mapping[str, Any]], actions: Iterable[s
 
     names = [f"Microsoft.Compute/{action}" for action in actions]
     return [f"the right {name} is missing" for name in names if not is_allowed(name)]
-
-
-def _region_problems(service: Service, target: Target) -> list[str]:
-    subscription = f"/subscriptions/{target.settings.subscription}"
-    locations = {location["name"] for location in service.list(f"{subscription}/locations", _LOCATION_API)}
-    return [
-        f"the subscription has no region {region.name}"
-        for region in target.settings.regions
-        if region.name not in locations
-    ]

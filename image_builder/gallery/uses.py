@@ -5,11 +5,11 @@ A list that can't be read whole, or a machine that doesn't say its version, is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from image_builder.errors import FetchError
+from image_builder.errors import FetchError, PublishError
 from image_builder.gallery.azure import Service
 from image_builder.gallery.plan import Target
 
@@ -27,48 +27,72 @@ class Use:
     machines: int = 0
 
 
-def read(service: Service, target: Target, subscriptions: Iterable[str]) -> list[Use]:
-    """Return every use of the definition's versions in these subscriptions; raises FetchError."""
-    uses: list[Use] = []
+def read(
+    service: Service, target: Target, subscriptions: Iterable[str], lacking: Sequence[str] = ()
+) -> list[Use]:
+    """Return every use of the definition's versions in these subscriptions.
+
+    Raises FetchError with everything that can't be read, after the rights that are ``lacking`` already, or PublishError
+    for those alone.
+    """
+    reading = _Reading(service, target)
     for subscription in subscriptions:
         provider = f"/subscriptions/{subscription}/providers/Microsoft.Compute"
-        for scale_set in service.list(f"{provider}/virtualMachineScaleSets", _API):
-            properties = scale_set["properties"]
-            profile = properties.get("virtualMachineProfile") or {}
-            if version := _version(target, profile, scale_set["id"], is_model=True):
-                uses.append(Use(scale_set["id"], "model", version))
-            if properties.get("orchestrationMode") != "Flexible":
-                machines = service.list(f"{scale_set['id']}/virtualMachines", _API)
-                uses += _counted(scale_set["id"], _versions(target, machines))
+        for scale_set in reading.items(f"{provider}/virtualMachineScaleSets"):
+            reading.note_scale_set(scale_set)
         # Those of Flexible scale sets are among them.
-        for machine in service.list(f"{provider}/virtualMachines", _API):
-            uses += _counted(machine["id"], _versions(target, [machine]))
-    return uses
+        for machine in reading.items(f"{provider}/virtualMachines"):
+            reading.note_machines(machine["id"], [machine])
+    if problems := [*lacking, *reading.problems]:
+        kind = FetchError if reading.problems else PublishError
+        raise kind(
+            "\n".join(["nothing was changed:", *(f"  {problem}" for problem in problems)]),
+            hint="docs/how-to/publish.md has the rights; what can't be read is never unused",
+        )
+    return reading.uses
 
 
-def _counted(owner: str, versions: Iterable[str]) -> list[Use]:
-    names = list(versions)
-    return [Use(owner, "machines", name, names.count(name)) for name in dict.fromkeys(names)]
+@dataclass
+class _Reading:
+    """Uses, and what can't be read."""
+
+    service: Service
+    target: Target
+    uses: list[Use] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def items(self, path: str) -> list[Mapping[str, Any]]:
+        """Return a whole list; nothing where it can't be read, which is noted."""
+        try:
+            return list(self.service.list(path, _API))
+        except FetchError as error:
+            self.problems.append(error.message)
+            return []
+
+    def note_scale_set(self, scale_set: Mapping[str, Any]) -> None:
+        properties = scale_set["properties"]
+        profile = properties.get("virtualMachineProfile") or {}
+        if version := _version(self.target, profile, is_model=True):
+            self.uses.append(Use(scale_set["id"], "model", version))
+        if properties.get("orchestrationMode") != "Flexible":
+            self.note_machines(scale_set["id"], self.items(f"{scale_set['id']}/virtualMachines"))
+
+    def note_machines(self, owner: str, machines: Sequence[Mapping[str, Any]]) -> None:
+        versions = []
+        for machine in machines:
+            version = _version(self.target, machine["properties"], is_model=False)
+            if version == LATEST:
+                self.problems.append(f"{machine['id']} runs an unknown version of {self.target.definition}")
+            elif version:
+                versions.append(version)
+        self.uses += [Use(owner, "machines", name, versions.count(name)) for name in dict.fromkeys(versions)]
 
 
-def _versions(target: Target, machines: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    for machine in machines:
-        if version := _version(target, machine["properties"], machine["id"], is_model=False):
-            yield version
-
-
-def _version(target: Target, profile: Mapping[str, Any], owner: str, *, is_model: bool) -> str:
-    """Return the version of the target's definition that a profile names, "" for another image; raises FetchError."""
+def _version(target: Target, profile: Mapping[str, Any], *, is_model: bool) -> str:
+    """Return the version of the target's definition that a profile names, LATEST for none, "" for another image."""
     reference = (profile.get("storageProfile") or {}).get("imageReference") or {}
     image, definition = str(reference.get("id", "")).lower(), target.definition.lower()
     if image != definition and not image.startswith(f"{definition}/versions/"):
         return ""
     named = image.removeprefix(definition).removeprefix("/versions/")
-    if is_model:
-        return named if named and named != LATEST else LATEST
-    version = str(reference.get("exactVersion") or named)
-    if not version or version == LATEST:
-        raise FetchError(
-            f"{owner} runs an unknown version of {target.definition}", hint="nothing was changed"
-        )
-    return version
+    return str((not is_model and reference.get("exactVersion")) or named or LATEST)

@@ -10,7 +10,7 @@ from typing import Any
 from image_builder.canonical import JSON
 from image_builder.errors import PublishError
 from image_builder.gallery.azure import Service
-from image_builder.gallery.plan import BUILD_TAG, GALLERY_API, SHA256_TAG, Call, Target
+from image_builder.gallery.plan import BUILD_TAG, GALLERY_API, LOCK_TAG, SHA256_TAG, Call, Target
 
 PROMOTED_TAG, WITHDRAWN_TAG = "image-builder-promoted", "image-builder-withdrawn"
 UNVERIFIED_TAG = "image-builder-unverified"
@@ -32,6 +32,12 @@ class Version:
     sha256: str = ""
     withdrawn: str = ""
     unverified: str = ""
+    lock_sha256: str = ""
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Tell whether every region has it."""
+        return self.state == "Succeeded" and all(state == "Completed" for state in self.regions.values())
 
     def as_json(self) -> dict[str, JSON]:
         return asdict(self)
@@ -63,6 +69,7 @@ def parse(answer: Mapping[str, Any]) -> Version:
         sha256=tags.get(SHA256_TAG, ""),
         withdrawn=tags.get(WITHDRAWN_TAG, ""),
         unverified=tags.get(UNVERIFIED_TAG, ""),
+        lock_sha256=tags.get(LOCK_TAG, ""),
     )
 
 

@@ -71,6 +71,11 @@ class Rollout:
     setup: Setup
     warnings: tuple[str, ...] = ()
 
+    @property
+    def builds(self) -> dict[str, str]:
+        """Return the builds that hosts are verified against, by image."""
+        return self.setup.suite.builds if self.setup.suite else {}
+
 
 def prepare(options: Options) -> Rollout:
     """Return a rollout to drive; raises DefinitionError with every problem, and touches no host."""
@@ -325,7 +330,9 @@ def drive(
             records.append(record)
 
         def start(at: float) -> Progress:
-            progress = take_up(rollout.plan, journal, rollout.hosts, at=at, retry=options.retry)
+            progress = take_up(
+                rollout.plan, journal, rollout.hosts, at=at, retry=options.retry, builds=rollout.builds
+            )
             records[:] = read_journal(journal.path)
             return progress
 
@@ -343,7 +350,7 @@ def verify(
 
     def start(at: float) -> Progress:
         progress = begin(rollout.plan)
-        records.append(Opened(at=at, plan=rollout.plan.digest))
+        records.append(Opened(at=at, plan=rollout.plan.digest, builds=rollout.builds))
         apply(progress, records[0])
         return progress
 

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -24,6 +24,7 @@ from image_builder.node import files
 
 # A look at a lock takes some microseconds.
 _LOOK_SECONDS = 0.5
+_LOCKS = Path("/proc/locks")
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -71,14 +72,22 @@ class Journal(Generic[R]):
 
 
 @contextmanager
-def open_journal(path: Path, format: Format[R]) -> Iterator[Journal[R]]:
+def open_journal(
+    path: Path, format: Format[R], on_wait: Callable[[list[int]], None] | None = None
+) -> Iterator[Journal[R]]:
     """Open a journal to append to it, made if it isn't there; nobody else can until the block ends.
 
-    Raises ImageBuilderError where another process has it or a line is damaged, and OSError.
+    Where another process has it, ``on_wait`` is called with those that can be seen, and the journal opened when they
+    let go of it; without ``on_wait`` that is an error. Raises ImageBuilderError for it, and where a line is damaged,
+    and OSError.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
-        _lock(fd, path, format.busy)
+        if not _lock(fd):
+            if on_wait is None:
+                raise ImageBuilderError(f"another process writes {path}", hint=format.busy)
+            on_wait(holders(path))
+            fcntl.flock(fd, fcntl.LOCK_EX)
         data = _read(fd)
         records, size = parse(data, str(path), format)
         if size < len(data):
@@ -166,8 +175,8 @@ def _read(fd: int) -> bytes:
         return file.read()
 
 
-def _lock(fd: int, path: Path, busy: str) -> None:
-    """Take the lock; who only looks whether somebody has it (``in_use``) holds it for a moment, and is waited for."""
+def _lock(fd: int) -> bool:
+    """Take the lock, unless another process keeps it; who only looks at it (``in_use``) is waited for."""
     deadline = time.monotonic() + _LOOK_SECONDS
     while True:
         try:
@@ -178,5 +187,33 @@ def _lock(fd: int, path: Path, busy: str) -> None:
             if time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS / 50)
                 continue
-            raise ImageBuilderError(f"another process writes {path}", hint=busy) from None
-        return
+            return False
+        return True
+
+
+def holders(path: Path) -> list[int]:
+    """Return the processes that hold flock(2) on a file for themselves, as far as they can be seen from here."""
+    identity = path.stat()
+    return [
+        pid
+        for pid, inode in _locks(_LOCKS.read_text(encoding="ascii"))
+        if inode == identity.st_ino and _has_open(pid, identity)
+    ]
+
+
+def _locks(text: str) -> Iterator[tuple[int, int]]:
+    """Yield (process, inode) of each exclusive flock: ``1: FLOCK  ADVISORY  WRITE 123 fe:01:456 0 EOF``."""
+    for line in text.splitlines():
+        fields = line.split()
+        if fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"] and int(fields[4]) > 0:
+            yield int(fields[4]), int(fields[5].rpartition(":")[2])
+
+
+def _has_open(pid: int, identity: os.stat_result) -> bool:
+    """Tell whether a process has a file open: an inode's number is unique in its filesystem alone."""
+    with suppress(OSError):  # it ended, or is somebody else's
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                if os.path.samestat(entry.stat(), identity):
+                    return True
+    return False

@@ -61,6 +61,7 @@ def test_each_host_ends_in_exactly_one_class(rollout: Callable[..., Rollout]) ->
     expected |= {AGENTLESS: "failed bootstrap 1", BROKEN: FAILING, FILLED: FULL}
     assert signatures == expected, results
     assert sum(report["counts"].values()) == COUNT
+    assert report["builds"] == {"minimal": ["0"]}
     assert run.joins() == {n: int(n < SOUND or n == BROKEN) for n in range(COUNT)}
     assert report["results"]["host-0"]["phases"] == {"identity": 0.5}
     assert [p.name for p in (run.folder / "reports").iterdir()] == ["host-5"]

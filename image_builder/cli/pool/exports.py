@@ -1,8 +1,10 @@
-"""The commands that write files for other programs: ``pool snapshot``, ``pool render`` and ``pool slice``."""
+"""The commands that write files for other programs: ``pool snapshot``, ``render``, ``template`` and ``slice``."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,6 +56,46 @@ def render(
     rows = [("host", "user data"), *((name, f"{size} B") for name, size in sizes.items())]
     total = f"{len(rendered)} hosts, {result['configurations']} different configurations, in {out}"
     show(result, f"{columns(rows)}\n{total}", as_json=as_json)
+    return 0
+
+
+@register(app)
+def template(
+    pool: Annotated[str, typer.Argument(metavar="POOL", help="a group of the inventory")],
+    inventory: Inventory,
+    version: Annotated[
+        str, typer.Option("--version", metavar="VERSION", help="the image's version in its gallery, exactly")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="where to write the template")],
+    vault: VaultIds = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write a pool's scale sets as a template of Azure Resource Manager. Azure is not asked.
+
+    Example:
+
+        image-builder pool template vmss_h100_a -i inventories/azure_vmss --version 2026.1125.0 --out h100.template.json
+    """
+    from image_builder.cli.command import read_inventory
+    from image_builder.gallery.plan import Target
+    from image_builder.node import files
+    from image_builder.pool.plan import template as templates
+
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+){2}", version):
+        hint = "image-builder publish status IMAGE lists them; a scale set never follows `latest`"
+        raise UsageError(f"not a version: {version}", hint=hint)
+    model = templates.read_model(inventory, pool, vault or ())
+    image = read_inventory(inventory, vault).define(model.image)
+    templates.require_fit(model, image)
+    assert image.gallery
+    reference = Target(image.gallery).version(version)
+    document = templates.template(model, image, reference)
+    with writing(out):
+        files.write(out, f"{json.dumps(document, indent=1)}\n".encode())
+    capacities = templates.capacities(model)
+    result = {"template": os.fspath(out), "version": reference, "scale_sets": capacities}
+    rows = [("scale set", "machines"), *((name, str(count)) for name, count in capacities.items())]
+    show(result, f"{columns(rows)}\n{out}", as_json=as_json)
     return 0
 
 

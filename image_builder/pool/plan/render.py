@@ -95,6 +95,12 @@ def render(
     return rendered
 
 
+def render_host(source: Any, host: str) -> tuple[Rendered, list[Problem]]:
+    """Return the configuration of one host of an open inventory, and everything that is wrong with it."""
+    reading = _Reading(source)
+    return _render(reading, host), _problems(reading)
+
+
 def write(rendered: Iterable[Rendered], directory: Path) -> None:
     """Write ``HOST.json`` for each host."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 from image_builder.errors import PoolError, UsageError
 from image_builder.pool.run.journal import in_use
+from image_builder.system.journal import holders
 
-_LOCKS = Path("/proc/locks")
 _POLL_SECONDS = 0.2
 
 
@@ -55,31 +54,3 @@ def wait_until_over(journal: Path, tell: Callable[[], None] = lambda: None) -> N
     while in_use(journal):
         tell()
         time.sleep(_POLL_SECONDS)
-
-
-def holders(path: Path) -> list[int]:
-    """Return the processes that hold flock(2) on a file for themselves, as far as they can be seen from here."""
-    identity = path.stat()
-    return [
-        pid
-        for pid, inode in _locks(_LOCKS.read_text(encoding="ascii"))
-        if inode == identity.st_ino and _has_open(pid, identity)
-    ]
-
-
-def _locks(text: str) -> Iterator[tuple[int, int]]:
-    """Yield (process, inode) of each exclusive flock: ``1: FLOCK  ADVISORY  WRITE 123 fe:01:456 0 EOF``."""
-    for line in text.splitlines():
-        fields = line.split()
-        if fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"] and int(fields[4]) > 0:
-            yield int(fields[4]), int(fields[5].rpartition(":")[2])
-
-
-def _has_open(pid: int, identity: os.stat_result) -> bool:
-    """Tell whether a process has a file open: an inode's number is unique in its filesystem alone."""
-    with suppress(OSError):  # it ended, or is somebody else's
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                if os.path.samestat(entry.stat(), identity):
-                    return True
-    return False

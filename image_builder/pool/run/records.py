@@ -19,11 +19,15 @@ class _Record(Strict):
 
 
 class Opened(_Record):
-    """A process opened the journal. ``retry``: hosts that failed before are tried again."""
+    """A process opened the journal. ``retry``: hosts that failed before are tried again.
+
+    ``builds`` are those that hosts of each image are verified against, by their ids.
+    """
 
     kind: Literal["opened"] = "opened"
     plan: str
     retry: bool = False
+    builds: Mapping[str, str] = Field(default_factory=dict)
 
 
 class Changed(_Record):

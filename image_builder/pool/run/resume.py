@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from image_builder.errors import ImageBuilderError
 from image_builder.pool.plan.model import Host
@@ -15,16 +15,24 @@ from image_builder.pool.run.state import Progress
 
 
 def take_up(
-    plan: Plan, journal: Journal, hosts: Collection[Host], *, at: float, retry: bool = False
+    plan: Plan,
+    journal: Journal,
+    hosts: Collection[Host],
+    *,
+    at: float,
+    retry: bool = False,
+    builds: Mapping[str, str] | None = None,
 ) -> Progress:
     """Return the state to go on from, after noting in the journal that it was opened.
 
     ``hosts`` are those of the inventory now: vanished ones are dropped, new ones get waves of their own after the
-    planned ones, with canaries for what has none yet. With ``retry`` failed hosts get another chance. Raises
-    ImageBuilderError for a journal of another plan, OSError.
+    planned ones, with canaries for what has none yet. With ``retry`` failed hosts get another chance.
+    ``builds`` are what they are verified against, by image. Raises ImageBuilderError for a journal of another plan,
+    OSError.
     """
     progress = past(plan, journal.records, str(journal.path))
-    for record in [Opened(at=at, plan=plan.digest, retry=retry), reconcile(progress, hosts, at=at)]:
+    opened = Opened(at=at, plan=plan.digest, retry=retry, builds=builds or {})
+    for record in [opened, reconcile(progress, hosts, at=at)]:
         if record is not None:
             journal.append(record)
             apply(progress, record)

@@ -8,7 +8,7 @@ from typing import Any
 
 from image_builder.pool.plan.model import CLASSES, STEPS, quantile
 from image_builder.pool.plan.plan import named
-from image_builder.pool.run.records import Gated, Passed, Record, Result
+from image_builder.pool.run.records import Gated, Opened, Passed, Record, Result
 from image_builder.pool.run.state import HostStatus, Progress
 from image_builder.text import printable
 
@@ -62,6 +62,7 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
         "hosts": len(statuses),
         "vanished": sorted(s.host.name for s in progress.hosts.values() if s.state == "gone"),
         "counts": counts(statuses),
+        "builds": builds(records),
         "verified": sum(s.verified for s in statuses),
         "budget": {"failed": progress.failed, "allowed": plan.budget},
         "unavailable": {"now": progress.unavailable, "allowed": plan.max_unavailable},
@@ -84,6 +85,12 @@ def _result(status: HostStatus) -> dict[str, Any]:
         "seconds": {step: round(value, 3) for step, value in status.seconds.items()},
         "phases": status.phases,
     }
+
+
+def builds(records: Iterable[Record]) -> dict[str, list[str]]:
+    """Return the builds that hosts of each image were verified against: more than one where a process had another."""
+    pairs = {pair for record in records if isinstance(record, Opened) for pair in record.builds.items()}
+    return {image: sorted(build for name, build in pairs if name == image) for image in sorted(dict(pairs))}
 
 
 def durations(records: Iterable[Record]) -> dict[str, dict[str, float]]:

@@ -71,6 +71,11 @@ class Suite:
     folder: Path = SUITE
     checks: Path | None = None
 
+    @property
+    def builds(self) -> dict[str, str]:
+        """Return the build that hosts of each image must be of, by its id; raises OSError, ValueError."""
+        return {image: str(json.loads(path.read_bytes())["build_id"]) for image, path in self.facts.items()}
+
 
 class Runs:
     """Runs of a suite on hosts; a context manager. ``run`` may be called from many threads at once."""

@@ -140,6 +140,35 @@ def test_a_region_that_fails_again_is_named_and_the_others_are_usable(publishing
     assert publishing.disks() != []
 
 
+def test_each_region_that_failed_is_taken_out_and_added_by_itself(
+    publishing: Publishing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    regions = [{"name": name} for name in ("westus3", "eastus", "northeurope")]
+    monkeypatch.setitem(SETTINGS, "regions", regions)
+    publishing.cloud.arm.failing_regions = {"eastus": 1, "northeurope": 9}
+    with pytest.raises(PublishError, match="replication failed in northeurope") as caught:
+        publishing()
+    assert caught.value.hint == "the others are usable"
+    states = {r["region"]: r["state"] for r in _summary(publishing)}
+    assert states == {"West US 3": "Completed", "East US": "Completed", "North Europe": "Failed"}
+    publishing.cloud.arm.failing_regions = {}
+    publishing()
+    publishing.require_published()
+
+
+def test_the_region_that_a_version_is_in_is_never_taken_out(publishing: Publishing) -> None:
+    publishing.cloud.arm.failing_regions = {"westus3": 1}
+    with pytest.raises(PublishError, match="replication failed in westus3"):
+        publishing()
+    assert [entry for entry in publishing.cloud.arm.log if entry.method == "PATCH"] == []
+    assert {r["region"]: r["state"] for r in _summary(publishing)}["East US"] == "Completed"
+
+
+def _summary(publishing: Publishing) -> list[dict[str, Any]]:
+    summary: list[dict[str, Any]] = publishing.versions()[0]["properties"]["replicationStatus"]["summary"]
+    return summary
+
+
 def test_a_version_that_failed_everywhere_is_replaced_only_when_that_is_asked_for(
     publishing: Publishing,
 ) -> None:
@@ -232,6 +261,29 @@ def test_everything_that_is_in_the_way_is_said_at_once(
     for reason in ("clock is", "no region atlantis", "hyperVGeneration is V1, the image needs V2"):
         assert reason in caught.value.message
     assert publishing.cloud.changes() == []
+
+
+def test_quota_that_is_used_up_is_named_by_region_before_anything_is_made(publishing: Publishing) -> None:
+    arm = publishing.cloud.arm
+    arm.limits = {
+        ("westus3", "StandardDiskCount"): 0,
+        ("westus3", "GalleryImage"): 1,  # the definition is there already
+        ("eastus", "GalleryImageVersion"): 0,
+    }
+    with pytest.raises(PublishError) as caught:
+        publishing()
+    for reason in (
+        "westus3: no quota for Standard Storage Managed Disks: 0 of 0 are used, 1 more needed",
+        "eastus: no quota for Gallery Image Versions: 0 of 0 are used, 1 more needed",
+    ):
+        assert reason in caught.value.message
+    assert "Gallery Images" not in caught.value.message
+    assert publishing.cloud.changes() == []
+    arm.limits = {}
+    publishing()
+    arm.limits = {("eastus", "GalleryImageVersion"): 0, ("westus3", "StandardDiskCount"): 0}
+    publishing()  # it is there, so it needs none
+    publishing.require_published()
 
 
 def test_a_gallery_that_is_missing_and_a_foreign_subscription_are_refused(publishing: Publishing) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,11 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from image_builder.errors import PublishError
+from image_builder.errors import PublishError, UsageError
+from image_builder.pool.show.report import report
 from tests.support.arm.place import Place
 from tests.support.arm.publisher import Publisher
+from tests.unit.pool.simulation import Faults, make, simulate
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
@@ -67,6 +71,31 @@ def test_a_version_is_promoted_with_a_reason_and_a_signed_statement_and_withdraw
     assert not version["in_latest"] and version["withdrawn"] == "it loses GPUs"
     publish("promote", name, *reason, status=PublishError.exit_code)
     assert "it was withdrawn: it loses GPUs" in publish.output and "its life ended" in publish.output
+
+
+def test_a_version_is_promoted_by_the_report_of_a_rollout_of_its_build(
+    azure: Place, publish: Publisher, tmp_path: Path
+) -> None:
+    name = publish("run")["version"].rsplit("/", 1)[1]
+    build = json.loads((tmp_path / "output/worker/latest/manifest.json").read_text())["build_id"]
+    progress, _, records = simulate(make(20), Faults())
+    records[0] = records[0].model_copy(update={"builds": {"worker": "0" * 64}})
+    proof = tmp_path / "report.json"
+    proof.write_text(json.dumps(report(progress, records)))
+    before = azure.changes()
+    publish("promote", name, status=UsageError.exit_code)
+    publish("promote", name, "--proof", str(proof), "--because", "x", status=UsageError.exit_code)
+    publish("promote", name, "--proof", str(proof), status=PublishError.exit_code)
+    assert f"verified against build {'0' * 12}, not {build[:12]}" in publish.output
+    assert azure.changes() == before
+    records[0] = records[0].model_copy(update={"builds": {"worker": build}})
+    proof.write_text(json.dumps(report(progress, records)))
+    publish("promote", name, "--proof", str(proof))
+    assert [v["in_latest"] for v in publish("status")["versions"]] == [True]
+    tags = next(r.content["tags"] for path, r in azure.arm.resources.items() if path.endswith(name))
+    digest = hashlib.sha256(proof.read_bytes()).hexdigest()
+    assert tags["image-builder-promoted"].startswith("rolled out to 20 hosts, ")
+    assert tags["image-builder-promoted"].endswith(f"report sha256 {digest}")
 
 
 def test_an_unverified_build_has_to_be_asked_for_and_is_never_promoted(

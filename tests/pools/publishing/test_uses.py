@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from image_builder.errors import FetchError
+from image_builder.errors import FetchError, PublishError
 from image_builder.gallery import uses
 from image_builder.gallery.azure import Service
+from image_builder.gallery.survey import RIGHTS
 from image_builder.gallery.uses import LATEST, Use
 from tests.support.arm.model import Request, error
 from tests.support.arm.place import Place
@@ -62,6 +63,74 @@ def test_a_machine_that_does_not_say_its_version_is_an_error(azure: Place) -> No
     azure.arm.add(machine, properties=_image(id=azure.target.definition))
     with pytest.raises(FetchError, match="unknown version"):
         _read(azure)
+
+
+def test_everything_that_cannot_be_read_is_told_at_once(azure: Place, publish: Publisher) -> None:
+    _scale_set(azure, "a", azure.target.version("1.0.0"), {"0": "1.0.0"})
+    azure.arm.actions = ["Microsoft.Compute/virtualMachineScaleSets/read"]
+    publish("prune", "--delete", status=FetchError.exit_code)
+    for action in (
+        "galleries/images/versions/read",
+        "galleries/images/versions/delete",
+        "disks/read",
+        "disks/delete",
+    ):
+        assert f"the right Microsoft.Compute/{action} is missing" in publish.output
+    for action in ("virtualMachineScaleSets/virtualMachines/read", "virtualMachines/read"):
+        assert f"perform action 'Microsoft.Compute/{action}'" in publish.output
+    assert azure.changes() == []
+
+
+@pytest.mark.parametrize(
+    ("command", "lacking"),
+    [
+        (("promote", "1.0.0", "--because", "x"), "galleries/images/versions/write"),
+        (("withdraw", "1.0.0", "--because", "x"), "galleries/images/versions/write"),
+        (("age",), "galleries/images/versions/read"),
+        (("prune",), "disks/read"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_command_asks_for_its_own_rights_first(
+    azure: Place, publish: Publisher, command: tuple[str, ...], lacking: str
+) -> None:
+    """With every other one of its rights it names the one that is lacking; with that one too it does its work."""
+    rights = [f"Microsoft.Compute/{action}" for action in RIGHTS[command[0]]]
+    machines = ["Microsoft.Compute/virtualMachine*/read"]
+    azure.arm.add(
+        azure.target.version("1.0.0"),
+        tags={"image-builder-build": "ab" * 6, "image-builder-vhd-sha256": "12" * 32},
+        properties={"publishingProfile": {"targetRegions": [{"name": "westus3"}]}}
+        | {"provisioningState": "Succeeded"}
+        | {"replicationStatus": {"summary": []}},
+    )
+    azure.arm.actions = [right for right in rights if not right.endswith(lacking)] + machines
+    publish(*command, status=PublishError.exit_code)
+    assert f"the right Microsoft.Compute/{lacking} is missing" in publish.output
+    assert azure.changes() == []
+    azure.arm.actions = rights + machines
+    publish(*command)
+
+
+def test_a_disk_that_an_upload_left_is_deleted_a_day_later(azure: Place, publish: Publisher) -> None:
+    azure.host.faults = [lambda page: 403 if page.length == 512 else None]
+    publish("run", status=PublishError.exit_code)
+    azure.host.faults = []
+    (path,) = [path for path in azure.arm.resources if "/disks/" in path]
+    disk = azure.arm.resources[path].content
+    foreign = f"{azure.arm.group}/providers/Microsoft.Compute/disks/data"
+    azure.arm.add(foreign, properties={"diskState": "Unattached", "timeCreated": "2026-01-01T00:00:00+00:00"})
+    before = azure.changes()
+    (verdict,) = publish("prune", "--delete")["disks"]
+    assert verdict["reasons"] == ["it is younger than a day: an upload may go on"]
+    disk["properties"]["timeCreated"] = "yesterday"
+    publish("prune", "--delete", status=FetchError.exit_code)
+    disk["properties"]["timeCreated"] = "2026-01-01T00:00:00.1234567+00:00"
+    assert publish("prune")["disks"] == [{"disk": disk["name"], "unused": True, "reasons": []}]
+    assert azure.changes() == before
+    publish("prune", "--delete")
+    assert azure.changes() == [*before, ("DELETE", disk["id"])]
+    assert foreign.lower() in azure.arm.resources
 
 
 def test_only_what_is_proven_unused_is_deleted(azure: Place, publish: Publisher, tmp_path: Path) -> None:

@@ -45,14 +45,9 @@ def publish(cloud: Place, inventory: Path, output: Path, points: Iterable[Point]
             outcome.faithful = is_copy(cloud, disk)
 
     cloud.arm.faults.append(compare)
-    argv = [sys.executable, "-m", "image_builder.cli", "publish", "run", "worker", "-i", str(inventory)]
-    argv += ["--output", str(output), "--endpoint", cloud.arm.url, "--json"]
-    environment = {**os.environ, **cloud.environment, "PYTHONPATH": str(REPO)}
     for point in [*points, Point()]:
         received, changes = cloud.host.received + point.received, len(cloud.arm.log) + point.changes
-        with subprocess.Popen(
-            argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        ) as child:
+        with started(cloud, inventory, output) as child:
             while child.poll() is None:
                 if cloud.host.received >= received or len(cloud.arm.log) >= changes:
                     child.kill()
@@ -62,8 +57,19 @@ def publish(cloud: Place, inventory: Path, output: Path, points: Iterable[Point]
             _, error = child.communicate()
         outcome.status = child.returncode
         if child.returncode not in (0, -9):
-            raise RuntimeError(error.decode())
+            raise RuntimeError(error)
     return outcome
+
+
+def started(
+    cloud: Place, inventory: Path, output: Path, command: str = "run", *arguments: str
+) -> subprocess.Popen[str]:
+    """Begin a command of `publish`, in a process of its own."""
+    argv = [sys.executable, "-m", "image_builder.cli", "publish", command, "worker", *arguments]
+    argv += ["-i", str(inventory)]
+    argv += ["--output", str(output), "--endpoint", cloud.arm.url, "--json"]
+    environment = {**os.environ, **cloud.environment, "PYTHONPATH": str(REPO)}
+    return subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def is_copy(cloud: Place, disk: Path) -> bool:

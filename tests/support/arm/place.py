@@ -142,9 +142,9 @@ def write_build(
     return record
 
 
-def write_inventory(path: Path) -> Path:
-    """Write an inventory with the image `worker`, and where it is published to."""
-    base = {"distribution": "debian", "suite": "trixie"}
+def write_inventory(path: Path, **base: str) -> Path:
+    """Write an inventory with the image `worker`, and where it is published to; ``base`` adds to its `image_base`."""
+    base = {"distribution": "debian", "suite": "trixie"} | base
     host = {
         "image_base": base,
         "image_layers": ["system"],

@@ -28,6 +28,13 @@ from tests.support.arm.model import (
 
 REGIONS = {"westus3": "West US 3", "eastus": "East US", "northeurope": "North Europe"}
 _PROVIDER = "/providers/Microsoft.Compute/"
+# counter -> what people call it, what it counts, its usual limit
+_COUNTERS = {
+    "StandardDiskCount": ("Standard Storage Managed Disks", "Microsoft.Compute/disks", 50000),
+    "Gallery": ("Galleries", "Microsoft.Compute/galleries", 100),
+    "GalleryImage": ("Gallery Images", "Microsoft.Compute/galleries/images", 1000),
+    "GalleryImageVersion": ("Gallery Image Versions", "Microsoft.Compute/galleries/images/versions", 10000),
+}
 _COOKIE = b"conectix"
 _CHANGES = {"PUT", "POST", "PATCH", "DELETE"}
 _VERBS = {"GET": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
@@ -63,6 +70,8 @@ class Arm:
     percent: int = 50
     actions: list[str] = field(default_factory=lambda: ["*"])
     failing_regions: dict[str, int] = field(default_factory=dict)
+    # (region, counter) -> another limit than the usual one
+    limits: dict[tuple[str, str], int] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     resources: dict[str, Resource] = field(default_factory=dict)
     operations: dict[str, Operation] = field(default_factory=dict)
@@ -116,7 +125,7 @@ class Arm:
         if path == f"/subscriptions/{SUBSCRIPTION}/locations":
             return Answer(200, {"value": [{"name": n, "displayName": d} for n, d in REGIONS.items()]})
         if path.startswith(f"/subscriptions/{SUBSCRIPTION}{_PROVIDER}".lower()):
-            return self._list(request)
+            return self._refusal(request) or self._list(request)
         if not path.startswith(self.group.lower()):
             return error(
                 404, "ResourceGroupNotFound", f"Resource group of '{request.path}' could not be found."
@@ -125,28 +134,47 @@ class Arm:
             return Answer(200, {"id": self.group, "name": "images", "location": "westus3"})
         if "api-version" not in request.query:
             return error(400, "MissingApiVersionParameter", "The api-version query parameter is required.")
+        if refusal := self._refusal(request):
+            return refusal
+        return self._get(request) if request.method == "GET" else self._change(request)
+
+    def _refusal(self, request: Request) -> Answer | None:
+        """Return what somebody is told who lacks the right to something."""
         action = _action(request)
-        if not any(fnmatch.fnmatchcase(action.lower(), pattern.lower()) for pattern in self.actions):
-            return error(
-                403,
-                "AuthorizationFailed",
-                f"The client does not have authorization to perform action '{action}' over scope '{request.path}'.",
-            )
-        if request.method == "GET":
-            return self._get(request)
-        return self._change(request)
+        if any(fnmatch.fnmatchcase(action.lower(), pattern.lower()) for pattern in self.actions):
+            return None
+        return error(
+            403,
+            "AuthorizationFailed",
+            f"The client does not have authorization to perform action '{action}' over scope '{request.path}'.",
+        )
 
     # -- reading ---------------------------------------------------------------------------------------------
 
     def _list(self, request: Request) -> Answer:
-        """Return the resources of a type in all resource groups."""
+        """Return the resources of a type in all resource groups, or how many of each kind a region may have."""
         kind = request.path.lower().rpartition("/")[2]
+        if kind == "usages":
+            return Answer(200, {"value": self._usages(request.path.rsplit("/", 2)[1])})
         items = [
             resource.content
             for path, resource in self.resources.items()
             if path.partition(_PROVIDER.lower())[2].split("/")[:-1] == [kind]
         ]
         return Answer(200, {"value": items})
+
+    def _usages(self, region: str) -> list[Json]:
+        """Return a region's counters, as Usage_List of Microsoft.Compute has them."""
+        types = [r.content["type"] for r in self.resources.values() if r.content["location"] == region]
+        return [
+            {
+                "unit": "Count",
+                "currentValue": types.count(kind),
+                "limit": self.limits.get((region, name), limit),
+                "name": {"value": name, "localizedValue": label},
+            }
+            for name, (label, kind, limit) in _COUNTERS.items()
+        ]
 
     def _get(self, request: Request) -> Answer:
         path = request.path.lower()
@@ -259,7 +287,11 @@ class Arm:
                 )
             return Answer(200, existing.content)
         disk = self.add(request.path, body["location"], sku=body["sku"], tags=body.get("tags", {}))
-        disk["properties"] = {**body["properties"], "provisioningState": "Updating"}
+        disk["properties"] = {
+            **body["properties"],
+            "provisioningState": "Updating",
+            "timeCreated": datetime.now(UTC).isoformat(),
+        }
         self._hide(request.path)
         self.disks.create(disk["name"], size)
 
@@ -353,6 +385,11 @@ class Arm:
         body = request.body or {}
         version = resource.content
         properties = body.get("properties", {})
+        targets = properties.get("publishingProfile", {}).get("targetRegions")
+        if targets is not None and version["location"] not in [target["name"] for target in targets]:
+            return error(
+                400, "InvalidParameter", "The publishing profile must contain the version's location."
+            )
         for section in ("publishingProfile", "safetyProfile"):
             version["properties"][section] = {
                 **version["properties"].get(section, {}),

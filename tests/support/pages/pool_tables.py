@@ -1,4 +1,4 @@
-"""The tables of docs/reference/pools.md that are made from the code: the policy, the records of a journal."""
+"""The tables of docs/reference/pools.md that are made from the code: the policy, a journal's records, a scale set."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from image_builder.pool.plan.policy import Policy
+from image_builder.pool.plan.template import PoolAzure
 from image_builder.pool.run.records import Record
 
 _POLICY = ("<!-- policy: begin -->", "<!-- policy: end -->")
+_SCALE_SET = ("<!-- pool_azure: begin -->", "<!-- pool_azure: end -->")
 _RECORDS = ("<!-- records: begin -->", "<!-- records: end -->")
 
 
 def with_tables(text: str) -> str:
     """Return the page with its tables as the code has them."""
-    return _between(_between(text, _POLICY, policy_table()), _RECORDS, records_table())
+    for marks, table in (
+        (_POLICY, model_table(Policy)),
+        (_SCALE_SET, model_table(PoolAzure)),
+        (_RECORDS, records_table()),
+    ):
+        text = _between(text, marks, table)
+    return text
 
 
 def _between(text: str, marks: tuple[str, str], table: str) -> str:
@@ -26,8 +34,8 @@ def _between(text: str, marks: tuple[str, str], table: str) -> str:
     return f"{before}{marks[0]}\n{table}\n{marks[1]}{after}"
 
 
-def policy_table() -> str:
-    rows = [f"| `{name}` | `{default}` | {what} |" for name, default, what in _fields(Policy)]
+def model_table(model: type[BaseModel]) -> str:
+    rows = [f"| `{name}` | {default} | {what} |" for name, default, what in _fields(model)]
     return "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *rows])
 
 
@@ -36,7 +44,8 @@ def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, str,
         if isinstance(field.default, BaseModel):
             yield from _fields(type(field.default), f"{above}{name}.")
         else:
-            yield f"{above}{name}", _json(field.default), str(field.description)
+            default = "required" if field.is_required() else f"`{_json(field.default)}`"
+            yield f"{above}{name}", default, str(field.description)
 
 
 def _json(value: Any) -> str:

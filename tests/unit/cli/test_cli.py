@@ -55,6 +55,7 @@ COMMANDS = [
     ("pool", "abort"),
     ("pool", "verify"),
     ("pool", "render"),
+    ("pool", "template"),
     ("pool", "broker"),
     ("store", "gc"),
     ("store", "verify"),

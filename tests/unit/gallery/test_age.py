@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from image_builder.gallery.age import ages
+from image_builder.gallery.packages import Behind
 from image_builder.gallery.uses import Use
 from image_builder.gallery.versions import Version
 
@@ -41,3 +42,17 @@ def test_the_oldest_comes_first_and_models_run_nothing() -> None:
         Use("/x/c", "model", "1.0.0"),
     ]
     assert [age.owner for age in ages([VERSION, old], uses, NOW, 900)] == ["b", "a"]
+
+
+def test_packages_are_compared_once_a_version_that_machines_run() -> None:
+    asked: list[str] = []
+
+    def behind(version: Version) -> Behind:
+        asked.append(version.name)
+        return Behind(("openssl 1 -> 2",), 1)
+
+    uses = [Use(f"/x/{name}", "machines", "1.0.0", 1) for name in "ab"]
+    table = ages([VERSION, replace(VERSION, name="2.0.0")], uses, NOW, 8, behind)
+    assert asked == ["1.0.0"]
+    problem = "older than 8 days; 1 packages are behind, 1 of them security updates: openssl 1 -> 2"
+    assert [(age.problem, age.behind) for age in table] == [(problem, ("openssl 1 -> 2",))] * 2

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from image_builder.gallery.prune import judge
+from image_builder.gallery.disks import UploadDisk
+from image_builder.gallery.prune import judge, judge_disks
 from image_builder.gallery.uses import LATEST, Use
 from image_builder.gallery.versions import Version
 
@@ -55,3 +56,35 @@ def test_whoever_takes_the_latest_keeps_those_in_latest() -> None:
         "it is in latest",
         "gpu-a takes whatever is latest",
     )
+
+
+DISK = UploadDisk("/g/disks/image-builder-ab-12", "Unattached", NOW - timedelta(days=2), "12" * 32)
+COPYING = replace(NEWEST, sha256="12" * 32, regions={"West US 3": "Completed", "East US": "Replicating"})
+
+
+@pytest.mark.parametrize("state", ["ReadyToUpload", "ActiveUpload", "Unattached"])
+def test_a_disk_that_an_upload_left_is_unused(state: str) -> None:
+    copied = replace(COPYING, regions={"West US 3": "Completed"})
+    (verdict,) = judge_disks([replace(DISK, state=state)], [copied, OLD], NOW)
+    assert (verdict.kind, verdict.name, verdict.reasons) == ("disk", "image-builder-ab-12", ())
+
+
+@pytest.mark.parametrize(
+    ("disk", "reason"),
+    [
+        (replace(DISK, state="Attached"), "it is Attached"),
+        (replace(DISK, owner="/g/virtualMachines/m"), "m has it"),
+        (
+            replace(DISK, created=NOW - timedelta(hours=23)),
+            "it is younger than a day: an upload may go on",
+        ),
+    ],
+)
+def test_one_reason_keeps_a_disk(disk: UploadDisk, reason: str) -> None:
+    assert judge_disks([disk], [], NOW)[0].reasons == (reason,)
+
+
+@pytest.mark.parametrize("version", [COPYING, replace(COPYING, state="Creating", regions={})])
+def test_a_disk_that_a_version_is_still_copied_from_is_kept(version: Version) -> None:
+    (verdict,) = judge_disks([DISK], [version], NOW)
+    assert verdict.reasons == ("2026.1125.0 is made of it and isn't in every region yet",)

@@ -14,6 +14,7 @@ from image_builder.pool.plan.policy import Deadlines
 from image_builder.pool.reach.hostkeys import CertificateAuthority
 from image_builder.pool.reach.reach import Access
 from image_builder.pool.run.driver import Event, Work
+from image_builder.pool.run.records import RECORD, Opened
 from image_builder.pool.steps.control_plane import Unwatched
 from image_builder.pool.steps.fleet import Fleet, Setup
 from image_builder.pool.steps.suite import Suite
@@ -64,3 +65,11 @@ def test_a_clock_that_is_set_meanwhile_changes_no_deadline(
         for off in (day, -day):
             monkeypatch.setattr(time, "time", lambda off=off: real() + off)
             assert 0 <= fleet.now() - began < day / 2
+
+
+def test_a_suite_knows_the_build_that_hosts_of_an_image_must_be_of(setup: Setup, tmp_path: Path) -> None:
+    (tmp_path / "facts.json").write_text('{"image": "i", "build_id": "ab12"}')
+    assert setup.suite and setup.suite.builds == {"i": "ab12"}
+    opened = Opened(at=1.0, plan="p", builds=setup.suite.builds)
+    assert RECORD.validate_json(opened.model_dump_json()) == opened
+    assert RECORD.validate_json('{"kind": "opened", "at": 1.0, "plan": "p"}') == Opened(at=1.0, plan="p")

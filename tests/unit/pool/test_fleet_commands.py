@@ -20,7 +20,6 @@ from image_builder.definition import load_inventory
 from image_builder.pool import rollout
 from image_builder.pool.plan import plan as plans
 from image_builder.pool.rollout import Stop
-from image_builder.pool.run import abort
 from image_builder.pool.run.journal import journal_of, open_journal
 from image_builder.pool.run.records import Opened, Stopped
 from image_builder.pool.steps import ansible
@@ -290,14 +289,6 @@ def test_a_run_that_stops_already_is_not_asked_again(place: Place) -> None:
 def test_who_failed_is_taken_up_again_by_retry_alone() -> None:
     assert pool_run_commands._hint({"ok": 1, "failed": 1}).endswith("pool resume PLAN --retry")
     assert pool_run_commands._hint({"ok": 1, "unknown": 1, "not started": 1}).endswith("pool resume PLAN")
-
-
-def test_who_writes_a_journal_is_found(tmp_path: Path) -> None:
-    import os
-
-    with open_journal(tmp_path / "journal") as journal:
-        assert abort.holders(journal.path) == [os.getpid()]
-    assert abort.holders(tmp_path / "journal") == []
 
 
 def test_the_second_signal_ends_what_the_first_one_asked_to_stop() -> None:

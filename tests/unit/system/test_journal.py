@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from pydantic import TypeAdapter
 
 from image_builder.errors import ImageBuilderError
 from image_builder.strict_yaml import Strict
-from image_builder.system.journal import Format, open_journal, read_journal
+from image_builder.system.journal import Format, holders, open_journal, read_journal
 
 
 class Sum(Strict):
@@ -41,3 +43,30 @@ def test_a_torn_line_is_taken_away_and_a_damaged_one_has_the_formats_hint(tmp_pa
     with pytest.raises(ImageBuilderError) as caught:
         read_journal(path, FORMAT)
     assert caught.value.hint == "damaged"
+
+
+def test_who_waits_is_told_for_whom_and_opens_it_then(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    told: list[list[int]] = []
+    with ExitStack() as first, ThreadPoolExecutor(1) as pool:
+        journal = first.enter_context(open_journal(path, FORMAT))
+
+        def wait() -> tuple[Sum, ...]:
+            def let_go(processes: list[int]) -> None:
+                told.append(processes)
+                journal.append(Sum(total=7))
+                first.close()
+
+            with open_journal(path, FORMAT, let_go) as second:
+                return second.records
+
+        assert pool.submit(wait).result(timeout=30) == (Sum(total=7),)
+    assert told == [[os.getpid()]]
+    with open_journal(path, FORMAT), pytest.raises(ImageBuilderError, match="another process writes"):
+        open_journal(path, FORMAT).__enter__()
+
+
+def test_who_writes_a_journal_is_found(tmp_path: Path) -> None:
+    with open_journal(tmp_path / "journal", FORMAT) as journal:
+        assert holders(journal.path) == [os.getpid()]
+    assert holders(tmp_path / "journal") == []

@@ -5,13 +5,10 @@ The SDK's models are generated from azure-rest-api-specs: a key that they don't 
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +18,7 @@ from image_builder.gallery.plan import Call, Plan, Target, definition_properties
 from tests.support.arm.model import Answer, Json, Request, error
 from tests.support.arm.place import MIB, SETTINGS, write_build
 from tests.support.arm.service import Arm
+from tests.support.arm.shapes import model, unknown_keys
 
 COOKIE = b"conectix".ljust(512, b"\0")
 
@@ -198,44 +196,9 @@ def test_faults_come_before_the_truth_and_a_lost_answer_after_it(arm: Arm, plan:
 # -- shapes ------------------------------------------------------------------------------------------------------
 
 
-def _inner(kind: Any) -> Any:
-    """Return the model that a field's deserializer makes, None where it is none."""
-    if isinstance(kind, functools.partial):
-        for argument in kind.args:
-            if isinstance(argument, type) and hasattr(argument, "__mro__") and _is_model(argument):
-                return argument
-            if inner := _inner(argument):
-                return inner
-    return None
-
-
-def _is_model(kind: type) -> bool:
-    return any(base.__name__ == "Model" for base in kind.__mro__)
-
-
-def unknown_keys(model: Any, content: Mapping[str, Any], where: str = "") -> list[str]:
-    """Return the keys of some JSON that a model of the SDK doesn't have."""
-    fields = {f._rest_name: _inner(f._type) for f in type(model({}))._attr_to_rest_field.values()}
-    unknown = []
-    for key, value in content.items():
-        if key not in fields:
-            unknown.append(f"{where}{key}")
-        elif fields[key] is not None:
-            for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, Mapping):
-                    unknown += unknown_keys(fields[key], item, f"{where}{key}.")
-    return unknown
-
-
-def _model(name: str) -> Any:
-    from azure.mgmt.compute import models
-
-    return getattr(models, name)
-
-
 def test_unknown_keys_are_seen_at_any_depth() -> None:
     body = {"properties": {"publishingProfile": {"targetRegions": [{"nam": "westus3"}]}}, "tag": {}}
-    assert unknown_keys(_model("GalleryImageVersion"), body) == [
+    assert unknown_keys(model("GalleryImageVersion"), body) == [
         "properties.publishingProfile.targetRegions.nam",
         "tag",
     ]
@@ -249,7 +212,7 @@ def test_every_request_has_only_keys_that_the_service_knows(plan: Plan) -> None:
         "version": "GalleryImageVersion",
     }
     for step, name in kinds.items():
-        assert unknown_keys(_model(name), _calls(plan)[step].body or {}) == [], step
+        assert unknown_keys(model(name), _calls(plan)[step].body or {}) == [], step
 
 
 def test_every_answer_has_only_keys_that_the_service_knows(arm: Arm, plan: Plan) -> None:
@@ -262,14 +225,27 @@ def test_every_answer_has_only_keys_that_the_service_knows(arm: Arm, plan: Plan)
         "GalleryImageVersion": _get(arm, version, **{"$expand": "ReplicationStatus"}),
     }
     for name, answer in answers.items():
-        assert answer.body and unknown_keys(_model(name), answer.body) == [], name
+        assert answer.body and unknown_keys(model(name), answer.body) == [], name
+
+
+def test_counters_of_a_region_are_of_the_services_shape(arm: Arm, plan: Plan) -> None:
+    _published(arm, plan)
+    path = f"/subscriptions/{SETTINGS['subscription']}/providers/Microsoft.Compute/locations/westus3/usages"
+    usages = (_get(arm, path).body or {})["value"]
+    assert [unknown_keys(model("Usage"), usage) for usage in usages] == [[]] * 4
+    assert {usage["name"]["value"]: usage["currentValue"] for usage in usages} == {
+        "StandardDiskCount": 1,
+        "Gallery": 1,
+        "GalleryImage": 1,
+        "GalleryImageVersion": 1,
+    }
 
 
 def test_an_address_is_granted_in_the_services_shape(arm: Arm, plan: Plan) -> None:
     calls = _calls(plan)
     _follow(arm, _send(arm, calls["disk"]))
     granted = _follow(arm, _send(arm, calls["access"]))["properties"]["output"]
-    assert granted and unknown_keys(_model("AccessUri"), granted) == []
+    assert granted and unknown_keys(model("AccessUri"), granted) == []
 
 
 def test_the_definition_of_the_plan_is_the_one_that_is_compared(plan: Plan) -> None:

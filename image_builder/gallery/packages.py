@@ -1,0 +1,70 @@
+"""Which packages of a published version the image's repositories have newer ones of today: two locks, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from debian.debian_support import version_compare
+
+from image_builder.bake.lock.model import SECURITY, Lock, LockedPackage
+from image_builder.canonical import digest
+from image_builder.errors import LockError
+from image_builder.gallery.versions import Version
+
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Packages that there are newer versions of: each as ``openssl 3.0.15-1 -> 3.0.17-1``.
+
+    ``security`` is how many of them are in Debian's security archive. ``unknown`` is why nobody can tell.
+    """
+
+    packages: tuple[str, ...] = ()
+    security: int = 0
+    unknown: str = ""
+
+    def __str__(self) -> str:
+        """Return it for people; empty where all is as new as can be."""
+        if self.unknown:
+            return f"its packages can't be compared: {self.unknown}"
+        if not self.packages:
+            return ""
+        more = ", …" if len(self.packages) > _NAMED else ""
+        return (
+            f"{len(self.packages)} packages are behind, {self.security} of them security updates: "
+            f"{', '.join(self.packages[:_NAMED])}{more}"
+        )
+
+
+def behind(builds: Path, version: Version, today: Lock, groups: Iterable[str]) -> Behind:
+    """Return which packages of a version's image are behind a lock of today.
+
+    ``builds`` is the directory with a directory for each build; the lock in it must be the one of the version's tag.
+    ``groups`` are those of the lock that are in the image.
+    """
+    try:
+        published = Lock.load(builds / version.build / "lock.json")
+    except LockError as error:
+        return Behind(unknown=error.message)
+    if not version.lock_sha256 or digest(published.as_json()) != version.lock_sha256:
+        return Behind(unknown=f"the lock of build {version.build} isn't the one of the version's tag")
+    names = list(groups)
+    old, new = _packages(published, names), _packages(today, names)
+    newer = [
+        name
+        for name in sorted(old.keys() & new.keys())
+        if version_compare(new[name].version, old[name].version) > 0
+    ]
+    return Behind(
+        tuple(f"{name} {old[name].version} -> {new[name].version}" for name in newer),
+        sum(new[name].repository == SECURITY for name in newer),
+    )
+
+
+def _packages(lock: Lock, groups: Iterable[str]) -> dict[str, LockedPackage]:
+    present = (lock.groups[name] for name in groups if name in lock.groups)
+    return {package.name: package for group in present for package in group.packages}
