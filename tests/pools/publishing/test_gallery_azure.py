@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from azure.core.exceptions import ServiceRequestError
 
 from image_builder.errors import PublishError
 from image_builder.events import Monitor
-from image_builder.gallery import artefact, run
-from image_builder.gallery.azure import Service
+from image_builder.gallery import artefact, pages, run
+from image_builder.gallery.azure import Service, readable
 from image_builder.gallery.journal import open_journal, read_journal
 from image_builder.gallery.plan import SHA256_TAG
 from tests.support.arm.model import Answer, Fault, Request, error
@@ -215,6 +216,10 @@ def test_a_right_that_is_lost_meanwhile_is_named_with_its_scope(publishing: Publ
     publishing.cloud.arm.faults = [_once("PUT", "/versions/", refusal)]
     with pytest.raises(PublishError, match="perform action 'Microsoft.Compute/…/write'"):
         publishing()
+    assert [(r.kind, getattr(r, "step", "")) for r in read_journal(publishing.journal)[-2:]] == [
+        ("intent", "version"),
+        ("failed", "version"),
+    ]
     publishing()
     publishing.require_published()
 
@@ -271,8 +276,50 @@ def test_a_disk_without_a_footer_never_becomes_a_version(publishing: Publishing)
     )
     assert look and look.body and look.body["error"]["code"] == "InvalidVhd"
     publishing.cloud.host.faults = []
+    before = publishing.cloud.host.received
     publishing()
     publishing.require_published()
+    assert publishing.cloud.host.received == before + 512
+
+
+def test_a_disk_that_lacks_a_page_gets_no_footer(publishing: Publishing) -> None:
+    """A page that the host says it has, and has not."""
+    numbers = itertools.count()
+    publishing.cloud.host.faults = [lambda _: 201 if next(numbers) == 0 else None]
+    with pytest.raises(PublishError, match="ranges are not the image's"):
+        publishing()
+    assert all(page.length != 512 for page in publishing.cloud.host.log)
+    publishing()
+    publishing.require_published()
+
+
+def test_what_another_attempt_left_in_the_disk_is_cleared(publishing: Publishing) -> None:
+    publishing.cloud.host.faults = [lambda page: 403 if page.length == 512 else None]
+    with pytest.raises(PublishError, match="Put Page"):
+        publishing()
+    publishing.cloud.host.faults = []
+    name = publishing.cloud.target.disk(publishing.artefact).rsplit("/", 1)[1]
+    ranges = pages.data_ranges(publishing.artefact.disk)
+    hole = next(end for (_, end), (start, _) in itertools.pairwise(ranges) if end < start)
+    publishing.cloud.store.blob(name).upload_page(b"s" * 1024, hole, 1024)
+    publishing()
+    publishing.require_published()
+
+
+def test_a_journal_about_other_bytes_is_refused(publishing: Publishing) -> None:
+    publishing()
+    text = publishing.journal.read_text()
+    publishing.journal.write_text(text.replace(publishing.artefact.sha256, "0" * 64))
+    before = publishing.cloud.changes()
+    with pytest.raises(PublishError, match="the journal is of a VHD with SHA-256 0000"):
+        publishing()
+    assert publishing.cloud.changes() == before
+
+
+def test_an_error_of_the_sdk_is_shown_without_secrets() -> None:
+    error = ServiceRequestError("no answer from https://md-x.blob.core.windows.net/d?sp=rw&sig=a%2Bb%3D&sv=1")
+    assert "sp=rw&sig=…&sv=1" in readable(error)
+    assert readable(Exception("Authorization: Bearer ey.J0 b")).endswith("Bearer … b")
 
 
 def test_the_journal_tells_the_steps_in_order(publishing: Publishing) -> None:

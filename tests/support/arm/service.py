@@ -2,7 +2,7 @@
 
 Time is counted in looks: an operation is over after ``looks`` of its state, a region gets ``percent`` with each look
 at its version, a resource that was just changed is seen as before for ``lag`` reads. ``actions`` are the rights of who
-asks: everything else is answered with 403.
+asks: everything else is answered with 403. A list has ``page`` items an answer, and an address for the next ones.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Arm:
     looks: int = 1
     lag: int = 0
     percent: int = 50
+    page: int = 2
     actions: list[str] = field(default_factory=lambda: ["*"])
     failing_regions: dict[str, int] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -112,9 +113,9 @@ class Arm:
         if path.startswith("/operations/"):
             return self._look(request.path)
         if path.endswith("/permissions"):
-            return Answer(200, {"value": [{"actions": self.actions, "notActions": []}]})
+            return self._paged(request, [{"actions": self.actions, "notActions": []}])
         if path == f"/subscriptions/{SUBSCRIPTION}/locations":
-            return Answer(200, {"value": [{"name": n, "displayName": d} for n, d in REGIONS.items()]})
+            return self._paged(request, [{"name": n, "displayName": d} for n, d in REGIONS.items()])
         if path.startswith(f"/subscriptions/{SUBSCRIPTION}{_PROVIDER}".lower()):
             return self._list(request)
         if not path.startswith(self.group.lower()):
@@ -146,13 +147,19 @@ class Arm:
             for path, resource in self.resources.items()
             if path.partition(_PROVIDER.lower())[2].split("/")[:-1] == [kind]
         ]
-        return Answer(200, {"value": items})
+        return self._paged(request, items)
+
+    def _paged(self, request: Request, items: list[Json]) -> Answer:
+        start = int(request.query.get("$skiptoken", 0))
+        end, query = start + self.page, f"api-version={request.query.get('api-version')}"
+        following = {"nextLink": f"{self.url}{request.path}?{query}&$skiptoken={end}"}
+        return Answer(200, {"value": items[start:end], **(following if end < len(items) else {})})
 
     def _get(self, request: Request) -> Answer:
         path = request.path.lower()
         if len(path.partition(_PROVIDER.lower())[2].split("/")) % 2:
             items = [r.seen() for p, r in self.resources.items() if p.rpartition("/")[0] == path]
-            return Answer(200, {"value": [item for item in items if item is not None]})
+            return self._paged(request, [item for item in items if item is not None])
         for operation in self.operations.values():
             if operation.target == path:
                 operation.look()
