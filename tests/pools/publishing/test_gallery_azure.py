@@ -18,9 +18,10 @@ from azure.core.exceptions import ServiceRequestError
 from image_builder.errors import PublishError
 from image_builder.events import Monitor
 from image_builder.gallery import artefact, pages, run
-from image_builder.gallery.azure import Service, readable
+from image_builder.gallery.azure import Service, readable, remaining
 from image_builder.gallery.journal import open_journal, read_journal
 from image_builder.gallery.plan import SHA256_TAG
+from tests.support.arm.limits import Limits, Policy
 from tests.support.arm.model import Answer, Fault, Request, error
 from tests.support.arm.place import SETTINGS, Place, write_build
 
@@ -110,6 +111,45 @@ def test_what_was_refused_or_lost_is_asked_for_and_made_once(
     publishing.require_published()
     if part != "/beginGetAccess":  # whose answer, the address, can't be read again
         assert publishing.accepted(method, part) == 1
+
+
+def _requests(publishing: Publishing) -> int:
+    return publishing.cloud.arm.reads + len(publishing.cloud.arm.log)
+
+
+def test_an_empty_bucket_is_waited_for_and_only_what_it_refused_is_asked_again(
+    publishing: Publishing, tmp_path: Path
+) -> None:
+    arm = publishing.cloud.arm
+    publishing()
+    clean = _requests(publishing)
+    assert arm.limits.refused == 0 and max(arm.limits.shares().values()) <= 0.5
+    arm.resources = {path: r for path, r in arm.resources.items() if "/versions/" not in path}
+    tight = {kind: Policy(4, 120) for kind in ("reads", "writes", "deletes")}
+    arm.limits = Limits({**arm.limits.policies, **tight}, tells=False)
+    other = Publishing(publishing.cloud, tmp_path / "other")
+    other()
+    other.require_published()
+    assert arm.limits.refused > 0 and arm.limits.early == 0
+    assert _requests(other) - clean <= clean + arm.limits.refused
+
+
+def test_the_headers_about_what_is_left_are_heeded_before_anything_is_refused(publishing: Publishing) -> None:
+    arm = publishing.cloud.arm
+    arm.limits = Limits({**arm.limits.policies, "reads": Policy(8, 120)})
+    publishing()
+    publishing.require_published()
+    assert arm.limits.refused == 0
+
+
+def test_what_is_left_is_the_least_that_any_header_names() -> None:
+    headers = {
+        "x-ms-ratelimit-remaining-subscription-reads": "249",
+        "X-Ms-Ratelimit-Remaining-Resource": "Microsoft.Compute/A;12,Microsoft.Compute/B;7",
+        "Retry-After": "1",
+    }
+    assert sorted(remaining(headers)) == [7, 12, 249]
+    assert remaining({"x-ms-ratelimit-remaining-subscription-reads": "many"}) == []
 
 
 def test_a_resource_that_shows_late_is_waited_for(publishing: Publishing) -> None:

@@ -2,7 +2,8 @@
 
 Time is counted in looks: an operation is over after ``looks`` of its state, a region gets ``percent`` with each look
 at its version, a resource that was just changed is seen as before for ``lag`` reads. ``actions`` are the rights of who
-asks: everything else is answered with 403. A list has ``page`` items an answer, and an address for the next ones.
+asks: everything else is answered with 403. Every request takes from the buckets of ``limits``. A list has ``page``
+items an answer, and an address for the next ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from tests.support.arm.limits import Limits
 from tests.support.arm.model import (
     SUBSCRIPTION,
     Answer,
@@ -67,6 +69,7 @@ class Arm:
     faults: list[Fault] = field(default_factory=list)
     resources: dict[str, Resource] = field(default_factory=dict)
     operations: dict[str, Operation] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
     log: list[Logged] = field(default_factory=list)
     reads: int = 0
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -86,6 +89,12 @@ class Arm:
 
     def answer(self, request: Request) -> Answer | None:
         """Return the answer; None where it is lost."""
+        if refusal := self.limits.take(request):
+            return self._logged(request, self.limits.marked(request, refusal))
+        answer = self._answer(request)
+        return self.limits.marked(request, answer) if answer else None
+
+    def _answer(self, request: Request) -> Answer | None:
         for fault in self.faults:
             match fault(request):
                 case None:
