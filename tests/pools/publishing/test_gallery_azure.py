@@ -113,6 +113,27 @@ def test_what_was_refused_or_lost_is_asked_for_and_made_once(
         assert publishing.accepted(method, part) == 1
 
 
+def test_operations_are_followed_by_their_location_where_that_is_all_there_is(publishing: Publishing) -> None:
+    """As the reference has it for disks."""
+    arm = publishing.cloud.arm
+    arm.monitors, arm.looks = ("Location",), 3
+    publishing()
+    publishing.require_published()
+
+
+def test_an_operation_that_fails_ends_the_run_with_its_reason(publishing: Publishing) -> None:
+    """The host loses the footer after it was written, so the disk can't be released."""
+    arm = publishing.cloud.arm
+    for monitors in (("Location",), ("Azure-AsyncOperation",)):
+        arm.monitors = monitors
+        publishing.cloud.host.faults = [lambda page: 201 if page.length == 512 else None]
+        with pytest.raises(PublishError, match="endGetAccess: .*InvalidVhd"):
+            publishing()
+    publishing.cloud.host.faults = []
+    publishing()
+    publishing.require_published()
+
+
 def _requests(publishing: Publishing) -> int:
     return publishing.cloud.arm.reads + len(publishing.cloud.arm.log)
 

@@ -3,7 +3,8 @@
 Time is counted in looks: an operation is over after ``looks`` of its state, a region gets ``percent`` with each look
 at its version, a resource that was just changed is seen as before for ``lag`` reads. ``actions`` are the rights of who
 asks: everything else is answered with 403. Every request takes from the buckets of ``limits``. A list has ``page``
-items an answer, and an address for the next ones.
+items an answer, and an address for the next ones. ``monitors`` are the headers that name an operation: the reference
+has both for galleries, and Location alone for disks.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ _VERBS = {"GET": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
 class Operation:
     """A long-running operation: what it does to its target when it ends, which may fail.
 
-    A look at the operation or at its target lets time go by.
+    A look at the operation or at its target lets time go by. ``resource`` is what a PUT or a PATCH makes.
     """
 
     target: str
     finish: Callable[[], Json]
     looks: int
+    resource: Json | None = None
     result: Json | None = None
 
     def look(self) -> None:
@@ -64,6 +66,7 @@ class Arm:
     lag: int = 0
     percent: int = 50
     page: int = 2
+    monitors: tuple[str, ...] = ("Azure-AsyncOperation", "Location")
     actions: list[str] = field(default_factory=lambda: ["*"])
     failing_regions: dict[str, int] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -211,15 +214,14 @@ class Arm:
 
     def _begin(self, target: str, status: int, body: Json | None, finish: Callable[[], Json]) -> Answer:
         name = f"/operations/{next(self._numbers)}"
-        self.operations[name] = Operation(target.lower(), finish, self.looks)
+        self.operations[name] = Operation(target.lower(), finish, self.looks, body)
+        query = "?api-version=2024-03-02"
+        addresses = {
+            "Azure-AsyncOperation": f"{self.url}{name}{query}",
+            "Location": f"{self.url}{name}/result{query}",
+        }
         return Answer(
-            status,
-            body,
-            {
-                "Azure-AsyncOperation": f"{self.url}{name}?api-version=2024-03-02",
-                "Location": f"{self.url}{name}/result?api-version=2024-03-02",
-                "Retry-After": "0",
-            },
+            status, body, {"Retry-After": "0", **{header: addresses[header] for header in self.monitors}}
         )
 
     def _look(self, path: str) -> Answer:
@@ -228,8 +230,11 @@ class Arm:
         operation.look()
         if operation.result is None:
             return Answer(202 if path.endswith("/result") else 200, {"status": "InProgress"}, wait)
+        if path.endswith("/result") and (failure := operation.result.get("error")):
+            return error(400, failure["code"], failure["message"])
         if path.endswith("/result"):
-            return Answer(200, operation.result.get("properties", {}).get("output"), wait)
+            output = operation.result.get("properties", {}).get("output")
+            return Answer(200, output or operation.resource, wait)
         return Answer(200, operation.result, wait)
 
     # -- changing --------------------------------------------------------------------------------------------
