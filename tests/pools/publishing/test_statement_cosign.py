@@ -92,7 +92,7 @@ def test_cosign_takes_the_statement_and_refuses_what_was_changed(
     tmp_path: Path, debian: Path, built: Artefact, kind: str
 ) -> None:
     private, public = _key(tmp_path, kind)
-    envelope = sign(statement(built), private)
+    envelope = sign(statement(built), str(private))
     verify = Verifier(debian, built.disk, public)
     done = verify(envelope)
     assert done.returncode == 0 and "Verified OK" in done.stderr, done.stderr
@@ -100,7 +100,7 @@ def test_cosign_takes_the_statement_and_refuses_what_was_changed(
     first = changed["payload"][40]
     changed["payload"] = changed["payload"][:40] + ("A" if first != "A" else "B") + changed["payload"][41:]
     verify.require_refused(json.dumps(changed).encode(), "signatures do not match")
-    verify.require_refused(sign(statement(built), _key(tmp_path, kind)[0]), "signatures do not match")
+    verify.require_refused(sign(statement(built), str(_key(tmp_path, kind)[0])), "signatures do not match")
     with (verify.folder / "worker.vhd").open("r+b") as disk:
         disk.seek(SIZE // 2)
         disk.write(b"changed")
