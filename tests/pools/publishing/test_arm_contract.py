@@ -79,8 +79,9 @@ def test_the_sdks_operations_go_from_a_disk_to_a_version_and_back(
     }
     name = (GROUP, GALLERY, IMAGE, "1.0.0")
     client.versions.begin_create_or_update(*name, body).result()
-    for _ in range(3):
-        version = client.versions.get(*name, expand="ReplicationStatus")
+    looks = [client.versions.get(*name, expand="ReplicationStatus") for _ in range(3)]
+    assert looks[0].replication_status.aggregated_state == "InProgress"
+    version = looks[-1]
     assert version.replication_status.aggregated_state == "Completed"
     assert [(r.region, r.state, r.progress) for r in version.replication_status.summary] == [
         ("West US 3", "Completed", 100)

@@ -35,8 +35,10 @@ SIZE = 160 * MIB
 def debian(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Debian 13 tree with cosign: unpacked packages, of which none is configured."""
     tree = tmp_path_factory.mktemp("debian") / "tree"
-    argv = ["mmdebstrap", "--quiet", "--variant=extract", "--include=base-files,cosign", "trixie", tree]
-    subprocess.run(argv, check=True)
+    subprocess.run(
+        ["mmdebstrap", "--quiet", "--variant=extract", "--include=base-files,cosign", "trixie", tree],
+        check=True,
+    )
     return tree
 
 

@@ -49,33 +49,30 @@ class Hsm:
     def __init__(self, folder: Path) -> None:
         tree, self.public = folder / "debian", folder / "key.pub"
         release = platform.freedesktop_os_release()["VERSION_CODENAME"]
-        argv = ["mmdebstrap", "--quiet", "--variant=extract", "--include=softhsm2", release, tree]
-        subprocess.run(argv, check=True)
+        subprocess.run(
+            ["mmdebstrap", "--quiet", "--variant=extract", "--include=softhsm2", release, tree], check=True
+        )
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
         requirements = Path(__file__).with_name("hsm-requirements.txt")
         pip += ["--require-hashes", "--only-binary", ":all:", "--target", str(folder / "python"), "-r"]
         subprocess.run([*pip, requirements], check=True)
         (folder / "tokens").mkdir()
         (folder / "softhsm.conf").write_text(f"directories.tokendir = {folder / 'tokens'}\n")
-        module = tree / "usr/lib/softhsm/libsofthsm2.so"
+        module = os.fspath(tree / "usr/lib/softhsm/libsofthsm2.so")
         self.environment = {
             "PATH": os.defpath,
             "LD_LIBRARY_PATH": str(next((tree / "usr/lib").glob("*-linux-gnu"))),
             "SOFTHSM2_CONF": str(folder / "softhsm.conf"),
             "PYTHONPATH": f"{REPO}:{folder / 'python'}",
-            "PYKCS11LIB": str(module),
+            "PYKCS11LIB": module,
         }
-        util = [
-            tree / "usr/bin/softhsm2-util",
-            "--module",
-            module,
-            "--init-token",
-            "--free",
-            "--label",
-            "lab",
-        ]
-        pins = ["--pin", PIN, "--so-pin", PIN]
-        subprocess.run([*util, *pins], env=self.environment, check=True, stdout=subprocess.DEVNULL)
+        util = [os.fspath(tree / "usr/bin/softhsm2-util"), "--module", module, "--init-token", "--free"]
+        subprocess.run(
+            [*util, "--label", "lab", "--pin", PIN, "--so-pin", PIN],
+            env=self.environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         self.public.write_text(self.python(MAKE_KEY, module, PIN).stdout)
 
     def python(self, program: str, *argv: str | Path, pin: str = "") -> subprocess.CompletedProcess[str]:
