@@ -102,10 +102,16 @@ def run(
     output: Output = Path("output"),
     unverified: Unverified = "",
     sign_key: Annotated[
-        Path | None,
+        str,
         typer.Option(
-            "--sign-key", metavar="FILE", help="private key (PEM) to sign a statement about the build with"
+            "--sign-key",
+            metavar="KEY",
+            help="sign a statement about the build: a private key's file (PEM), or the URI of a key of a KMS or an HSM",
         ),
+    ] = "",
+    public_key: Annotated[
+        Path | None,
+        typer.Option("--public-key", metavar="FILE", help="public key (PEM) of a KMS's or an HSM's key"),
     ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="throw away what was uploaded, and start over")
@@ -133,7 +139,8 @@ def run(
         path = _journal(output, target, artefact)
         with open_journal(path, _say_who) as journal, _service(target, endpoint) as service:
             if sign_key:
-                files.write(statement_of(path), statements.sign(statements.statement(artefact), sign_key))
+                envelope = statements.sign(statements.statement(artefact), sign_key, public_key)
+                files.write(statement_of(path), envelope)
             records = () if restart else journal.records
             made_plan = publishing.plan(service, target, artefact, records, unverified)
             work = publishing.Run(made_plan, service, journal, monitor, restart, replace_failed)

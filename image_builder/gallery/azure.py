@@ -27,6 +27,9 @@ _TRIES = 8
 # Seconds between two looks at what takes long, where the service names none.
 _LOOK_SECONDS = 10.0
 _LONGEST_WAIT = 300.0
+# With fewer requests left before Azure refuses them, each one waits: the rest is for others.
+_FEW_REQUESTS, _PACE_SECONDS = 5, 1.0
+_REMAINING = "x-ms-ratelimit-remaining-"
 _THROTTLED, _CONFLICT, _FORBIDDEN, _MISSING, _ACCEPTED = 429, 409, 403, 404, 202
 _UNCERTAIN = range(500, 600)
 _ENDED = {"succeeded", "failed", "canceled"}
@@ -62,6 +65,7 @@ class Service:
         )
         # How far this host's clock is behind the service's, in seconds.
         self.clock_lag = 0.0
+        self._remaining = _FEW_REQUESTS
         self._last: Any = None
 
     def __enter__(self) -> Self:
@@ -182,7 +186,18 @@ class Service:
     ) -> Any:
         from azure.core.rest import HttpRequest
 
-        return self._client.send_request(HttpRequest(method, url, params=query, json=body), **options)
+        if self._remaining < _FEW_REQUESTS:
+            time.sleep(_PACE_SECONDS)
+        answer = self._client.send_request(HttpRequest(method, url, params=query, json=body), **options)
+        self._remaining = min(remaining(answer.headers), default=_FEW_REQUESTS)
+        return answer
+
+
+def remaining(headers: Mapping[str, str]) -> list[int]:
+    """Return how many requests an answer says that are left: of a subscription, and of each policy of Compute's."""
+    values = [value for name, value in headers.items() if name.lower().startswith(_REMAINING)]
+    numbers = [part.rpartition(";")[2].strip() for value in values for part in value.split(",")]
+    return [int(number) for number in numbers if number.isdigit()]
 
 
 def readable(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _STATEMENT, _PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
+# The variable that has the PIN of an HSM's key: neither the command line nor an inventory has it.
+_PIN = "IMAGE_BUILDER_SIGN_PIN"
 _BUILD_TYPE = "https://github.com/image-builder/build/v1"
 
 
@@ -57,31 +60,81 @@ def statement(artefact: Artefact) -> dict[str, Any]:
     }
 
 
-def sign(content: Mapping[str, Any], key: Path) -> bytes:
-    """Return the envelope of a statement, signed with a private key (PEM); raises UsageError, HostError."""
+def sign(content: Mapping[str, Any], key: str, public_key: Path | None = None) -> bytes:
+    """Return the envelope of a statement, signed with a key: a file (PEM), or one that a KMS or an HSM keeps.
+
+    The latter is named by securesystemslib's URI (``azurekms:``, ``hsm:`` and others), and by its public key's file.
+    Raises UsageError, HostError, PublishError.
+    """
+    dsse, signers = _library()
+    scheme, colon, _ = key.partition(":")
+    is_file = not colon or Path(key).exists()
+    signer = _file_signer(signers, Path(key)) if is_file else _uri_signer(signers, key, scheme, public_key)
+    envelope = dsse.Envelope(canonical(content), PAYLOAD_TYPE, {})
+    try:
+        envelope.sign(signer)
+        envelope.verify([signer.public_key], 1)
+    except Exception as error:  # whatever a KMS, an HSM and their libraries have
+        raise PublishError(
+            f"{key} doesn't sign: {_shown(error)}",
+            hint=""
+            if is_file
+            else f"is {public_key} its public key, {_PIN} its PIN, and may you sign with it?",
+        ) from None  # whose text may have the PIN
+    return (json.dumps(envelope.to_dict(), indent=1) + "\n").encode()
+
+
+def _file_signer(signers: Any, key: Path) -> Any:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    dsse, signers = _library()
     try:
         private: PrivateKeyTypes = load_pem_private_key(key.read_bytes(), None)
-        signer = signers.CryptoSigner(private)
+        return signers.CryptoSigner(private)
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{key} is no private key to sign with: {error}") from error
-    envelope = dsse.Envelope(canonical(content), PAYLOAD_TYPE, {})
-    envelope.sign(signer)
-    return (json.dumps(envelope.to_dict(), indent=1) + "\n").encode()
+
+
+def _uri_signer(signers: Any, key: str, scheme: str, public_key: Path | None) -> Any:
+    """Return who signs with a key that stays where it is. Nothing is signed yet, and nobody asked for the PIN."""
+    from securesystemslib.exceptions import UnsupportedLibraryError
+
+    if scheme not in signers.SIGNER_FOR_URI_SCHEME:
+        known = ", ".join(sorted(signers.SIGNER_FOR_URI_SCHEME))
+        raise UsageError(f"{key} is neither a file nor a key's URI", hint=f"URIs begin with one of: {known}")
+    if public_key is None:
+        raise UsageError(f"{key} needs its public key", hint="--public-key FILE (PEM)")
+    trusted = _trusted(signers, public_key)
+    try:
+        return signers.Signer.from_priv_key_uri(key, trusted, lambda _: os.environ[_PIN])
+    except UnsupportedLibraryError as error:
+        hint = f"pip install 'securesystemslib[{scheme}]'"
+        raise HostError(f"{scheme}: keys need a library more: {error}", hint=hint) from error
+    except Exception as error:  # whatever a KMS, an HSM and their libraries have
+        raise UsageError(
+            f"{key} is no key to sign with: {_shown(error)}"
+        ) from None  # whose text may have the PIN
+
+
+def _shown(error: BaseException) -> str:
+    """Return an error in one line, without the PIN."""
+    text = " ".join(f"{type(error).__name__} {error}".split())
+    return text.replace(pin, "…") if (pin := os.environ.get(_PIN)) else text
+
+
+def _trusted(signers: Any, key: Path) -> Any:
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        public: PublicKeyTypes = load_pem_public_key(key.read_bytes())
+        return signers.SSlibKey.from_crypto(public)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{key} is no public key: {error}") from error
 
 
 def verified(envelope: bytes, key: Path) -> dict[str, Any]:
     """Return the statement in an envelope; raises PublishError unless this public key (PEM) has signed it."""
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
     dsse, signers = _library()
-    try:
-        public: PublicKeyTypes = load_pem_public_key(key.read_bytes())
-        trusted = signers.SSlibKey.from_crypto(public)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{key} is no public key: {error}") from error
+    trusted = _trusted(signers, key)
     try:
         document = json.loads(envelope)
         # Who signed is the key's business: other programs name keys in other ways, or not at all.

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from azure.core.exceptions import ServiceRequestError
 
 from image_builder.errors import PublishError
 from image_builder.events import Monitor
-from image_builder.gallery import artefact, run
-from image_builder.gallery.azure import Service
+from image_builder.gallery import artefact, pages, run
+from image_builder.gallery.azure import Service, readable, remaining
 from image_builder.gallery.journal import open_journal, read_journal
 from image_builder.gallery.plan import SHA256_TAG
+from tests.support.arm.limits import Limits, Policy
 from tests.support.arm.model import Answer, Fault, Request, error
 from tests.support.arm.place import SETTINGS, Place, write_build
 
@@ -109,6 +111,66 @@ def test_what_was_refused_or_lost_is_asked_for_and_made_once(
     publishing.require_published()
     if part != "/beginGetAccess":  # whose answer, the address, can't be read again
         assert publishing.accepted(method, part) == 1
+
+
+def test_operations_are_followed_by_their_location_where_that_is_all_there_is(publishing: Publishing) -> None:
+    """As the reference has it for disks."""
+    arm = publishing.cloud.arm
+    arm.monitors, arm.looks = ("Location",), 3
+    publishing()
+    publishing.require_published()
+
+
+def test_an_operation_that_fails_ends_the_run_with_its_reason(publishing: Publishing) -> None:
+    """The host loses the footer after it was written, so the disk can't be released."""
+    arm = publishing.cloud.arm
+    for monitors in (("Location",), ("Azure-AsyncOperation",)):
+        arm.monitors = monitors
+        publishing.cloud.host.faults = [lambda page: 201 if page.length == 512 else None]
+        with pytest.raises(PublishError, match="endGetAccess: .*InvalidVhd"):
+            publishing()
+    publishing.cloud.host.faults = []
+    publishing()
+    publishing.require_published()
+
+
+def _requests(publishing: Publishing) -> int:
+    return publishing.cloud.arm.reads + len(publishing.cloud.arm.log)
+
+
+def test_an_empty_bucket_is_waited_for_and_only_what_it_refused_is_asked_again(
+    publishing: Publishing, tmp_path: Path
+) -> None:
+    arm = publishing.cloud.arm
+    publishing()
+    clean = _requests(publishing)
+    assert arm.limits.refused == 0 and max(arm.limits.shares().values()) <= 0.5
+    arm.resources = {path: r for path, r in arm.resources.items() if "/versions/" not in path}
+    tight = {kind: Policy(4, 120) for kind in ("reads", "writes", "deletes")}
+    arm.limits = Limits({**arm.limits.policies, **tight}, tells=False)
+    other = Publishing(publishing.cloud, tmp_path / "other")
+    other()
+    other.require_published()
+    assert arm.limits.refused > 0 and arm.limits.early == 0
+    assert _requests(other) - clean <= clean + arm.limits.refused
+
+
+def test_the_headers_about_what_is_left_are_heeded_before_anything_is_refused(publishing: Publishing) -> None:
+    arm = publishing.cloud.arm
+    arm.limits = Limits({**arm.limits.policies, "reads": Policy(8, 120)})
+    publishing()
+    publishing.require_published()
+    assert arm.limits.refused == 0
+
+
+def test_what_is_left_is_the_least_that_any_header_names() -> None:
+    headers = {
+        "x-ms-ratelimit-remaining-subscription-reads": "249",
+        "X-Ms-Ratelimit-Remaining-Resource": "Microsoft.Compute/A;12,Microsoft.Compute/B;7",
+        "Retry-After": "1",
+    }
+    assert sorted(remaining(headers)) == [7, 12, 249]
+    assert remaining({"x-ms-ratelimit-remaining-subscription-reads": "many"}) == []
 
 
 def test_a_resource_that_shows_late_is_waited_for(publishing: Publishing) -> None:
@@ -244,6 +306,10 @@ def test_a_right_that_is_lost_meanwhile_is_named_with_its_scope(publishing: Publ
     publishing.cloud.arm.faults = [_once("PUT", "/versions/", refusal)]
     with pytest.raises(PublishError, match="perform action 'Microsoft.Compute/…/write'"):
         publishing()
+    assert [(r.kind, getattr(r, "step", "")) for r in read_journal(publishing.journal)[-2:]] == [
+        ("intent", "version"),
+        ("failed", "version"),
+    ]
     publishing()
     publishing.require_published()
 
@@ -323,8 +389,50 @@ def test_a_disk_without_a_footer_never_becomes_a_version(publishing: Publishing)
     )
     assert look and look.body and look.body["error"]["code"] == "InvalidVhd"
     publishing.cloud.host.faults = []
+    before = publishing.cloud.host.received
     publishing()
     publishing.require_published()
+    assert publishing.cloud.host.received == before + 512
+
+
+def test_a_disk_that_lacks_a_page_gets_no_footer(publishing: Publishing) -> None:
+    """A page that the host says it has, and has not."""
+    numbers = itertools.count()
+    publishing.cloud.host.faults = [lambda _: 201 if next(numbers) == 0 else None]
+    with pytest.raises(PublishError, match="ranges are not the image's"):
+        publishing()
+    assert all(page.length != 512 for page in publishing.cloud.host.log)
+    publishing()
+    publishing.require_published()
+
+
+def test_what_another_attempt_left_in_the_disk_is_cleared(publishing: Publishing) -> None:
+    publishing.cloud.host.faults = [lambda page: 403 if page.length == 512 else None]
+    with pytest.raises(PublishError, match="Put Page"):
+        publishing()
+    publishing.cloud.host.faults = []
+    name = publishing.cloud.target.disk(publishing.artefact).rsplit("/", 1)[1]
+    ranges = pages.data_ranges(publishing.artefact.disk)
+    hole = next(end for (_, end), (start, _) in itertools.pairwise(ranges) if end < start)
+    publishing.cloud.store.blob(name).upload_page(b"s" * 1024, hole, 1024)
+    publishing()
+    publishing.require_published()
+
+
+def test_a_journal_about_other_bytes_is_refused(publishing: Publishing) -> None:
+    publishing()
+    text = publishing.journal.read_text()
+    publishing.journal.write_text(text.replace(publishing.artefact.sha256, "0" * 64))
+    before = publishing.cloud.changes()
+    with pytest.raises(PublishError, match="the journal is of a VHD with SHA-256 0000"):
+        publishing()
+    assert publishing.cloud.changes() == before
+
+
+def test_an_error_of_the_sdk_is_shown_without_secrets() -> None:
+    error = ServiceRequestError("no answer from https://md-x.blob.core.windows.net/d?sp=rw&sig=a%2Bb%3D&sv=1")
+    assert "sp=rw&sig=…&sv=1" in readable(error)
+    assert readable(Exception("Authorization: Bearer ey.J0 b")).endswith("Bearer … b")
 
 
 def test_the_journal_tells_the_steps_in_order(publishing: Publishing) -> None:

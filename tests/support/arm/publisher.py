@@ -15,13 +15,14 @@ from tests.support.arm.place import Place
 class Publisher:
     """The command, with what it was told to publish."""
 
-    def __init__(self, azure: Place, inventory: Path, output: Path) -> None:
+    def __init__(self, azure: Place, inventory: Path, output: Path, image: str = "worker") -> None:
+        self.image = image
         self.arguments = ["-i", str(inventory), "--endpoint", azure.arm.url, "--json"]
         self.build = ["--output", str(output)]
 
     def __call__(self, command: str, *arguments: str, status: int = 0) -> dict[str, Any]:
         build = self.build if command in ("plan", "run", "promote") else []
-        done = CliRunner().invoke(app, ["publish", command, "worker", *self.arguments, *build, *arguments])
+        done = CliRunner().invoke(app, ["publish", command, self.image, *self.arguments, *build, *arguments])
         assert done.exit_code == status, done.output
         self.output = done.output
         answer: dict[str, Any] = json.loads(done.stdout)

@@ -2,7 +2,9 @@
 
 Time is counted in looks: an operation is over after ``looks`` of its state, a region gets ``percent`` with each look
 at its version, a resource that was just changed is seen as before for ``lag`` reads. ``actions`` are the rights of who
-asks: everything else is answered with 403.
+asks: everything else is answered with 403. Every request takes from the buckets of ``limits``. A list has ``page``
+items an answer, and an address for the next ones. ``monitors`` are the headers that name an operation: the reference
+has both for galleries, and Location alone for disks.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from tests.support.arm.limits import Limits
 from tests.support.arm.model import (
     SUBSCRIPTION,
     Answer,
@@ -44,12 +47,13 @@ _VERBS = {"GET": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
 class Operation:
     """A long-running operation: what it does to its target when it ends, which may fail.
 
-    A look at the operation or at its target lets time go by.
+    A look at the operation or at its target lets time go by. ``resource`` is what a PUT or a PATCH makes.
     """
 
     target: str
     finish: Callable[[], Json]
     looks: int
+    resource: Json | None = None
     result: Json | None = None
 
     def look(self) -> None:
@@ -68,6 +72,8 @@ class Arm:
     looks: int = 1
     lag: int = 0
     percent: int = 50
+    page: int = 2
+    monitors: tuple[str, ...] = ("Azure-AsyncOperation", "Location")
     actions: list[str] = field(default_factory=lambda: ["*"])
     failing_regions: dict[str, int] = field(default_factory=dict)
     # (region, counter) -> another limit than the usual one
@@ -75,6 +81,7 @@ class Arm:
     faults: list[Fault] = field(default_factory=list)
     resources: dict[str, Resource] = field(default_factory=dict)
     operations: dict[str, Operation] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
     log: list[Logged] = field(default_factory=list)
     reads: int = 0
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -94,6 +101,12 @@ class Arm:
 
     def answer(self, request: Request) -> Answer | None:
         """Return the answer; None where it is lost."""
+        if refusal := self.limits.take(request):
+            return self._logged(request, self.limits.marked(request, refusal))
+        answer = self._answer(request)
+        return self.limits.marked(request, answer) if answer else None
+
+    def _answer(self, request: Request) -> Answer | None:
         for fault in self.faults:
             match fault(request):
                 case None:
@@ -121,9 +134,9 @@ class Arm:
         if path.startswith("/operations/"):
             return self._look(request.path)
         if path.endswith("/permissions"):
-            return Answer(200, {"value": [{"actions": self.actions, "notActions": []}]})
+            return self._paged(request, [{"actions": self.actions, "notActions": []}])
         if path == f"/subscriptions/{SUBSCRIPTION}/locations":
-            return Answer(200, {"value": [{"name": n, "displayName": d} for n, d in REGIONS.items()]})
+            return self._paged(request, [{"name": n, "displayName": d} for n, d in REGIONS.items()])
         if path.startswith(f"/subscriptions/{SUBSCRIPTION}{_PROVIDER}".lower()):
             return self._refusal(request) or self._list(request)
         if not path.startswith(self.group.lower()):
@@ -161,7 +174,13 @@ class Arm:
             for path, resource in self.resources.items()
             if path.partition(_PROVIDER.lower())[2].split("/")[:-1] == [kind]
         ]
-        return Answer(200, {"value": items})
+        return self._paged(request, items)
+
+    def _paged(self, request: Request, items: list[Json]) -> Answer:
+        start = int(request.query.get("$skiptoken", 0))
+        end, query = start + self.page, f"api-version={request.query.get('api-version')}"
+        following = {"nextLink": f"{self.url}{request.path}?{query}&$skiptoken={end}"}
+        return Answer(200, {"value": items[start:end], **(following if end < len(items) else {})})
 
     def _usages(self, region: str) -> list[Json]:
         """Return a region's counters, as Usage_List of Microsoft.Compute has them."""
@@ -180,7 +199,7 @@ class Arm:
         path = request.path.lower()
         if len(path.partition(_PROVIDER.lower())[2].split("/")) % 2:
             items = [r.seen() for p, r in self.resources.items() if p.rpartition("/")[0] == path]
-            return Answer(200, {"value": [item for item in items if item is not None]})
+            return self._paged(request, [item for item in items if item is not None])
         for operation in self.operations.values():
             if operation.target == path:
                 operation.look()
@@ -223,15 +242,14 @@ class Arm:
 
     def _begin(self, target: str, status: int, body: Json | None, finish: Callable[[], Json]) -> Answer:
         name = f"/operations/{next(self._numbers)}"
-        self.operations[name] = Operation(target.lower(), finish, self.looks)
+        self.operations[name] = Operation(target.lower(), finish, self.looks, body)
+        query = "?api-version=2024-03-02"
+        addresses = {
+            "Azure-AsyncOperation": f"{self.url}{name}{query}",
+            "Location": f"{self.url}{name}/result{query}",
+        }
         return Answer(
-            status,
-            body,
-            {
-                "Azure-AsyncOperation": f"{self.url}{name}?api-version=2024-03-02",
-                "Location": f"{self.url}{name}/result?api-version=2024-03-02",
-                "Retry-After": "0",
-            },
+            status, body, {"Retry-After": "0", **{header: addresses[header] for header in self.monitors}}
         )
 
     def _look(self, path: str) -> Answer:
@@ -240,8 +258,11 @@ class Arm:
         operation.look()
         if operation.result is None:
             return Answer(202 if path.endswith("/result") else 200, {"status": "InProgress"}, wait)
+        if path.endswith("/result") and (failure := operation.result.get("error")):
+            return error(400, failure["code"], failure["message"])
         if path.endswith("/result"):
-            return Answer(200, operation.result.get("properties", {}).get("output"), wait)
+            output = operation.result.get("properties", {}).get("output")
+            return Answer(200, output or operation.resource, wait)
         return Answer(200, operation.result, wait)
 
     # -- changing --------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from image_builder.gallery.pages import LARGEST, PAGE, Range, beyond, data_ranges, lacking, merged
+from image_builder.gallery.pages import PAGE, Range, beyond, data_ranges, lacking, merged
 
+# The most that Put Page takes.
+REQUEST = 4 << 20
 RANGES = st.lists(
     st.tuples(st.integers(0, 64), st.integers(1, 24)).map(lambda r: (r[0] * PAGE, (r[0] + r[1]) * PAGE)),
     max_size=8,
@@ -32,7 +34,7 @@ def test_the_data_of_a_sparse_file_is_cut_where_requests_end_and_its_footer_is_l
     ranges = data_ranges(disk)
     assert ranges[0] == (0, 4096) and ranges[-1] == (size - 4096, size)
     assert all(
-        0 < end - start <= LARGEST and start // LARGEST == (end - 1) // LARGEST for start, end in ranges
+        0 < end - start <= REQUEST and start // REQUEST == (end - 1) // REQUEST for start, end in ranges
     )
     assert merged(ranges) == [(0, 4096), (10 << 20, 19 << 20), (size - 4096, size)]
 

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from image_builder.errors import PublishError, UsageError
+from image_builder.errors import HostError, PublishError, UsageError
 from image_builder.gallery import artefact
 from image_builder.gallery.artefact import Artefact
 from image_builder.gallery.statement import require_same, sign, statement, verified
@@ -48,7 +48,7 @@ def test_a_statement_is_read_by_the_key_that_signed_it(tmp_path: Path, built: Ar
         ed25519.Ed25519PrivateKey.generate() if kind == "ed25519" else ec.generate_private_key(ec.SECP256R1())
     )
     private, public = _keys(tmp_path, key)
-    content = verified(sign(statement(built), private), public)
+    content = verified(sign(statement(built), str(private)), public)
     require_same(content, built.sha256, built.build)
     assert content["subject"] == [{"name": "worker.vhd", "digest": {"sha256": built.sha256}}]
     assert set(content["predicate"]["buildDefinition"]["internalParameters"]["verdicts"]) == {
@@ -58,7 +58,7 @@ def test_a_statement_is_read_by_the_key_that_signed_it(tmp_path: Path, built: Ar
 
 
 def test_a_signature_without_the_name_of_its_key_counts(built: Artefact, keys: tuple[Path, Path]) -> None:
-    envelope = json.loads(sign(statement(built), keys[0]))
+    envelope = json.loads(sign(statement(built), str(keys[0])))
     envelope["signatures"][0]["keyid"] = ""
     verified(json.dumps(envelope).encode(), keys[1])
 
@@ -66,7 +66,7 @@ def test_a_signature_without_the_name_of_its_key_counts(built: Artefact, keys: t
 def test_every_changed_byte_of_the_payload_or_the_signature_is_refused(
     built: Artefact, keys: tuple[Path, Path]
 ) -> None:
-    envelope = json.loads(sign(statement(built), keys[0]))
+    envelope = json.loads(sign(statement(built), str(keys[0])))
     for field, owner in (("payload", envelope), ("sig", envelope["signatures"][0])):
         text = owner[field]
         for at in range(0, len(text) - 4, 97):
@@ -86,16 +86,48 @@ def test_what_is_no_envelope_is_refused(keys: tuple[Path, Path], envelope: bytes
 
 
 def test_another_key_is_refused(tmp_path: Path, built: Artefact, keys: tuple[Path, Path]) -> None:
-    envelope = sign(statement(built), keys[0])
+    envelope = sign(statement(built), str(keys[0]))
     (tmp_path / "other").mkdir()
     other = _keys(tmp_path / "other", ed25519.Ed25519PrivateKey.generate())
     with pytest.raises(PublishError, match="not signed by"):
         verified(envelope, other[1])
     for wrong in (keys[1], tmp_path / "missing"):
         with pytest.raises(UsageError, match="no private key"):
-            sign({}, wrong)
+            sign({}, str(wrong))
     with pytest.raises(UsageError, match="no public key"):
         verified(envelope, keys[0])
+
+
+def test_a_key_is_named_by_a_uri_and_its_public_key(built: Artefact, keys: tuple[Path, Path]) -> None:
+    """By that of a file: the only one that nothing but a file is needed for."""
+    envelope = sign(statement(built), f"file2:{keys[0]}", keys[1])
+    require_same(verified(envelope, keys[1]), built.sha256, built.build)
+
+
+def test_a_key_that_cannot_be_signed_with_is_refused_by_what_is_wrong_with_it(
+    tmp_path: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    private, public = keys
+    other = _keys(tmp_path / "other", ed25519.Ed25519PrivateKey.generate())[1]
+    monkeypatch.setenv("IMAGE_BUILDER_SIGN_PIN", "missing")
+    for uri, key, kind, reason in (
+        ("azurkms://vault/key", public, UsageError, "neither a file nor a key's URI"),
+        (f"file2:{private}", None, UsageError, "needs its public key"),
+        (f"file2:{private}", private, UsageError, "is no public key"),
+        (f"file2:{private}", other, UsageError, "is no key to sign with: KeyMismatchError"),
+        (f"file2:{tmp_path}/missing", public, UsageError, "FileNotFoundError .*/…'"),
+    ):
+        with pytest.raises(kind, match=reason) as caught:
+            sign({}, uri, key)
+        assert caught.value.__cause__ is None or "missing" not in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("scheme", ["awskms", "azurekms", "gcpkms", "hsm"])
+def test_a_library_that_a_kms_needs_is_named(keys: tuple[Path, Path], scheme: str) -> None:
+    with pytest.raises(HostError) as caught:
+        sign({}, f"{scheme}:2", keys[1])
+    assert f"securesystemslib[{scheme}]" in str(caught.value.hint)
 
 
 def test_a_statement_about_other_bytes_or_an_unverified_image_is_refused(

@@ -15,6 +15,7 @@ import pytest
 from image_builder.definition.model import ImageGallery
 from image_builder.gallery import artefact
 from image_builder.gallery.plan import Call, Plan, Target, definition_properties, make_plan
+from tests.support.arm.limits import Limits, Policy
 from tests.support.arm.model import Answer, Json, Request, error
 from tests.support.arm.place import MIB, SETTINGS, write_build
 from tests.support.arm.service import Arm
@@ -183,7 +184,8 @@ def test_faults_come_before_the_truth_and_a_lost_answer_after_it(arm: Arm, plan:
     call = _calls(plan)["disk"]
     request = Request(call.method, call.path, {"api-version": call.api}, dict(call.body or {}))
     arm.faults = [lambda _: error(500, "InternalServerError", "later")]
-    assert arm.answer(request) == error(500, "InternalServerError", "later")
+    refused = arm.answer(request)
+    assert refused and refused.body == error(500, "InternalServerError", "later").body
     arm.faults = [lambda _: "drop"]
     assert arm.answer(request) is None
     assert call.path.lower() not in arm.resources
@@ -251,3 +253,31 @@ def test_an_address_is_granted_in_the_services_shape(arm: Arm, plan: Plan) -> No
 def test_the_definition_of_the_plan_is_the_one_that_is_compared(plan: Plan) -> None:
     body = _calls(plan)["definition"].body or {}
     assert body["properties"] == definition_properties(_target(), plan.artefact)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_bucket_refuses_until_it_is_refilled_and_counts_who_comes_early(arm: Arm) -> None:
+    now = 0.0
+    arm.limits = Limits({**Limits().policies, "reads": Policy(2, 30)}, clock=lambda: now)
+    statuses = [_get(arm, _target().gallery).status for _ in range(3)]
+    assert statuses == [200, 200, 429]
+    refused = _get(arm, _target().gallery)
+    assert refused.headers["Retry-After"] == "2" and (arm.limits.refused, arm.limits.early) == (2, 1)
+    now = 2.0
+    answer = _get(arm, _target().gallery)
+    assert (answer.status, answer.headers["x-ms-ratelimit-remaining-subscription-reads"]) == (200, "0")
+    assert arm.limits.shares() == {("reads", ""): 3 / 30}
+
+
+def test_a_scale_set_has_buckets_of_its_own_beside_those_of_its_subscription(arm: Arm) -> None:
+    sets = [f"{arm.group}/providers/Microsoft.Compute/virtualMachineScaleSets/{name}" for name in "ab"]
+    for path in sets:
+        for _ in range(36):
+            _get(arm, path)
+    assert [_get(arm, path).status for path in sets] == [429, 429]
+    instances = _get(arm, f"{sets[0]}/virtualMachines")
+    assert instances.headers["x-ms-ratelimit-remaining-resource"] == (
+        "Microsoft.Compute/Instances;29,Microsoft.Compute/AllInstances;1079"
+    )

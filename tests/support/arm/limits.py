@@ -1,0 +1,134 @@
+"""Azure's limits as token buckets: of a subscription, of all its scale sets, and of each of them.
+
+Numbers are those of the reference (Azure Resource Manager's throttling limits; Compute's throttling limits), the names
+of Compute's policies are ours. Answers say what is left in ``x-ms-ratelimit-remaining-…``; an empty bucket answers 429
+with Retry-After.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from tests.support.arm.model import Answer, Request, error
+
+_KINDS = {"GET": "reads", "DELETE": "deletes"}
+_SCALE_SET = "/virtualmachinescalesets/"
+_MINUTE = 60.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A bucket holds ``size`` requests, and gets ``refill`` more in a minute."""
+
+    size: float
+    refill: float
+
+
+def _documented() -> dict[str, Policy]:
+    return {
+        "reads": Policy(250, 1500),
+        "writes": Policy(200, 600),
+        "deletes": Policy(200, 600),
+        "ScaleSet": Policy(36, 12),
+        "ScaleSets": Policy(6000, 2000),
+        "Instances": Policy(30, 10),
+        "AllInstances": Policy(1080, 360),
+    }
+
+
+@dataclass
+class Bucket:
+    """``taken`` are the moments of its requests; ``early`` counts those that came before they were asked to."""
+
+    policy: Policy
+    tokens: float
+    at: float
+    taken: list[float] = field(default_factory=list)
+    refused: int = 0
+    early: int = 0
+    _not_before: float = 0.0
+
+    def take(self, now: float) -> int:
+        """Take a token and return 0, or the seconds after which there is one."""
+        speed = self.policy.refill / _MINUTE
+        self.tokens, self.at = min(self.policy.size, self.tokens + (now - self.at) * speed), now
+        if self.tokens >= 1:
+            self.tokens -= 1
+            self.taken.append(now)
+            return 0
+        self.refused += 1
+        self.early += now < self._not_before
+        seconds = math.ceil((1 - self.tokens) / speed)
+        self._not_before = now + seconds
+        return seconds
+
+    @property
+    def share(self) -> float:
+        """Return the most requests within a minute, as a part of what the bucket is refilled with in one."""
+        most = max((sum(t <= u < t + _MINUTE for u in self.taken) for t in self.taken), default=0)
+        return most / self.policy.refill
+
+
+@dataclass
+class Limits:
+    """All buckets, by policy and scope. Tests make ``policies`` tighter, and may tell nobody what is left."""
+
+    policies: dict[str, Policy] = field(default_factory=_documented)
+    buckets: dict[tuple[str, str], Bucket] = field(default_factory=dict)
+    tells: bool = True
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def refused(self) -> int:
+        return sum(bucket.refused for bucket in self.buckets.values())
+
+    @property
+    def early(self) -> int:
+        return sum(bucket.early for bucket in self.buckets.values())
+
+    def shares(self) -> dict[tuple[str, str], float]:
+        """Return each bucket's busiest minute, as a part of its refill."""
+        return {key: bucket.share for key, bucket in self.buckets.items()}
+
+    def take(self, request: Request) -> Answer | None:
+        """Take a token of each of a request's buckets; return the refusal where one is empty."""
+        for (policy, _), bucket in self._of(request):
+            if seconds := bucket.take(self.clock()):
+                code = "SubscriptionRequestsThrottled" if policy in ("reads", "writes", "deletes") else ""
+                return error(
+                    429,
+                    code or "OperationNotAllowed",
+                    f"The request is being throttled: {policy}.",
+                    Retry_After=str(seconds),
+                )
+        return None
+
+    def marked(self, request: Request, answer: Answer) -> Answer:
+        """Return an answer with what is left of the request's buckets."""
+        if not self.tells:
+            return answer
+        headers, left = {}, []
+        for (policy, _), bucket in self._of(request):
+            if policy in ("reads", "writes", "deletes"):
+                headers[f"x-ms-ratelimit-remaining-subscription-{policy}"] = str(int(bucket.tokens))
+            else:
+                left.append(f"Microsoft.Compute/{policy};{int(bucket.tokens)}")
+        if left:
+            headers["x-ms-ratelimit-remaining-resource"] = ",".join(left)
+        return replace(answer, headers=answer.headers | headers)
+
+    def _of(self, request: Request) -> Iterator[tuple[tuple[str, str], Bucket]]:
+        before, _, name = request.path.lower().partition(_SCALE_SET)
+        keys = [(_KINDS.get(request.method, "writes"), "")]
+        if name.endswith("/virtualmachines"):
+            keys += [("Instances", before + name), ("AllInstances", "")]
+        elif name:
+            keys += [("ScaleSet", before + name.partition("/")[0]), ("ScaleSets", "")]
+        for key in keys:
+            if key not in self.buckets:
+                policy = self.policies[key[0]]
+                self.buckets[key] = Bucket(policy, policy.size, self.clock())
+            yield key, self.buckets[key]
