@@ -1,0 +1,53 @@
+"""The eviction of one pod, and what the API server's answer means. Pods are never deleted."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from image_builder.drain.pods import Pod
+from image_builder.node.net.kube import CONFLICT, NOT_FOUND, Client, KubeError
+
+_TOO_MANY, _FORBIDDEN, _ERROR = 429, 403, 500
+# As kubectl waits, where the server doesn't say how long.
+RETRY_SECONDS = 5.0
+_TWO_BUDGETS = "more than one PodDisruptionBudget"
+_NAMESPACE_ENDS = "NamespaceTerminating"
+
+
+class Answer(enum.Enum):
+    ACCEPTED = "accepted"  # it ends within its grace period
+    GONE = "gone"  # there is none, or another one of its name
+    LATER = "later"  # a budget doesn't allow it now, or its namespace is being deleted and it with it
+    REFUSED = "refused"  # it is never evicted: two budgets are for it
+
+
+@dataclass(frozen=True)
+class Reply:
+    answer: Answer
+    message: str = ""
+    retry_seconds: float = RETRY_SECONDS
+
+
+def evict(client: Client, pod: Pod, *, dry_run: bool = False) -> Reply:
+    """Ask for a pod's eviction. Raises KubeError for what is no answer about this pod: missing rights, no server."""
+    try:
+        client.evict(pod.namespace, pod.name, pod.uid, dry_run=dry_run)
+    except KubeError as error:
+        return _reply(error)
+    return Reply(Answer.ACCEPTED)
+
+
+def _reply(error: KubeError) -> Reply:
+    if error.status in (NOT_FOUND, CONFLICT):
+        return Reply(Answer.GONE)
+    if error.status == _TOO_MANY or (error.status == _FORBIDDEN and _NAMESPACE_ENDS in error.causes):
+        return Reply(Answer.LATER, _shortened(error), error.retry_after or RETRY_SECONDS)
+    if error.status == _ERROR and _TWO_BUDGETS in error.message:
+        return Reply(Answer.REFUSED, "several PodDisruptionBudgets are for it, so that it can't be evicted")
+    raise error
+
+
+def _shortened(error: KubeError) -> str:
+    """Return what the server says, without the request."""
+    return error.message.partition(f": {error.status} ")[2] or error.message
