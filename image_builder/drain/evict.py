@@ -12,6 +12,8 @@ _TOO_MANY, _FORBIDDEN, _ERROR = 429, 403, 500
 # As kubectl waits, where the server doesn't say how long.
 RETRY_SECONDS = 5.0
 _TWO_BUDGETS = "more than one PodDisruptionBudget"
+# Reasons of causes; the first one's message names the budget.
+_BUDGET = "DisruptionBudget"
 _NAMESPACE_ENDS = "NamespaceTerminating"
 
 
@@ -41,13 +43,16 @@ def evict(client: Client, pod: Pod, *, dry_run: bool = False) -> Reply:
 def _reply(error: KubeError) -> Reply:
     if error.status in (NOT_FOUND, CONFLICT):
         return Reply(Answer.GONE)
-    if error.status == _TOO_MANY or (error.status == _FORBIDDEN and _NAMESPACE_ENDS in error.causes):
-        return Reply(Answer.LATER, _shortened(error), error.retry_after or RETRY_SECONDS)
+    if error.status == _TOO_MANY:
+        message = error.causes.get(_BUDGET) or _shortened(error)
+        return Reply(Answer.LATER, message, error.retry_after or RETRY_SECONDS)
+    if error.status == _FORBIDDEN and _NAMESPACE_ENDS in error.causes:
+        return Reply(Answer.LATER, "its namespace is being deleted, and it with that")
     if error.status == _ERROR and _TWO_BUDGETS in error.message:
         return Reply(Answer.REFUSED, "several PodDisruptionBudgets are for it, so that it can't be evicted")
     raise error
 
 
 def _shortened(error: KubeError) -> str:
-    """Return what the server says, without the request."""
+    """Return the server's words, without the request."""
     return error.message.partition(f": {error.status} ")[2] or error.message

@@ -14,7 +14,7 @@ _GROUP_LABELS = (
     "pod-group.scheduling.sigs.k8s.io",
 )
 _GROUP_ANNOTATIONS = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")
-# Owners that are a gang, and between a pod and one of these: the owner's name is on the pod.
+# Owners that are a gang. Where others are between a pod and its gang, the pod has the gang's name as a label.
 _GANG_KINDS = frozenset({"Job", "JobSet", "PyTorchJob", "RayCluster"})
 _NAMES = {
     "JobSet": "jobset.sigs.k8s.io/jobset-name",
@@ -43,9 +43,9 @@ def gang_of(pod: Pod, parents: Parents) -> str:
             return f"{pod.namespace}/PodGroup {group}"
     if name := pod.labels.get(_WORKERS):
         return f"{pod.namespace}/LeaderWorkerSet {name}-{pod.labels.get(_WORKERS_INDEX, '')}"
-    owner = pod.owner and parents.get(pod.owner.uid, pod.owner)
-    if owner and owner.kind in _GANG_KINDS and owner.kind != "Job":
-        return f"{pod.namespace}/{owner}"
+    owner = pod.owner
+    if owner and (parent := parents.get(owner.uid)) and parent.kind in _GANG_KINDS:
+        return f"{pod.namespace}/{parent}"
     for kind, label in _NAMES.items():
         if name := pod.labels.get(label):
             return f"{pod.namespace}/{kind} {name}"

@@ -40,8 +40,8 @@ JSON_PATCH = "application/json-patch+json"
 class KubeError(NodeError):
     """The API server did not do it. ``status`` is HTTP's, 0 where there was no answer at all.
 
-    ``retry_after`` is what the server asked for, in seconds; ``causes`` are the reasons in its details, such as
-    ``DisruptionBudget``.
+    ``retry_after`` is what the server asked for, in seconds; ``causes`` are the messages in its details by
+    their reasons, such as ``DisruptionBudget``.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class KubeError(NodeError):
         message: str,
         status: int = 0,
         retry_after: float | None = None,
-        causes: tuple[str, ...] = (),
+        causes: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__("kube.refused" if status else "kube.unreachable", message)
         self.status = status
         self.retry_after = retry_after
-        self.causes = causes
+        self.causes: Mapping[str, str] = causes or {}
 
     @property
     def is_hopeless(self) -> bool:
@@ -372,11 +372,12 @@ def path_of_pod(namespace: str, name: str) -> str:
     return f"/api/v1/namespaces/{urllib.parse.quote(namespace, safe='')}/pods/{urllib.parse.quote(name, safe='')}"
 
 
-def _said(answer: http.client.HTTPResponse) -> tuple[str, tuple[str, ...]]:
+def _said(answer: http.client.HTTPResponse) -> tuple[str, dict[str, str]]:
     """Return the message of the server's Status object and its causes, or the status line."""
     try:
         status = json.loads(answer.read(65536))
         causes = (status.get("details") or {}).get("causes") or ()
-        return str(status["message"])[:500], tuple(str(cause.get("reason", "")) for cause in causes)
+        messages = {str(cause.get("reason", "")): str(cause.get("message", ""))[:500] for cause in causes}
+        return str(status["message"])[:500], messages
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError):
-        return answer.reason, ()
+        return answer.reason, {}

@@ -11,9 +11,9 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -214,11 +214,3 @@ class Kubelets:
             self._clients.append(self._local.client)
         client: Client = self._local.client
         return client
-
-
-@contextmanager
-def simulated(connect: Callable[[], Client], count: int, prefix: str = "node") -> Iterator[Kubelets]:
-    """Run the kubelets of so many nodes, called PREFIX-0 and so on."""
-    with Kubelets(connect) as kubelets:
-        kubelets.register([f"{prefix}-{number}" for number in range(count)])
-        yield kubelets
