@@ -9,6 +9,8 @@ from image_builder.drain.pods import Pod
 from image_builder.node.net.kube import CONFLICT, NOT_FOUND, Client, KubeError
 
 _TOO_MANY, _FORBIDDEN, _ERROR = 429, 403, 500
+# How the API server words a missing right; admission webhooks refuse by the same status.
+_NO_RIGHT = 'cannot create resource "pods/eviction"'
 # As kubectl waits, where the server doesn't say how long.
 RETRY_SECONDS = 5.0
 _TWO_BUDGETS = "more than one PodDisruptionBudget"
@@ -20,7 +22,7 @@ _NAMESPACE_ENDS = "NamespaceTerminating"
 class Answer(enum.Enum):
     ACCEPTED = "accepted"  # it ends within its grace period
     GONE = "gone"  # there is none, or another one of its name
-    LATER = "later"  # a budget doesn't allow it now, or its namespace is being deleted and it with it
+    LATER = "later"  # a budget doesn't allow it now, a webhook doesn't, or it is deleted with its namespace
     REFUSED = "refused"  # it is never evicted: two budgets are for it
 
 
@@ -50,6 +52,9 @@ def _reply(error: KubeError) -> Reply:
         return Reply(Answer.LATER, "its namespace is being deleted, and it with that")
     if error.status == _ERROR and _TWO_BUDGETS in error.message:
         return Reply(Answer.REFUSED, "several PodDisruptionBudgets are for it, so that it can't be evicted")
+    if error.status == _ERROR or (error.status == _FORBIDDEN and _NO_RIGHT not in error.message):
+        # A webhook that refuses it or fails: this pod's trouble, and no other one's.
+        return Reply(Answer.LATER, _shortened(error))
     raise error
 
 

@@ -109,7 +109,7 @@ def pod_from(document: Mapping[str, Any]) -> Pod:
         started=started,
         deadline=moment(annotations.get(ENDS)) or by_deadline,
         is_leaving=bool(meta.get("deletionTimestamp")),
-        has_devices=_has_devices(spec),
+        has_devices=uses_devices(spec),
         has_empty_dir=any("emptyDir" in volume for volume in spec.get("volumes") or ()),
         tolerates_cordons=any(map(_tolerates_cordons, spec.get("tolerations") or ())),
         # Kubernetes' own gangs, by which the scheduler places pods together.
@@ -195,7 +195,8 @@ def _by_shape(pod: Pod) -> Verdict:
     return Verdict(Class.EVICT, "its controller makes another")
 
 
-def _has_devices(spec: Mapping[str, Any]) -> bool:
+def uses_devices(spec: Mapping[str, Any]) -> bool:
+    """Tell whether a pod has GPUs, RDMA devices, or devices by claims of whatever kind."""
     containers = [*spec.get("containers", ()), *(spec.get("initContainers") or ())]
     names = {
         name

@@ -55,7 +55,10 @@ class Policy(Strict):
         " scheduler may have been about to bind one. In `idle-only`, how long it must be idle before its cordon too.",
     )
     poll_seconds: Annotated[float, Field(gt=0)] = Field(
-        default=5.0, description="Between two looks at the hosts."
+        default=5.0, description="Between two looks at the hosts; longer for many."
+    )
+    looks_per_second: Annotated[float, Field(gt=0)] = Field(
+        default=10.0, description="Most hosts looked at per second, on average; two requests each."
     )
     max_fenced: int | None = Field(
         default=None, ge=1, description="Most hosts that are cordoned and still busy at once."

@@ -95,6 +95,11 @@ class Drain:
         """Return the hosts that are neither empty nor skipped."""
         return [name for name in self._visits if name not in self.outcomes]
 
+    @property
+    def pause(self) -> float:
+        """Return the seconds until the next turn is due."""
+        return max(self._policy.poll_seconds, len(self.open_hosts) / self._policy.looks_per_second)
+
     def turn(self) -> None:
         """Look once, and act. Raises KubeError: nothing is decided from half a look."""
         looks = {name: host for name in self.open_hosts if (host := self._look(name)) is not None}
@@ -167,11 +172,13 @@ class Drain:
     def _elsewhere(self, hosts: Mapping[str, Host]) -> dict[str, set[str]]:
         """Return where the members of the hosts' gangs run, asked for only where it is about to matter."""
         mode = self._policy.mode
+        if mode == "idle-only":
+            return {}
         tenants = [
             tenant
             for host in hosts.values()
             for tenant in host.tenants
-            if tenant.gang and mode != "idle-only" and (host.fenced is None or mode == "evict")
+            if tenant.gang and (host.fenced is None or (mode == "evict" and tenant.is_evictable))
         ]
         gangs = {tenant.gang for tenant in tenants}
         spread = self._looker.spread(tenant.pod.namespace for tenant in tenants)

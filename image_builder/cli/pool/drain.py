@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from image_builder.cli.command import AsJson, Kubeconfig, connect, register, show
-from image_builder.errors import EXIT_INTERRUPTED, ImageBuilderError, PoolError
+from image_builder.errors import EXIT_INTERRUPTED, ImageBuilderError, PoolError, UsageError
 from image_builder.node.errors import NodeError
 from image_builder.system.signals import waking
 from image_builder.text import columns
@@ -95,7 +95,7 @@ def drain(
         _check(client, evicts=settings.mode == "evict")
         work = Drain(client, run, settings, _tell)
         work.add(dict.fromkeys(hosts))
-        _work(work, settings, over)
+        _work(work, run, over)
     _show(run, list(work.outcomes.values()), as_json=as_json)
     if over.is_set():
         return EXIT_INTERRUPTED
@@ -103,11 +103,10 @@ def drain(
 
 
 def _policy(file: Path | None, **options: Any) -> Policy:
-    """Return the policy of a file, with the options that were given. Raises DefinitionError."""
+    """Return the policy of a file, with the options that were given. Raises DefinitionError, UsageError."""
     from pydantic import ValidationError
 
     from image_builder.drain.policy import Policy
-    from image_builder.errors import DefinitionError, Problem
     from image_builder.strict_yaml import load
 
     settings = load(file, Policy, "policy") if file else Policy()
@@ -115,8 +114,8 @@ def _policy(file: Path | None, **options: Any) -> Policy:
     try:
         return Policy.model_validate({**settings.model_dump(), **changes, "rules": settings.rules})
     except ValidationError as error:
-        problems = [Problem("", ".".join(map(str, f["loc"])), f["msg"]) for f in error.errors()]
-        raise DefinitionError(problems) from error
+        faults = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in error.errors())
+        raise UsageError(faults) from error
 
 
 def _check(client: Client, *, evicts: bool) -> None:
@@ -126,18 +125,20 @@ def _check(client: Client, *, evicts: bool) -> None:
         )
 
 
-def _work(work: Drain, policy: Policy, over: threading.Event) -> None:
-    """Go round until all hosts are done, or until ``over``; hosts that are not empty are given back in any ending."""
+def _work(work: Drain, run: str, over: threading.Event) -> None:
+    """Go round until all hosts are done, or until ``over``; hosts that are not empty are given back in any ending.
+
+    Raises PoolError with the hosts that can't be given back, KubeError where the API server refuses.
+    """
     from image_builder.node.net.kube import KubeError
     from image_builder.node.net.retry import backoff
 
     failures = 0
     try:
         while work.open_hosts and not over.is_set():
-            pause = policy.poll_seconds
             try:
                 work.turn()
-                failures = 0
+                failures, pause = 0, work.pause
             except KubeError as error:
                 # Who may not, may not later either; all else is waited out, and nothing is decided meanwhile.
                 if error.status in (401, 403) or error.is_hopeless:
@@ -148,7 +149,18 @@ def _work(work: Drain, policy: Policy, over: threading.Event) -> None:
             if work.open_hosts:
                 over.wait(pause)
     finally:
+        _release(work, run)
+
+
+def _release(work: Drain, run: str) -> None:
+    try:
         work.release()
+    except NodeError as error:
+        names = " ".join(work.open_hosts)
+        raise PoolError(
+            f"hosts may still be cordoned: {names}: {error.message}",
+            hint=f"image-builder pool free {names} --run {run}",
+        ) from error
 
 
 def _show(run: str, outcomes: list[Outcome], *, as_json: bool) -> None:

@@ -147,6 +147,8 @@ def test_validate_tells_programs_the_same(bad_inventory: Path) -> None:
             ["verify", f"ssh://a@b?key={__file__}&known_hosts={__file__}", "--facts", "/none"],
             "no such file: /none",
         ),
+        (["pool", "drain", "gpu-1", "--mode", "force"], "mode: Input should be 'idle-only', 'fence'"),
+        (["pool", "drain"], "HOST"),
         (["store", "gc"], "--keep"),
         (["store", "gc", "--keep", "-1"], "--keep"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -25,8 +26,8 @@ def pod_object(name: str = "a", *, owner: str = "ReplicaSet", **parts: Any) -> d
     }
 
 
-def node_object(name: str = "gpu-1", *, cordoned: bool = False, **annotations: str) -> dict[str, Any]:
+def node_object(annotations: Mapping[str, str] | None = None, *, cordoned: bool = False) -> dict[str, Any]:
     return {
-        "metadata": {"name": name, "uid": "uid-1", "annotations": annotations},
+        "metadata": {"name": "gpu-1", "uid": "uid-1", "annotations": dict(annotations or {})},
         "spec": {"unschedulable": True} if cordoned else {},
     }

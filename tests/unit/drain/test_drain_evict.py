@@ -55,7 +55,16 @@ def test_a_namespace_that_is_deleted_is_waited_for() -> None:
     assert reply(KubeError("x", 403, None, {"NamespaceTerminating": "x"})).answer is Answer.LATER
 
 
-@pytest.mark.parametrize("status", [0, 401, 403, 500, 503])
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(403, 'admission webhook "a.example.com" denied the request'), (500, "failed calling webhook")],
+)
+def test_a_webhook_that_refuses_or_fails_holds_up_its_pod_alone(status: int, message: str) -> None:
+    refused = reply(KubeError(f"POST /x: {status} {message}", status))
+    assert refused == Reply(Answer.LATER, message, RETRY_SECONDS)
+
+
+@pytest.mark.parametrize("status", [0, 401, 403, 503])
 def test_what_says_nothing_of_the_pod_is_raised(status: int) -> None:
     with pytest.raises(KubeError):
-        reply(KubeError("x", status))
+        reply(KubeError('User "x" cannot create resource "pods/eviction" in API group ""', status))

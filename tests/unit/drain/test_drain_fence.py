@@ -12,16 +12,16 @@ OURS = Record("roll-7", 1000.0)
 
 def test_a_record_is_read_as_it_was_written() -> None:
     record = Record("roll-7", 1000.5, was_unschedulable=True, scale_down="false")
-    assert record_of(node_object(**{CORDON: record.text()})) == record
+    assert record_of(node_object({CORDON: record.text()})) == record
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"run": "a", "since": "NaN", "scale_down": null}', "1"])
 def test_what_is_no_record(text: str) -> None:
-    assert record_of(node_object(**{CORDON: text})) is None
+    assert record_of(node_object({CORDON: text})) is None
 
 
 def test_a_cordon_is_tested_by_what_it_was_decided_from() -> None:
-    record, patch = cordon(node_object(**{SCALE_DOWN: "false"}), "roll-7", 1000.0)
+    record, patch = cordon(node_object({SCALE_DOWN: "false"}), "roll-7", 1000.0)
     assert record == Record("roll-7", 1000.0, was_unschedulable=False, scale_down="false")
     tests = {step["path"]: step["value"] for step in patch if step["op"] == "test"}
     assert tests == {
@@ -40,7 +40,7 @@ def test_a_node_without_annotations() -> None:
 
 
 def test_what_is_ours_is_taken_away() -> None:
-    patch = uncordon(node_object(cordoned=True, **{CORDON: OURS.text(), SCALE_DOWN: "true"}))
+    patch = uncordon(node_object({CORDON: OURS.text(), SCALE_DOWN: "true"}, cordoned=True))
     assert patch[0] == {
         "op": "test",
         "path": "/metadata/annotations/image-builder~1cordon",
@@ -52,10 +52,10 @@ def test_what_is_ours_is_taken_away() -> None:
 
 def test_a_cordon_from_before_stays() -> None:
     record = Record("roll-7", 1000.0, was_unschedulable=True, scale_down="true")
-    patch = uncordon(node_object(cordoned=True, **{CORDON: record.text(), SCALE_DOWN: "true"}))
+    patch = uncordon(node_object({CORDON: record.text(), SCALE_DOWN: "true"}, cordoned=True))
     assert [step["op"] for step in patch] == ["test", "remove", "add"]
     assert not any(step["path"] == "/spec/unschedulable" for step in patch)
 
 
 def test_nothing_of_others_is_touched() -> None:
-    assert uncordon(node_object(cordoned=True, **{SCALE_DOWN: "true"})) == []
+    assert uncordon(node_object({SCALE_DOWN: "true"}, cordoned=True)) == []
