@@ -29,7 +29,8 @@ app = typer.Typer()
 _AGENT = "image-builder-drain"
 # Who has taken a host: a person by this command, unless --run names another.
 _RUN = "manual"
-_TROUBLE_SECONDS = 60.0
+# The longest pause while the API server is in trouble, and how long it may refuse what it allowed before.
+_TROUBLE_SECONDS, _REFUSAL_SECONDS = 60.0, 120.0
 
 Hosts = Annotated[list[str], typer.Argument(metavar="HOST…", help="names of nodes")]
 Run = Annotated[
@@ -119,7 +120,8 @@ def _policy(file: Path | None, **options: Any) -> Policy:
 
 
 def _check(client: Client, *, evicts: bool) -> None:
-    if evicts and not client.serves_evictions():
+    """Ask the API server what it has: one that isn't there now isn't waited for, as it is later."""
+    if not client.serves_evictions() and evicts:
         raise PoolError(
             "the API server has no eviction API of policy/v1", hint="Kubernetes 1.22 or later has"
         )
@@ -133,16 +135,20 @@ def _work(work: Drain, run: str, over: threading.Event) -> None:
     from image_builder.node.net.kube import KubeError
     from image_builder.node.net.retry import backoff
 
-    failures = 0
+    failures, allowed = 0, float("-inf")
     try:
         while work.open_hosts and not over.is_set():
             try:
                 work.turn()
-                failures, pause = 0, work.pause
+                failures, pause, allowed = 0, work.pause, time.monotonic()
             except KubeError as error:
-                # Who may not, may not later either; all else is waited out, and nothing is decided meanwhile.
-                if error.status in (401, 403) or error.is_hopeless:
+                # An API server that has just started refuses everything until it has read the roles; all else is waited
+                # out, and nothing is decided meanwhile.
+                is_refusal = error.status in (401, 403)
+                if error.is_hopeless or (is_refusal and time.monotonic() - allowed > _REFUSAL_SECONDS):
                     raise
+                if not is_refusal:
+                    allowed = time.monotonic()
                 failures += 1
                 pause = backoff(failures, retry_after=error.retry_after, cap=_TROUBLE_SECONDS)
                 _tell(f"{error.message}; again in {pause:.0f} s")

@@ -119,14 +119,8 @@ def draining(hosts: Sequence[str], directory: Path) -> Iterator[Fleet]:
             yield Fleet(cluster, kubelets, directory)
 
 
-def is_of_a_dying_namespace(event: Mapping[str, Any]) -> bool:
-    return (
-        event["responseStatus"]["code"] == 403
-        and "because it is being terminated" in event["responseStatus"]["message"]
-    )
-
-
 def asked(event: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the verb, the resource and the object's name of a request in the audit log."""
     target = event.get("objectRef") or {}
     resource = "/".join(target[key] for key in ("resource", "subresource") if target.get(key))
     return event["verb"], resource, target.get("name", "")
