@@ -49,6 +49,8 @@ class _Visit:
     record: Record | None = None
     fenced: float | None = None
     idle_since: float | None = None
+    # When it is worth a look: what is idle settles first.
+    due: float = 0.0
     evicted_owners: set[str] = field(default_factory=set)
 
 
@@ -102,7 +104,8 @@ class Drain:
 
     def turn(self) -> None:
         """Look once, and act. Raises KubeError: nothing is decided from half a look."""
-        looks = {name: host for name in self.open_hosts if (host := self._look(name)) is not None}
+        due = [name for name in self.open_hosts if self._visits[name].due <= self._clock()]
+        looks = {name: host for name in due if (host := self._look(name)) is not None}
         elsewhere = self._elsewhere(looks)
         if self._policy.whole_gangs and self._policy.mode != "idle-only":
             partners = {name for members in elsewhere.values() for name in members} - self._visits.keys()
@@ -134,7 +137,15 @@ class Drain:
         visit.node_uid = document["metadata"]["uid"]
         tenants = tuple(self._with_attempt(name, t) for t in self._looker.tenants(name, self._wall()))
         visit.idle_since = None if tenants else now if visit.idle_since is None else visit.idle_since
+        visit.due = self._settled(visit)
         return Host(name, visit.began, visit.fenced, visit.idle_since, obstacle, tenants)
+
+    def _settled(self, visit: _Visit) -> float:
+        """Return when a host without tenants has settled: nothing is decided about it before; 0 for a busy one."""
+        if visit.idle_since is None:
+            return 0.0
+        since = visit.idle_since if visit.fenced is None else max(visit.idle_since, visit.fenced)
+        return since + self._policy.settle_seconds
 
     def _settle_cordon(self, name: str, visit: _Visit, document: Mapping[str, Any]) -> str:
         """Compare a Node's cordon with what we know of it; return what is in the way.
@@ -221,6 +232,7 @@ class Drain:
         began = self._clock()
         if fence.send(self._client, name, patch):
             visit.record, visit.fenced = record, began
+            visit.due = self._settled(visit)
             self._tell(f"{name}: cordoned")
 
     def _ask(self, host: Host, tenants: Iterable[Tenant]) -> None:

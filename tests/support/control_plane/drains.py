@@ -82,6 +82,11 @@ class Fleet:
     ) -> dict[str, dict[str, Any]]:
         return self.ended(self.start(command, *arguments, policy=policy), status)
 
+    def requests(self, host: str) -> int:
+        """Return how often the commands asked for anything about a host."""
+        about = (f"/nodes/{host}", f"spec.nodeName%3D{host}%2C")
+        return sum(any(part in event["requestURI"] for part in about) for event in self.audit())
+
     def node(self, name: str) -> dict[str, Any]:
         return self.admin.request("GET", path_of_node(name))
 
