@@ -73,7 +73,7 @@ class Fleet:
 
     def ended(self, process: subprocess.Popen[str], status: int = 0) -> dict[str, dict[str, Any]]:
         """Return what a command said of each host."""
-        out, _ = process.communicate(timeout=180)
+        out, _ = process.communicate(timeout=600)
         assert process.returncode == status, (process.returncode, out, self.log.read_text())
         return {host["host"]: host for host in json.loads(out)["hosts"]}
 
