@@ -1,4 +1,7 @@
-"""The tables of docs/reference/pools.md that are made from the code: the policy, a journal's records, a scale set."""
+"""The tables of docs/reference/pools.md and docs/how-to/drain.md that are made from the code.
+
+Policies, a journal's records, a scale set.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from image_builder.drain.policy import Policy as DrainPolicy
+from image_builder.drain.policy import Rule
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.template import PoolAzure
 from image_builder.pool.run.records import Record
 
 _POLICY = ("<!-- policy: begin -->", "<!-- policy: end -->")
 _SCALE_SET = ("<!-- pool_azure: begin -->", "<!-- pool_azure: end -->")
+_RULE = ("<!-- rule: begin -->", "<!-- rule: end -->")
 _RECORDS = ("<!-- records: begin -->", "<!-- records: end -->")
 
 
@@ -26,6 +32,11 @@ def with_tables(text: str) -> str:
     ):
         text = _between(text, marks, table)
     return text
+
+
+def with_drain_tables(text: str) -> str:
+    """Return the page about drains with its tables as the code has them."""
+    return _between(_between(text, _POLICY, model_table(DrainPolicy)), _RULE, model_table(Rule))
 
 
 def _between(text: str, marks: tuple[str, str], table: str) -> str:
@@ -44,7 +55,11 @@ def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, str,
         if isinstance(field.default, BaseModel):
             yield from _fields(type(field.default), f"{above}{name}.")
         else:
-            default = "required" if field.is_required() else f"`{_json(field.default)}`"
+            default = (
+                "required"
+                if field.is_required()
+                else f"`{_json(field.get_default(call_default_factory=True))}`"
+            )
             yield f"{above}{name}", default, str(field.description)
 
 

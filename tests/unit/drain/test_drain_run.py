@@ -1,0 +1,171 @@
+"""A drain's turns, by an API server that answers from a dictionary: what it does about nodes that change hands."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from image_builder.drain.fence import CORDON, Record
+from image_builder.drain.policy import Policy
+from image_builder.drain.run import Drain
+from image_builder.node.net.kube import JSON_PATCH, Client, KubeError
+from image_builder.node.net.kubeconfig import Access, Pem
+from tests.unit.drain.manifests import node_object, pod_object
+
+Pods = dict[str, list[dict[str, Any]]]
+
+
+class Server(Client):
+    """Nodes and their pods. A patch of a Node is applied as far as a drain sends them: cordons and annotations."""
+
+    def __init__(self) -> None:
+        super().__init__(Access("https://lab", Pem(text="")))
+        self.nodes: dict[str, dict[str, Any]] = {}
+        self.pods: Pods = {}
+        self.evicted: list[str] = []
+
+    def request(self, method: str, path: str, body: Any = None, content_type: str = "") -> dict[str, Any]:
+        assert method == "GET" or content_type == JSON_PATCH
+        name = path.rpartition("/")[2]
+        if name not in self.nodes:
+            raise KubeError("not found", 404)
+        node = self.nodes[name]
+        for step in body or ():
+            *_, place = step["path"].split("/")
+            holder = (
+                node["spec"] if step["path"] == "/spec/unschedulable" else node["metadata"]["annotations"]
+            )
+            key = place.replace("~1", "/")
+            if step["op"] == "add":
+                holder[key] = step["value"]
+            elif step["op"] == "remove":
+                del holder[key]
+        return node
+
+    def each_page(
+        self,
+        path: str,
+        query: Mapping[str, str],
+        take: Callable[[dict[str, Any]], None],
+        limit: int = 500,
+    ) -> None:
+        assert limit == 500
+        selector = dict(urllib.parse.parse_qsl(query["fieldSelector"].replace(",", "&")))
+        hosts = [selector["spec.nodeName"]] if path == "/api/v1/pods" else list(self.pods)
+        for host in hosts:
+            for pod in self.pods.get(host, []):
+                take(pod)
+
+    def evict(self, namespace: str, name: str, uid: str, *, dry_run: bool = False) -> None:
+        assert (namespace, uid, dry_run) == ("work", f"uid-{name}", False)
+        self.evicted.append(name)
+
+
+@pytest.fixture
+def server() -> Server:
+    made = Server()
+    made.nodes["gpu-1"] = node_object({"a": "b"})
+    return made
+
+
+class Clock:
+    """Both clocks of a drain."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def drain(server: Server, clock: Clock, **policy: Any) -> Drain:
+    made = Drain(server, "manual", Policy(**policy), lambda _: None, clock=clock, wall=clock)
+    made.add(["gpu-1"])
+    return made
+
+
+def test_a_second_one_goes_on_with_the_first_ones_patience(server: Server) -> None:
+    clock = Clock()
+    server.pods["gpu-1"] = [pod_object()]
+    drain(server, clock, max_wait_seconds=60.0).turn()
+    clock.now += 59
+    second = drain(server, clock, max_wait_seconds=60.0)
+    second.turn()
+    assert second.open_hosts == ["gpu-1"]
+    clock.now += 1
+    second.turn()
+    assert second.outcomes["gpu-1"].state == "skipped"
+    assert CORDON not in server.nodes["gpu-1"]["metadata"]["annotations"]
+
+
+def test_a_node_that_is_away_is_not_empty(server: Server) -> None:
+    clock = Clock()
+    work = drain(server, clock, max_wait_seconds=600.0)
+    work.turn()
+    gone = server.nodes.pop("gpu-1")
+    clock.now += 100
+    work.turn()
+    assert work.open_hosts == ["gpu-1"]
+    server.nodes["gpu-1"] = {
+        **node_object({"a": "b"}),
+        "metadata": {**gone["metadata"], "uid": "uid-2", "annotations": {"a": "b"}},
+    }
+    work.turn()
+    assert server.nodes["gpu-1"]["spec"]["unschedulable"]
+    # What was bound to it meanwhile has time to show.
+    assert work.open_hosts == ["gpu-1"]
+    clock.now += 31
+    work.turn()
+    assert work.outcomes["gpu-1"].state == "empty"
+
+
+def test_no_such_node(server: Server) -> None:
+    work = Drain(server, "manual", Policy(), lambda _: None)
+    work.add(["gpu-2"])
+    work.turn()
+    assert work.outcomes["gpu-2"].reason == "there is no such node"
+
+
+def test_who_insists_takes_no_credit_for_a_cordon_that_a_person_took_away(server: Server) -> None:
+    before = Record("manual", 900.0, was_unschedulable=True)
+    server.nodes["gpu-1"] = node_object({CORDON: before.text()})
+    drain(server, Clock(), insist=True).turn()
+    assert server.nodes["gpu-1"]["spec"]["unschedulable"]
+    assert '"was_unschedulable": false' in server.nodes["gpu-1"]["metadata"]["annotations"][CORDON]
+
+
+def test_an_eviction_is_asked_for_once_until_it_is_time_again(server: Server) -> None:
+    clock = Clock()
+    server.pods["gpu-1"] = [pod_object()]
+    work = drain(server, clock, mode="evict")
+    work.turn()
+    assert server.evicted == []
+    for _ in range(3):
+        work.turn()
+    assert server.evicted == ["a"]
+    clock.now += 10
+    work.turn()
+    assert server.evicted == ["a", "a"]
+
+
+def test_the_hosts_of_a_gang_are_added_before_anything_is_decided(server: Server) -> None:
+    server.nodes["gpu-2"] = node_object({"a": "b"})
+    server.pods = {
+        host: [pod_object(f"of-{host}", owner="Job", spec={"nodeName": host})] for host in ("gpu-1", "gpu-2")
+    }
+    work = drain(server, Clock(), whole_gangs=True)
+    work.turn()
+    assert work.open_hosts == ["gpu-1", "gpu-2"]
+    assert not any(node["spec"].get("unschedulable") for node in server.nodes.values())
+    work.turn()
+    assert all(node["spec"]["unschedulable"] for node in server.nodes.values())
+
+
+def test_many_hosts_are_looked_at_less_often(server: Server) -> None:
+    work = drain(server, Clock())
+    assert work.pause == 5.0
+    work.add([f"gpu-{number}" for number in range(200)])
+    assert work.pause == 20.0
