@@ -132,7 +132,7 @@ class ResourceManager:
     ) -> Any:
         from azure.core.rest import HttpRequest
 
-        request = HttpRequest(method, url, params=query, json=body, headers=headers)
+        request = HttpRequest(method, url, params=query, json=body, headers=dict(headers or {}))
         return self._client.send_request(request, **options)
 
     def _hint(self, status: int) -> str:

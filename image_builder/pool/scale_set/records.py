@@ -18,6 +18,7 @@ from image_builder.pool.plan.model import Strict
 from image_builder.system import journal
 
 Verb = Literal["upgrade", "reimage"]
+Result = Literal["done", "refused", "not accepted", "failed", "gone", "unknown"]
 
 
 class _Record(Strict):
@@ -62,7 +63,7 @@ class Settled(_Record):
     kind: Literal["settled"] = "settled"
     scale_set: str
     instance: str
-    outcome: Literal["done", "refused", "not accepted", "failed", "gone", "unknown"]
+    outcome: Result
     detail: str = ""
 
 

@@ -21,6 +21,7 @@ from image_builder.pool.scale_set.records import (
     Record,
     Replacement,
     Request,
+    Result,
     Settled,
     Suspension,
     Verb,
@@ -71,6 +72,14 @@ class Drive:
     def append(self, record: Record) -> None:
         self.journal.append(record)
         self.records.append(record)
+
+    def settle(self, number: str, outcome: Result, detail: str) -> Settled:
+        """Journal what became of the last request for an instance."""
+        record = Settled(
+            at=self.client.now(), scale_set=self.path, instance=number, outcome=outcome, detail=detail
+        )
+        self.append(record)
+        return record
 
     def requests(self, number: str) -> list[Request]:
         return requests(self.records, self.path, number)
@@ -216,7 +225,6 @@ def _send(drive: Drive, verb: Verb, instance: Instance, version: Version, readin
     drive.renew()
     if verb == "upgrade" and client.scale_set(drive.path).image.lower() != version.id.lower():
         raise PoolError(f"the model of {drive.path} doesn't name {version.name}", hint="nothing was sent")
-    where = {"scale_set": drive.path, "instance": instance.id}
     drive.append(
         Replacement(
             at=client.now(),
@@ -225,7 +233,8 @@ def _send(drive: Drive, verb: Verb, instance: Instance, version: Version, readin
             boot_id=reading.boot_id if reading else "",
             version=version.id,
             build=version.build,
-            **where,
+            scale_set=drive.path,
+            instance=instance.id,
         )
     )
     if verb == "upgrade":
@@ -233,10 +242,11 @@ def _send(drive: Drive, verb: Verb, instance: Instance, version: Version, readin
     else:
         answer = client.reimage(drive.path, instance.id, force_ephemeral=drive.force_ephemeral)
     if answer.is_accepted:
-        drive.append(Accepted(at=client.now(), operation=answer.operation, **where))
+        drive.append(
+            Accepted(at=client.now(), scale_set=drive.path, instance=instance.id, operation=answer.operation)
+        )
     elif answer.is_refused:
-        outcome: Literal["refused", "failed"] = "refused" if answer.is_passing else "failed"
-        drive.append(Settled(at=client.now(), outcome=outcome, detail=answer.problem, **where))
+        drive.settle(instance.id, "refused" if answer.is_passing else "failed", answer.problem)
         client.wait(answer.wait)
 
 
@@ -255,12 +265,5 @@ def _settle(drive: Drive, request: Request, node: Callable[[], Node | None]) -> 
         detail = ""
         if verdict == "failed":
             detail = (operation.code if operation else "") or (instance.code if instance else "")
-        settled = Settled(
-            at=client.now(),
-            scale_set=drive.path,
-            instance=sent.instance,
-            outcome="unknown" if verdict == "running" else verdict,
-            detail=detail,
-        )
-        drive.append(settled)
-        return Request(sent, request.operation, settled)
+        outcome: Result = "unknown" if verdict == "running" else verdict
+        return Request(sent, request.operation, drive.settle(sent.instance, outcome, detail))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -36,7 +36,7 @@ class Clock:
 class Rolling:
     """A fleet in simulated time, and a driver that may be started again and again."""
 
-    def __init__(self, folder: Path, **settings: object) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         self.clock = Clock()
         seconds = {"upgrade": 20.0, "reimage": 240.0, "service": 5.0}
         self.fleet: Fleet = fleet(clock=self.clock, seconds=seconds, **settings)
