@@ -43,18 +43,18 @@ class Rolling:
         self.client = Client(Direct(self.fleet.arm), self.clock.wait, self.clock)
         self.journal = folder / "roll.jsonl"
 
-    def __call__(self, number: str = "1", holder: str = "run-1") -> Ending:
+    def __call__(self, number: str = "1", vm_id: str = "") -> Ending:
         path = self.fleet.path
         with (
             open_journal(self.journal) as journal,
-            driving(self.client, path, holder, journal, patience=PATIENCE) as drive,
+            driving(self.client, path, "run-1", journal, patience=PATIENCE) as drive,
         ):
             before = self.client.scale_set(path)
             drive.set_image(before, NEW)
             version = self.client.version(NEW)
             assert version is not None
-            vm_id = self.fleet.machine(number).vm_id
-            return roll_instance(drive, number, vm_id, version, self.fleet.node(number))
+            planned = vm_id or self.fleet.machine(number).vm_id
+            return roll_instance(drive, number, planned, version, self.fleet.node(number))
 
     def replacements(self) -> list[str]:
         return [record.verb for record in read_journal(self.journal) if isinstance(record, Replacement)]
@@ -212,6 +212,12 @@ def test_an_instance_that_is_deleted_or_replaced_meanwhile_is_gone(rolling: Roll
     rolling.fleet.arm.faults.append(replaced)
     rolling.fleet.arm.faults.reverse()
     assert rolling().kind == "gone"
+    rolling.require_clean()
+
+
+def test_an_id_that_another_machine_has_is_not_touched(rolling: Rolling) -> None:
+    assert rolling(vm_id="8d10da13-8125-4ba9-a717-bf7490507b3d").kind == "gone"
+    assert rolling.replacements() == []
     rolling.require_clean()
 
 

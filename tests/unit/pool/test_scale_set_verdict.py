@@ -105,8 +105,9 @@ def test_a_node_that_did_not_answer_before_is_known_by_its_build(node: Node, ver
 def test_only_what_is_at_rest_with_its_old_boot_is_ever_told_again() -> None:
     """Over all readings: 'not accepted' is the only verdict that lets a request be sent again."""
     states = ("Succeeded", "Failed", "Updating", "Creating", "Deleting", "Migrating")
+    verbs: tuple[Verb, ...] = ("upgrade", "reimage")
     for verb, state, image, node in itertools.product(
-        ("upgrade", "reimage"), states, (OLD, NEW), (None, BEFORE, OTHER, AFTER)
+        verbs, states, (OLD, NEW), (None, BEFORE, OTHER, AFTER)
     ):
         instance = Instance("7", "vm", image, state)
         if judge(sent(verb), None, looks(instance, node)) == "not accepted":
