@@ -41,6 +41,8 @@ def served(arm: Arm, folder: Path) -> Iterator[Served]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        # Headers and body in one packet: the second of two would wait for the acknowledgement of the first, 40 ms.
+        wbufsize = -1
 
         def _handle(self) -> None:
             parts = urlsplit(self.path)
