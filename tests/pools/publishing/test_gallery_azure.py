@@ -18,9 +18,10 @@ from azure.core.exceptions import ServiceRequestError
 from image_builder.errors import PublishError
 from image_builder.events import Monitor
 from image_builder.gallery import artefact, pages, run
-from image_builder.gallery.azure import Service, readable, remaining
+from image_builder.gallery.azure import Service
 from image_builder.gallery.journal import open_journal, read_journal
 from image_builder.gallery.plan import SHA256_TAG
+from image_builder.system.resource_manager import readable, remaining
 from tests.support.arm.limits import Limits, Policy
 from tests.support.arm.model import Answer, Fault, Request, error
 from tests.support.arm.place import SETTINGS, Place, write_build

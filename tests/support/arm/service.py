@@ -84,6 +84,8 @@ class Arm:
     limits: Limits = field(default_factory=Limits)
     log: list[Logged] = field(default_factory=list)
     reads: int = 0
+    # What answers for kinds of resources that have a module of their own; None for any other.
+    providers: list[Callable[[Request], Answer | None]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def add(self, path: str, location: str = "westus3", **content: object) -> Json:
@@ -149,6 +151,9 @@ class Arm:
             return error(400, "MissingApiVersionParameter", "The api-version query parameter is required.")
         if refusal := self._refusal(request):
             return refusal
+        for provider in self.providers:
+            if (answer := provider(request)) is not None:
+                return answer
         return self._get(request) if request.method == "GET" else self._change(request)
 
     def _refusal(self, request: Request) -> Answer | None:
