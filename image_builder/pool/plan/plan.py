@@ -49,7 +49,7 @@ class Plan(Strict):
 
     @property
     def max_unavailable(self) -> int:
-        return at_least(self.policy.max_unavailable, len(self.hosts))
+        return at_least(self.policy.most_unavailable, len(self.hosts))
 
     @property
     def budget(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from image_builder.pool.plan.policy import Policy
+from image_builder.pool.plan.policy import Policy, Roll
 from image_builder.pool.run.records import Record
 
 _POLICY = ("<!-- policy: begin -->", "<!-- policy: end -->")
@@ -33,7 +33,9 @@ def policy_table() -> str:
 
 def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, str, str]]:
     for name, field in model.model_fields.items():
-        if isinstance(field.default, BaseModel):
+        if model is Policy and name == "roll":
+            yield from _fields(Roll, "roll.")
+        elif isinstance(field.default, BaseModel):
             yield from _fields(type(field.default), f"{above}{name}.")
         else:
             yield f"{above}{name}", _json(field.default), str(field.description)
