@@ -54,7 +54,8 @@ class Roll(_Limits):
     """What only a roll needs: a new image on nodes that are at work."""
 
     max_unavailable: Share = Field(
-        default="2%", description="Of a roll, in the place of the one above: of a fleet at work fewer may be away."
+        default="2%",
+        description="Of a roll, in the place of the one above: of a fleet at work fewer may be away.",
     )
     drain_seconds: Positive = Field(
         default=3600.0, description="How long a host may stay busy before it is freed again, and skipped."
