@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import enum
 import urllib.parse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from image_builder.cluster.gate.decide import answered, may_work
 from image_builder.cluster.gate.model import Node, Rules
+from image_builder.drain.pods import uses_devices
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import JSON_PATCH, Client, path_of_node
 from image_builder.node.preflight.model import GRANTED, HELD, REFUSED, WITHDRAWN
@@ -28,8 +28,6 @@ from image_builder.node.preflight.model import GRANTED, HELD, REFUSED, WITHDRAWN
 ANSWER_SECONDS, LEAST_SECONDS = 3600.0, 900.0
 # Nodes that are dealt with at one turn: a boot's verdict waits no longer than for their requests.
 AT_ONCE = 20
-# What a pod asks for that has GPUs: NVIDIA's device plugin, whole GPUs and parts of them.
-_GPU_RESOURCES = "nvidia.com/"
 
 
 @dataclass(frozen=True)
@@ -122,20 +120,6 @@ def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, 
     return [*steps, *((node, Step.HOLD) for _, _, node in due[: max(0, free)])]
 
 
-def uses_gpus(pod: Mapping[str, Any]) -> bool:
-    """Tell whether a pod has GPUs, or devices by claims of whatever kind."""
-    spec = pod["spec"]
-    containers = [*spec.get("containers", []), *spec.get("initContainers", [])]
-    resources = [
-        name
-        for container in containers
-        for kind in (container.get("resources") or {}).values()
-        if isinstance(kind, Mapping)
-        for name in kind
-    ]
-    return bool(spec.get("resourceClaims")) or any(name.startswith(_GPU_RESOURCES) for name in resources)
-
-
 class Retester:
     """Carries out ``plan``. Not for several threads at once."""
 
@@ -171,6 +155,6 @@ class Retester:
         uses: list[bool] = []
         self._client.each(
             f"/api/v1/pods?{urllib.parse.urlencode({'fieldSelector': fields})}",
-            lambda pod: uses.append(uses_gpus(pod)),
+            lambda pod: uses.append(uses_devices(pod["spec"])),
         )
         return any(uses)

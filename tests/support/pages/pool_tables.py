@@ -1,4 +1,4 @@
-"""The tables of docs/reference/pools.md that are made from the code: the policy, the records of a journal."""
+"""The tables of docs/reference/pools.md and docs/how-to/drain.md that are made from the code: policies, records."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from image_builder.drain.policy import Policy as DrainPolicy
+from image_builder.drain.policy import Rule
 from image_builder.pool.plan.policy import Policy, Roll
 from image_builder.pool.run.records import Record
 
 _POLICY = ("<!-- policy: begin -->", "<!-- policy: end -->")
+_RULE = ("<!-- rule: begin -->", "<!-- rule: end -->")
 _RECORDS = ("<!-- records: begin -->", "<!-- records: end -->")
 
 
 def with_tables(text: str) -> str:
     """Return the page with its tables as the code has them."""
-    return _between(_between(text, _POLICY, policy_table()), _RECORDS, records_table())
+    return _between(_between(text, _POLICY, policy_table(Policy)), _RECORDS, records_table())
+
+
+def with_drain_tables(text: str) -> str:
+    """Return the page about drains with its tables as the code has them."""
+    return _between(_between(text, _POLICY, policy_table(DrainPolicy)), _RULE, policy_table(Rule))
 
 
 def _between(text: str, marks: tuple[str, str], table: str) -> str:
@@ -26,8 +34,8 @@ def _between(text: str, marks: tuple[str, str], table: str) -> str:
     return f"{before}{marks[0]}\n{table}\n{marks[1]}{after}"
 
 
-def policy_table() -> str:
-    rows = [f"| `{name}` | `{default}` | {what} |" for name, default, what in _fields(Policy)]
+def policy_table(model: type[BaseModel]) -> str:
+    rows = [f"| `{name}` | {default} | {what} |" for name, default, what in _fields(model)]
     return "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *rows])
 
 
@@ -38,7 +46,12 @@ def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, str,
         elif isinstance(field.default, BaseModel):
             yield from _fields(type(field.default), f"{above}{name}.")
         else:
-            yield f"{above}{name}", _json(field.default), str(field.description)
+            default = (
+                "required"
+                if field.is_required()
+                else f"`{_json(field.get_default(call_default_factory=True))}`"
+            )
+            yield f"{above}{name}", default, str(field.description)
 
 
 def _json(value: Any) -> str:

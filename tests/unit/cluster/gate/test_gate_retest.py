@@ -23,7 +23,6 @@ from image_builder.cluster.gate.retest import (
     is_open,
     outcomes,
     plan,
-    uses_gpus,
 )
 from image_builder.node.preflight.model import ANSWER, CONDITION, GRANTED, HELD, REFUSED, WISH, WITHDRAWN
 
@@ -228,29 +227,3 @@ def test_the_patch_tests_what_it_was_decided_from() -> None:
     assert (taints["op"], taints["value"]) == ("test", None)
     assert taint["value"] == [{"key": RULES.taint, "value": "retest", "effect": "NoSchedule"}]
     assert len(answered(asking, NONCE, GRANTED, NOW, RULES)) == 3
-
-
-@pytest.mark.parametrize(
-    ("spec", "busy"),
-    [
-        ({"containers": [{}]}, False),
-        ({"containers": [{"resources": {"requests": {"cpu": "1"}}}]}, False),
-        ({"containers": [{}, {"resources": {"limits": {"nvidia.com/gpu": "1"}}}]}, True),
-        (
-            {
-                "containers": [{}],
-                "initContainers": [{"resources": {"limits": {"nvidia.com/mig-1g.5gb": "1"}}}],
-            },
-            True,
-        ),
-        (
-            {
-                "containers": [{"resources": {"claims": [{"name": "gpu"}]}}],
-                "resourceClaims": [{"name": "gpu"}],
-            },
-            True,
-        ),
-    ],
-)
-def test_who_uses_gpus(spec: dict[str, Any], busy: bool) -> None:
-    assert uses_gpus({"spec": spec}) is busy

@@ -1,0 +1,63 @@
+"""The eviction of one pod, and what the API server's answer means. Pods are never deleted."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from image_builder.drain.pods import Pod
+from image_builder.node.net.kube import CONFLICT, NOT_FOUND, Client, KubeError
+
+_TOO_MANY, _FORBIDDEN, _ERROR = 429, 403, 500
+# How the API server words a missing right; admission webhooks refuse by the same status.
+_NO_RIGHT = 'cannot create resource "pods/eviction"'
+# As kubectl waits, where the server doesn't say how long.
+RETRY_SECONDS = 5.0
+_TWO_BUDGETS = "more than one PodDisruptionBudget"
+# Reasons of causes; the first one's message names the budget.
+_BUDGET = "DisruptionBudget"
+_NAMESPACE_ENDS = "NamespaceTerminating"
+
+
+class Answer(enum.Enum):
+    ACCEPTED = "accepted"  # it ends within its grace period
+    GONE = "gone"  # there is none, or another one of its name
+    LATER = "later"  # a budget doesn't allow it now, a webhook doesn't, or it is deleted with its namespace
+    REFUSED = "refused"  # it is never evicted: two budgets are for it
+
+
+@dataclass(frozen=True)
+class Reply:
+    answer: Answer
+    message: str = ""
+    retry_seconds: float = RETRY_SECONDS
+
+
+def evict(client: Client, pod: Pod, *, dry_run: bool = False) -> Reply:
+    """Ask for a pod's eviction. Raises KubeError for what is no answer about this pod: missing rights, no server."""
+    try:
+        client.evict(pod.namespace, pod.name, pod.uid, dry_run=dry_run)
+    except KubeError as error:
+        return _reply(error)
+    return Reply(Answer.ACCEPTED)
+
+
+def _reply(error: KubeError) -> Reply:
+    if error.status in (NOT_FOUND, CONFLICT):
+        return Reply(Answer.GONE)
+    if error.status == _TOO_MANY:
+        message = error.causes.get(_BUDGET) or _shortened(error)
+        return Reply(Answer.LATER, message, error.retry_after or RETRY_SECONDS)
+    if error.status == _FORBIDDEN and _NAMESPACE_ENDS in error.causes:
+        return Reply(Answer.LATER, "its namespace is being deleted, and it with that")
+    if error.status == _ERROR and _TWO_BUDGETS in error.message:
+        return Reply(Answer.REFUSED, "several PodDisruptionBudgets are for it, so that it can't be evicted")
+    if error.status == _ERROR or (error.status == _FORBIDDEN and _NO_RIGHT not in error.message):
+        # A webhook that refuses it or fails: this pod's trouble, and no other one's.
+        return Reply(Answer.LATER, _shortened(error))
+    raise error
+
+
+def _shortened(error: KubeError) -> str:
+    """Return the server's words, without the request."""
+    return error.message.partition(f": {error.status} ")[2] or error.message

@@ -1,0 +1,139 @@
+"""Our cordon: put on a Node and taken away in one request each, tested by the API server.
+
+The annotation beside it says whose it is and what was there before: with the cordon, the mark that keeps the cluster
+autoscaler from removing a host in work comes and goes. A cordon without our annotation is somebody else's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from image_builder.node.net.kube import JSON_PATCH, Client, KubeError, path_of_node
+
+CORDON = "image-builder/cordon"
+SCALE_DOWN = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
+# A JSON patch whose test fails, and one whose place isn't there.
+CHANGED = frozenset({409, 422})
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the annotation holds. ``since``: seconds of the epoch; ``scale_down``: the autoscaler's mark from before."""
+
+    run: str
+    since: float
+    was_unschedulable: bool = False
+    scale_down: str | None = None
+
+    def text(self) -> str:
+        return json.dumps(vars(self), sort_keys=True)
+
+
+def record_of(document: Mapping[str, Any]) -> Record | None:
+    """Return the record of a Node's annotation; None where there is none, or none of ours."""
+    try:
+        fields = json.loads(_annotations(document)[CORDON])
+        since = float(fields["since"])
+        mark = fields["scale_down"]
+        if not math.isfinite(since):
+            return None
+        return Record(
+            str(fields["run"]),
+            since,
+            fields["was_unschedulable"] is True,
+            None if mark is None else str(mark),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def is_cordoned(document: Mapping[str, Any]) -> bool:
+    """Tell whether a Node takes no new pods."""
+    return bool((document.get("spec") or {}).get("unschedulable"))
+
+
+def _annotations(document: Mapping[str, Any]) -> Mapping[str, str]:
+    return document["metadata"].get("annotations") or {}
+
+
+def _pointer(annotation: str) -> str:
+    return "/metadata/annotations/" + annotation.replace("~", "~0").replace("/", "~1")
+
+
+def cordon(document: Mapping[str, Any], run: str, now: float) -> tuple[Record, list[dict[str, Any]]]:
+    """Return the record of a new cordon, and the patch that makes it on this very Node.
+
+    It is refused where the cordon or our annotation has changed meanwhile: two never both think that it was free.
+    """
+    annotations = _annotations(document)
+    record = Record(run, now, is_cordoned(document), annotations.get(SCALE_DOWN))
+    return record, recordon(document, record)
+
+
+def recordon(document: Mapping[str, Any], record: Record) -> list[dict[str, Any]]:
+    """Return the patch that puts a cordon on with this record: on a Node that was deleted and registered again."""
+    ours = {CORDON: record.text(), SCALE_DOWN: "true"}
+    tests: list[dict[str, Any]] = [
+        {"op": "test", "path": "/metadata/uid", "value": document["metadata"]["uid"]},
+        {"op": "test", "path": "/spec/unschedulable", "value": True if is_cordoned(document) else None},
+    ]
+    annotations = _annotations(document)
+    if annotations:
+        tests.append({"op": "test", "path": _pointer(CORDON), "value": annotations.get(CORDON)})
+        marks: list[dict[str, Any]] = [
+            {"op": "add", "path": _pointer(key), "value": value} for key, value in ours.items()
+        ]
+    else:
+        tests.append({"op": "test", "path": "/metadata/annotations", "value": None})
+        marks = [{"op": "add", "path": "/metadata/annotations", "value": ours}]
+    return [*tests, *marks, {"op": "add", "path": "/spec/unschedulable", "value": True}]
+
+
+def uncordon(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the patch that takes away what is ours and puts back what was there before; nothing without a record.
+
+    Where somebody has uncordoned the host already, only our marks go.
+    """
+    record, annotations = record_of(document), _annotations(document)
+    if record is None:
+        return []
+    patch: list[dict[str, Any]] = [
+        {"op": "test", "path": _pointer(CORDON), "value": annotations[CORDON]},
+        {"op": "remove", "path": _pointer(CORDON)},
+    ]
+    if is_cordoned(document) and not record.was_unschedulable:
+        patch += [
+            {"op": "test", "path": "/spec/unschedulable", "value": True},
+            {"op": "remove", "path": "/spec/unschedulable"},
+        ]
+    if SCALE_DOWN in annotations and record.scale_down is None:
+        patch.append({"op": "remove", "path": _pointer(SCALE_DOWN)})
+    elif record.scale_down is not None:
+        patch.append({"op": "add", "path": _pointer(SCALE_DOWN), "value": record.scale_down})
+    return patch
+
+
+def send(client: Client, name: str, patch: list[dict[str, Any]]) -> bool:
+    """Send a patch of a Node; tell whether it was still what the patch tests. Raises KubeError for all else."""
+    try:
+        client.request("PATCH", path_of_node(name), patch, JSON_PATCH)
+    except KubeError as error:
+        if error.status in CHANGED:
+            return False
+        raise
+    return True
+
+
+def free(client: Client, name: str, run: str) -> bool:
+    """Take our cordon away, whatever happens meanwhile; tell whether there was one of this run. Raises KubeError."""
+    while (document := client.find(path_of_node(name))) is not None:
+        record = record_of(document)
+        if record is None or record.run != run:
+            return False
+        if send(client, name, uncordon(document)):
+            return True
+    return False

@@ -1,0 +1,62 @@
+"""Which pods belong together: a gang loses its work with any of its members. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from image_builder.drain.pods import Owner, Pod
+
+# Pod groups: a scheduler places their pods together, or none. Kueue and coscheduling (today's and the older name) have
+# labels, Volcano an annotation.
+_GROUP_LABELS = (
+    "kueue.x-k8s.io/pod-group-name",
+    "scheduling.x-k8s.io/pod-group",
+    "pod-group.scheduling.sigs.k8s.io",
+)
+_GROUP_ANNOTATIONS = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")
+# Owners that are a gang. Where others are between a pod and its gang, the pod has the gang's name as a label.
+_GANG_KINDS = frozenset({"Job", "JobSet", "PyTorchJob", "RayCluster"})
+_NAMES = {
+    "JobSet": "jobset.sigs.k8s.io/jobset-name",
+    "PyTorchJob": "training.kubeflow.org/job-name",
+    "RayCluster": "ray.io/cluster",
+}
+# A LeaderWorkerSet has replicas that are each a gang.
+_WORKERS, _WORKERS_INDEX = "leaderworkerset.sigs.k8s.io/name", "leaderworkerset.sigs.k8s.io/group-index"
+
+# The controller of a Job, by the Job's uid.
+Parents = Mapping[str, Owner]
+
+
+def gang_of(pod: Pod, parents: Parents) -> str:
+    """Return the gang that a pod is of, empty for one that is of none.
+
+    A pod group goes before owners: it says itself what is placed together. Of nested owners the outermost counts: a
+    JobSet's Jobs are one gang.
+    """
+    for group in (
+        pod.group,
+        *(pod.labels.get(key) for key in _GROUP_LABELS),
+        *(pod.annotations.get(key) for key in _GROUP_ANNOTATIONS),
+    ):
+        if group:
+            return f"{pod.namespace}/PodGroup {group}"
+    if name := pod.labels.get(_WORKERS):
+        return f"{pod.namespace}/LeaderWorkerSet {name}-{pod.labels.get(_WORKERS_INDEX, '')}"
+    owner = pod.owner
+    if owner and (parent := parents.get(owner.uid)) and parent.kind in _GANG_KINDS:
+        return f"{pod.namespace}/{parent}"
+    for kind, label in _NAMES.items():
+        if name := pod.labels.get(label):
+            return f"{pod.namespace}/{kind} {name}"
+    return f"{pod.namespace}/{owner}" if owner and owner.kind in _GANG_KINDS else ""
+
+
+def units(hosts: Collection[str], spread: Mapping[str, Iterable[str]]) -> list[frozenset[str]]:
+    """Return hosts in sets that share no gang; ``spread`` are the hosts of each gang, others than ``hosts`` too."""
+    sets = [frozenset({host}) for host in hosts]
+    for members in map(frozenset, spread.values()):
+        joined = [unit for unit in sets if unit & members]
+        if joined:
+            sets = [unit for unit in sets if not unit & members] + [members.union(*joined)]
+    return sets

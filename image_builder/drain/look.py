@@ -1,0 +1,83 @@
+"""What is on a host at this moment, by the API server's newest state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from image_builder.drain.ask import CHECKPOINT
+from image_builder.drain.gangs import gang_of
+from image_builder.drain.ladder import Tenant
+from image_builder.drain.pods import Class, Owner, Pod, classify, moment, owner_of, pod_from
+from image_builder.drain.policy import Policy
+from image_builder.node.net.kube import Client, path_of_node
+
+_UNFINISHED = "status.phase!=Succeeded,status.phase!=Failed"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a Job adds to its pods: who controls it, and when it must have ended (seconds of the epoch)."""
+
+    parent: Owner | None
+    deadline: float | None
+
+
+def job_from(document: Mapping[str, Any]) -> Job:
+    started = moment((document.get("status") or {}).get("startTime"))
+    seconds = (document.get("spec") or {}).get("activeDeadlineSeconds")
+    ends = started + float(seconds) if started is not None and seconds is not None else None
+    return Job(owner_of(document), ends)
+
+
+class Looker:
+    """Looks at hosts; each Job is asked for once. Raises KubeError."""
+
+    def __init__(self, client: Client, policy: Policy) -> None:
+        self._client, self._policy = client, policy
+        self._jobs: dict[str, Job] = {}
+
+    def node(self, name: str) -> dict[str, Any] | None:
+        """Return a Node object, None where there is none."""
+        return self._client.find(path_of_node(name))
+
+    def tenants(self, host: str, now: float) -> tuple[Tenant, ...]:
+        """Return the pods that keep a host busy; ``now`` in seconds of the epoch."""
+        pods = self._pods("/api/v1/pods", f"spec.nodeName={host},{_UNFINISHED}")
+        tenants = [self._tenant(pod, now) for pod in pods]
+        return tuple(tenant for tenant in tenants if tenant.verdict.kind is not Class.IGNORED)
+
+    def spread(self, namespaces: Iterable[str]) -> dict[str, set[str]]:
+        """Return the hosts of all gangs of some namespaces."""
+        spread: dict[str, set[str]] = {}
+        for namespace in sorted(set(namespaces)):
+            for pod in self._pods(f"/api/v1/namespaces/{namespace}/pods", f"spec.nodeName!=,{_UNFINISHED}"):
+                if gang := gang_of(pod, self._parents(pod)):
+                    spread.setdefault(gang, set()).add(pod.host)
+        return spread
+
+    def _pods(self, path: str, selector: str) -> list[Pod]:
+        pods: list[Pod] = []
+        self._client.each_page(path, {"fieldSelector": selector}, lambda item: pods.append(pod_from(item)))
+        return pods
+
+    def _tenant(self, pod: Pod, now: float) -> Tenant:
+        job = self._job(pod)
+        if job and pod.deadline is None:
+            pod = replace(pod, deadline=job.deadline)
+        verdict = classify(pod, self._policy, now)
+        return Tenant(pod, verdict, gang_of(pod, self._parents(pod)), is_asked=CHECKPOINT in pod.annotations)
+
+    def _parents(self, pod: Pod) -> dict[str, Owner]:
+        job = self._job(pod)
+        return {pod.owner.uid: job.parent} if pod.owner and job and job.parent else {}
+
+    def _job(self, pod: Pod) -> Job | None:
+        owner = pod.owner
+        if owner is None or owner.kind != "Job" or owner.api != "batch/v1":
+            return None
+        if owner.uid not in self._jobs:
+            path = f"/apis/batch/v1/namespaces/{pod.namespace}/jobs/{owner.name}"
+            self._jobs[owner.uid] = job_from(self._client.find(path) or {"metadata": {}})
+        return self._jobs[owner.uid]

@@ -1,0 +1,213 @@
+"""What a pod on a host means for its drain: nothing, a wait, or an eviction. Pure, of the API's JSON."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from image_builder.drain.policy import Policy, Rule
+
+# Our own mark on a pod, by its owner: `evict` also opts a pod with GPUs in, `wait` protects any.
+MARK = "image-builder/drain"
+# Other projects' marks. https://cluster-api.sigs.k8s.io/tasks/automated-machine-management/machine_deletions,
+# https://karpenter.sh/docs/concepts/disruption/#pod-level-controls,
+# https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md
+CLUSTER_API = "cluster.x-k8s.io/drain"
+KARPENTER = "karpenter.sh/do-not-disrupt"
+AUTOSCALER = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+# When the pod's work ends, by its owner: an ISO 8601 time.
+ENDS = "image-builder/ends-at"
+_MIRROR = "kubernetes.io/config.mirror"
+UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
+# GPUs of all makers, and parts of them; RDMA as its device plugins have it.
+_DEVICE = re.compile(
+    r"(nvidia\.com|amd\.com|gpu\.intel\.com|rdma|mellanox\.com)/.+|.+/(gpu|rdma|hca|ib)[\w.-]*"
+)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(h|m|s)")
+_UNIT_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+class Class(enum.Enum):
+    IGNORED = "ignored"  # the host is empty with it
+    WAIT = "wait"  # it ends by itself
+    EVICT = "evict"  # the eviction API may be asked
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The controller of an object."""
+
+    api: str
+    kind: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+@dataclass(frozen=True)
+class Pod:
+    """What counts of a pod. ``deadline``: seconds of the epoch when its work ends, as far as anybody said."""
+
+    namespace: str
+    name: str
+    uid: str
+    host: str
+    owner: Owner | None
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    phase: str = "Running"
+    started: float | None = None
+    deadline: float | None = None
+    is_leaving: bool = False
+    has_devices: bool = False
+    has_empty_dir: bool = False
+    tolerates_cordons: bool = False
+    group: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The class of a pod, and why."""
+
+    kind: Class
+    reason: str
+
+
+def owner_of(document: Mapping[str, Any]) -> Owner | None:
+    """Return the controller of an object, None for one that nobody would make again."""
+    for reference in document["metadata"].get("ownerReferences") or ():
+        if reference.get("controller"):
+            return Owner(*(str(reference.get(key, "")) for key in ("apiVersion", "kind", "name", "uid")))
+    return None
+
+
+def pod_from(document: Mapping[str, Any]) -> Pod:
+    """Return what counts of a Pod object."""
+    meta, spec, status = document["metadata"], document["spec"], document.get("status") or {}
+    annotations = meta.get("annotations") or {}
+    started = moment(status.get("startTime"))
+    seconds = spec.get("activeDeadlineSeconds")
+    by_deadline = started + float(seconds) if started is not None and seconds is not None else None
+    return Pod(
+        namespace=meta.get("namespace", "default"),
+        name=meta["name"],
+        uid=meta["uid"],
+        host=spec.get("nodeName") or "",
+        owner=owner_of(document),
+        labels=meta.get("labels") or {},
+        annotations=annotations,
+        phase=status.get("phase") or "",
+        started=started,
+        deadline=moment(annotations.get(ENDS)) or by_deadline,
+        is_leaving=bool(meta.get("deletionTimestamp")),
+        has_devices=uses_devices(spec),
+        has_empty_dir=any("emptyDir" in volume for volume in spec.get("volumes") or ()),
+        tolerates_cordons=any(map(_tolerates_cordons, spec.get("tolerations") or ())),
+        # Kubernetes' own gangs, by which the scheduler places pods together.
+        group=str((spec.get("schedulingGroup") or {}).get("podGroupName") or ""),
+    )
+
+
+def moment(text: object) -> float | None:
+    """Return the seconds of the epoch of a time as the API writes it; None for what is none."""
+    try:
+        parsed = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return parsed.timestamp() if parsed.tzinfo else None
+
+
+def classify(pod: Pod, policy: Policy, now: float) -> Verdict:
+    """Return what a pod means for the drain of its host; ``now`` in seconds of the epoch.
+
+    A mark of another project may protect a pod with devices, never give it away: that is for its owner to say by our
+    own mark, or for a rule that names such pods.
+    """
+    if _MIRROR in pod.annotations:
+        return Verdict(Class.IGNORED, "mirror of a static pod")
+    if pod.owner and pod.owner.kind == "DaemonSet":
+        return Verdict(Class.IGNORED, "of a DaemonSet")
+    if pod.phase in ("Succeeded", "Failed"):
+        return Verdict(Class.IGNORED, "finished")
+    return _by_rules(pod, policy.rules) or _by_marks(pod, now) or _by_shape(pod)
+
+
+_BY_RULE = {"ignore": Class.IGNORED, "wait": Class.WAIT, "evict": Class.EVICT}
+
+
+def _by_rules(pod: Pod, rules: Iterable[Rule]) -> Verdict | None:
+    for number, rule in enumerate(rules, 1):
+        if pod.has_devices and not rule.gpus and rule.action != "wait":
+            continue
+        kind = pod.owner.kind if pod.owner else ""
+        fits = rule.namespace in ("", pod.namespace) and rule.owner in ("", kind)
+        if fits and rule.labels.items() <= pod.labels.items():
+            return Verdict(_BY_RULE[rule.action], f"rule {number}")
+    return None
+
+
+def _by_marks(pod: Pod, now: float) -> Verdict | None:
+    mark = pod.annotations.get(MARK)
+    if mark == "wait":
+        return Verdict(Class.WAIT, f"{MARK}: wait")
+    # Whoever protects it is asked before whoever gives it away.
+    if pod.labels.get(CLUSTER_API) == "wait-completed":
+        return Verdict(Class.WAIT, f"{CLUSTER_API}: wait-completed")
+    if (text := pod.annotations.get(KARPENTER)) and _is_protected(text, pod.started, now):
+        return Verdict(Class.WAIT, f"{KARPENTER}: {text}")
+    if pod.annotations.get(AUTOSCALER) == "false":
+        return Verdict(Class.WAIT, f"{AUTOSCALER}: false")
+    if mark == "evict":
+        return Verdict(Class.EVICT, f"{MARK}: evict")
+    if pod.has_devices:
+        return None
+    if pod.labels.get(CLUSTER_API) == "skip":
+        return Verdict(Class.IGNORED, f"{CLUSTER_API}: skip")
+    if pod.annotations.get(AUTOSCALER) == "true":
+        return Verdict(Class.EVICT, f"{AUTOSCALER}: true")
+    return None
+
+
+def _is_protected(text: str, started: float | None, now: float) -> bool:
+    """Tell whether Karpenter's mark still protects: `true` always does, a duration does from the pod's start."""
+    parts = _DURATION.findall(text)
+    if "".join(map("".join, parts)) != text or started is None:
+        return text != "false"
+    return now < started + sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts)
+
+
+def _by_shape(pod: Pod) -> Verdict:
+    if pod.has_devices:
+        return Verdict(Class.WAIT, "has GPUs or other devices")
+    if pod.owner is None:
+        return Verdict(Class.WAIT, "nobody would make it again")
+    if pod.has_empty_dir:
+        return Verdict(Class.WAIT, "has data in an emptyDir")
+    return Verdict(Class.EVICT, "its controller makes another")
+
+
+def uses_devices(spec: Mapping[str, Any]) -> bool:
+    """Tell whether a pod has GPUs, RDMA devices, or devices by claims of whatever kind."""
+    containers = [*spec.get("containers", ()), *(spec.get("initContainers") or ())]
+    names = {
+        name
+        for container in containers
+        for kind in ("limits", "requests")
+        for name in (container.get("resources") or {}).get(kind) or ()
+    }
+    return bool(spec.get("resourceClaims")) or any(map(_DEVICE.fullmatch, names))
+
+
+def _tolerates_cordons(toleration: Mapping[str, Any]) -> bool:
+    key, effect = toleration.get("key", ""), toleration.get("effect", "")
+    is_for_all = not key and toleration.get("operator") == "Exists"
+    return (is_for_all or key == UNSCHEDULABLE) and effect in ("", "NoSchedule")

@@ -1,0 +1,246 @@
+"""Go round until every host of a drain is empty or skipped.
+
+What it knows beside the API server's state is only how long it has waited: after a kill, a second one of the same run
+goes on from the annotations.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from image_builder.drain import fence
+from image_builder.drain.ask import ask
+from image_builder.drain.evict import Answer, evict
+from image_builder.drain.fence import Record
+from image_builder.drain.ladder import Action, Host, Tenant, decide
+from image_builder.drain.look import Looker
+from image_builder.drain.policy import Policy
+from image_builder.node.net.kube import Client
+from image_builder.node.net.retry import backoff
+
+State = Literal["empty", "skipped"]
+Tell = Callable[[str], None]
+_chance: Callable[[], float] = random.random
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the drain of a host ended: ``empty`` and cordoned, or ``skipped`` without our cordon.
+
+    ``tenants`` are the pods that it was skipped for.
+    """
+
+    host: str
+    state: State
+    reason: str = ""
+    tenants: tuple[Tenant, ...] = ()
+
+
+@dataclass
+class _Visit:
+    """What is remembered of a host while it is drained; seconds are monotonic."""
+
+    began: float
+    node_uid: str = ""
+    record: Record | None = None
+    fenced: float | None = None
+    idle_since: float | None = None
+    evicted_owners: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """An eviction that was asked for: when to ask again (monotonic seconds), and what was said."""
+
+    due: float
+    message: str = ""
+    refusal: str = ""
+
+
+class Drain:
+    """A drain at work. ``turn`` looks at all its hosts and does what is next; ``outcomes`` has those that ended.
+
+    ``clock`` is monotonic, ``wall`` the time of day, both in seconds.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        run: str,
+        policy: Policy,
+        tell: Tell,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.outcomes: dict[str, Outcome] = {}
+        self._client, self._run, self._policy, self._tell = client, run, policy, tell
+        self._clock, self._wall = clock, wall
+        self._looker = Looker(client, policy)
+        self._visits: dict[str, _Visit] = {}
+        self._attempts: dict[str, _Attempt] = {}
+
+    def add(self, names: Iterable[str]) -> None:
+        """Take hosts on that are not yet."""
+        for name in names:
+            if name not in self._visits:
+                self._visits[name] = _Visit(self._clock())
+
+    @property
+    def open_hosts(self) -> list[str]:
+        """Return the hosts that are neither empty nor skipped."""
+        return [name for name in self._visits if name not in self.outcomes]
+
+    @property
+    def pause(self) -> float:
+        """Return the seconds until the next turn is due."""
+        return max(self._policy.poll_seconds, len(self.open_hosts) / self._policy.looks_per_second)
+
+    def turn(self) -> None:
+        """Look once, and act. Raises KubeError: nothing is decided from half a look."""
+        looks = {name: host for name in self.open_hosts if (host := self._look(name)) is not None}
+        elsewhere = self._elsewhere(looks)
+        if self._policy.whole_gangs and self._policy.mode != "idle-only":
+            partners = {name for members in elsewhere.values() for name in members} - self._visits.keys()
+            self.add(sorted(partners))
+            looks |= {name: host for name in sorted(partners) if (host := self._look(name)) is not None}
+        for action in decide(looks, elsewhere, self._policy, self._clock()):
+            self._do(action, looks[action.host])
+
+    def release(self) -> None:
+        """Take our cordons away from hosts that are not empty yet: the drain ends here. Raises KubeError."""
+        for name in self.open_hosts:
+            fence.free(self._client, name, self._run)
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    def _look(self, name: str) -> Host | None:
+        """Return a host as it is now; None for one whose Node object is away and may come back."""
+        visit, now = self._visits[name], self._clock()
+        document = self._looker.node(name)
+        if document is None:
+            if not visit.node_uid:
+                return Host(name, visit.began, obstacle="there is no such node")
+            waited = now - (visit.began if visit.fenced is None else visit.fenced)
+            is_over = waited >= self._policy.max_wait_seconds
+            return Host(name, visit.began, obstacle="its Node object is gone") if is_over else None
+        obstacle = self._settle_cordon(name, visit, document)
+        visit.node_uid = document["metadata"]["uid"]
+        tenants = tuple(self._with_attempt(name, t) for t in self._looker.tenants(name, self._wall()))
+        visit.idle_since = None if tenants else now if visit.idle_since is None else visit.idle_since
+        return Host(name, visit.began, visit.fenced, visit.idle_since, obstacle, tenants)
+
+    def _settle_cordon(self, name: str, visit: _Visit, document: Mapping[str, Any]) -> str:
+        """Compare a Node's cordon with what we know of it; return what is in the way.
+
+        A Node that somebody deleted registers again without it: it gets the same cordon back.
+        """
+        record, is_cordoned = fence.record_of(document), fence.is_cordoned(document)
+        if record and record.run != self._run:
+            return f"it is held by {record.run}"
+        if record and visit.fenced is None:
+            visit.fenced = self._clock() - max(0.0, self._wall() - record.since)
+        visit.record = record or visit.record
+        if record and is_cordoned:
+            return ""
+        is_new = bool(visit.node_uid) and visit.node_uid != document["metadata"]["uid"]
+        if visit.record and not is_cordoned and (is_new or self._policy.insist):
+            fence.send(self._client, name, fence.recordon(document, visit.record))
+            visit.idle_since = None  # what was bound before this is not there yet
+            self._tell(f"{name}: cordoned again")
+            return ""
+        if record or (visit.record and not is_cordoned):
+            return "somebody uncordoned it"
+        if is_cordoned and not self._policy.take_cordoned:
+            return "cordoned by somebody else"
+        return ""
+
+    def _with_attempt(self, host: str, tenant: Tenant) -> Tenant:
+        attempt, owner = self._attempts.get(tenant.pod.uid), tenant.pod.owner
+        if attempt:
+            return replace(tenant, refusal=attempt.refusal, blocked=attempt.message)
+        # Its like was evicted, and this one came after it.
+        is_back = owner is not None and owner.uid in self._visits[host].evicted_owners
+        if is_back and tenant.pod.tolerates_cordons:
+            return replace(tenant, refusal="it comes back to this host: it tolerates cordons")
+        return tenant
+
+    def _elsewhere(self, hosts: Mapping[str, Host]) -> dict[str, set[str]]:
+        """Return where the members of the hosts' gangs run, asked for only where it is about to matter."""
+        mode = self._policy.mode
+        if mode == "idle-only":
+            return {}
+        tenants = [
+            tenant
+            for host in hosts.values()
+            for tenant in host.tenants
+            if tenant.gang and (host.fenced is None or (mode == "evict" and tenant.is_evictable))
+        ]
+        gangs = {tenant.gang for tenant in tenants}
+        spread = self._looker.spread(tenant.pod.namespace for tenant in tenants)
+        return {gang: spread.get(gang, set()) for gang in gangs}
+
+    # -- acting ----------------------------------------------------------------------------------------------------
+
+    def _do(self, action: Action, host: Host) -> None:
+        match action.verb:
+            case "fence":
+                self._fence(host.name)
+            case "ask":
+                self._ask(host, action.tenants)
+            case "evict":
+                for tenant in action.tenants:
+                    self._evict(host.name, tenant)
+            case "empty":
+                self._end(Outcome(host.name, "empty"))
+            case "skip":
+                fence.free(self._client, host.name, self._run)
+                self._end(Outcome(host.name, "skipped", action.reason, host.tenants))
+
+    def _end(self, outcome: Outcome) -> None:
+        self.outcomes[outcome.host] = outcome
+        self._tell(f"{outcome.host}: {outcome.state}{f', {outcome.reason}' if outcome.reason else ''}")
+
+    def _fence(self, name: str) -> None:
+        document, visit = self._looker.node(name), self._visits[name]
+        # What it was decided from, or the next turn decides from what it is now.
+        if document is None or document["metadata"]["uid"] != visit.node_uid or fence.record_of(document):
+            return
+        if fence.is_cordoned(document) and not self._policy.take_cordoned:
+            return
+        record, patch = fence.cordon(document, self._run, self._wall())
+        began = self._clock()
+        if fence.send(self._client, name, patch):
+            visit.record, visit.fenced = record, began
+            self._tell(f"{name}: cordoned")
+
+    def _ask(self, host: Host, tenants: Iterable[Tenant]) -> None:
+        assert host.fenced is not None
+        patience = self._policy.max_wait_seconds
+        if self._policy.mode == "evict":
+            patience = min(patience, self._policy.checkpoint_seconds)
+        now = self._wall()
+        by = now + patience - (self._clock() - host.fenced)
+        for tenant in tenants:
+            ask(self._client, tenant.pod, self._run, by, now)
+            self._tell(f"{host.name}: {tenant.pod} was asked to save its work")
+
+    def _evict(self, host: str, tenant: Tenant) -> None:
+        pod, now = tenant.pod, self._clock()
+        attempt = self._attempts.get(pod.uid)
+        if attempt and now < attempt.due:
+            return
+        reply = evict(self._client, pod)
+        due = now + backoff(0, retry_after=reply.retry_seconds, chance=_chance)
+        refusal = reply.message if reply.answer is Answer.REFUSED else ""
+        self._attempts[pod.uid] = _Attempt(due, reply.message, refusal)
+        if reply.answer is Answer.ACCEPTED:
+            if pod.owner:
+                self._visits[host].evicted_owners.add(pod.owner.uid)
+            self._tell(f"{host}: {pod} is evicted")
+        elif reply.message and (attempt is None or attempt.message != reply.message):
+            self._tell(f"{host}: {pod} is not evicted: {reply.message}")

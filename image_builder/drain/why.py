@@ -1,0 +1,71 @@
+"""Why a host is not empty: its pods, their owners, the budgets that hold them, and when their work ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from image_builder.drain import fence
+from image_builder.drain.ask import stamp
+from image_builder.drain.evict import evict
+from image_builder.drain.ladder import Tenant
+from image_builder.drain.look import Looker
+from image_builder.node.net.kube import Client
+
+HEAD = ("host", "pod", "owner", "gang", "what happens", "why", "ends")
+
+
+def entry(tenant: Tenant) -> dict[str, str]:
+    """Return what there is to say of a pod that keeps a host busy; ``budget`` is the server's word on its eviction."""
+    pod = tenant.pod
+    return {
+        "pod": str(pod),
+        "owner": str(pod.owner or ""),
+        "gang": tenant.gang,
+        "class": "ending" if pod.is_leaving else tenant.verdict.kind.value,
+        "reason": tenant.verdict.reason,
+        "budget": tenant.refusal or tenant.blocked,
+        "ends": "" if pod.deadline is None else stamp(pod.deadline),
+    }
+
+
+def explain(client: Client, looker: Looker, name: str, now: float) -> dict[str, Any]:
+    """Return a host's cordon and the pods that keep it busy. Raises KubeError.
+
+    Whether a budget holds a pod is asked of the eviction API itself, as a dry run.
+    """
+    document = looker.node(name)
+    if document is None:
+        return {"host": name, "state": "there is no such node", "pods": []}
+    pods = []
+    for tenant in looker.tenants(name, now):
+        answer = evict(client, tenant.pod, dry_run=True).message if tenant.is_evictable else ""
+        pods.append({**entry(tenant), "budget": answer})
+    return {
+        "host": name,
+        "state": _state(fence.record_of(document), fence.is_cordoned(document)),
+        "pods": pods,
+    }
+
+
+def _state(record: fence.Record | None, is_cordoned: bool) -> str:
+    if record is None:
+        return "cordoned by somebody else" if is_cordoned else "schedulable"
+    since = f"by {record.run} since {stamp(record.since)}"
+    return f"cordoned {since}" if is_cordoned else f"cordoned {since}, and uncordoned by somebody else"
+
+
+def rows(host: str, pods: Iterable[dict[str, str]]) -> list[tuple[str, ...]]:
+    """Return a host's part of the table: a row for each pod."""
+    return [
+        (
+            host,
+            pod["pod"],
+            pod["owner"],
+            pod["gang"],
+            pod["class"],
+            pod["budget"] or pod["reason"],
+            pod["ends"] or "unknown",
+        )
+        for pod in pods
+    ]

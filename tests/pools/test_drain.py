@@ -1,0 +1,349 @@
+"""Drains by the real API server, scheduler and controllers, with simulated kubelets and the documented rights."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import pytest
+
+from image_builder.drain import fence
+from image_builder.drain import pods as pods_rules
+from image_builder.drain.ask import CHECKPOINT
+from image_builder.node.net.kube import MERGE_PATCH, KubeError, path_of_node, path_of_pod
+from tests.support.control_plane import workloads
+from tests.support.control_plane.drains import (
+    RIGHTS,
+    Fleet,
+    asked,
+    draining,
+    is_of_a_dying_namespace,
+)
+from tests.support.control_plane.gates import manifests, wait_until
+
+pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+
+HOSTS = [f"gpu-{number}" for number in range(100)]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with draining(HOSTS, tmp_path_factory.mktemp("drain")) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(fleet: Fleet) -> Iterator[list[str]]:
+    """Return four hosts that no other test uses; nothing of ours may be on them in the end."""
+    names = [fleet.unused.pop() for _ in range(4)]
+    yield names
+    fleet.run("free", *names)
+    assert all(fleet.is_ours_nowhere(name) for name in names)
+
+
+@pytest.fixture
+def space(fleet: Fleet, request: pytest.FixtureRequest) -> str:
+    name = request.node.name.removeprefix("test_").replace("_", "-")[:40].strip("-")
+    return workloads.namespace(fleet.admin, name)
+
+
+def test_idle_hosts_are_cordoned_and_freed(fleet: Fleet, hosts: list[str]) -> None:
+    drained = fleet.run("drain", *hosts)
+    assert {host["state"] for host in drained.values()} == {"empty"}
+    assert all(map(fleet.is_fenced, hosts))
+    assert fleet.node(hosts[0])["metadata"]["annotations"][fence.SCALE_DOWN] == "true"
+    assert {host["state"] for host in fleet.run("free", *hosts).values()} == {"freed"}
+    assert all(map(fleet.is_clean, hosts))
+
+
+def test_a_foreign_cordon_is_never_taken_away(fleet: Fleet, hosts: list[str]) -> None:
+    """R17."""
+    fleet.cordon(hosts[0])
+    drained = fleet.run("drain", *hosts[:2], status=16)
+    assert (drained[hosts[0]]["state"], drained[hosts[1]]["state"]) == ("skipped", "empty")
+    assert drained[hosts[0]]["reason"] == "cordoned by somebody else"
+    assert fleet.run("free", hosts[0])[hosts[0]]["state"] == "not ours"
+    taken = fleet.run("drain", hosts[0], "--take-cordoned")
+    assert taken[hosts[0]]["state"] == "empty"
+    fleet.run("free", hosts[0])
+    assert fence.is_cordoned(fleet.node(hosts[0])) and fleet.is_ours_nowhere(hosts[0])
+
+
+def test_the_marks_of_the_autoscaler_from_before_are_put_back(fleet: Fleet, hosts: list[str]) -> None:
+    mark = {"metadata": {"annotations": {fence.SCALE_DOWN: "false"}}}
+    fleet.admin.request("PATCH", path_of_node(hosts[0]), mark, MERGE_PATCH)
+    fleet.run("drain", hosts[0])
+    assert fleet.node(hosts[0])["metadata"]["annotations"][fence.SCALE_DOWN] == "true"
+    fleet.run("free", hosts[0])
+    assert fleet.node(hosts[0])["metadata"]["annotations"][fence.SCALE_DOWN] == "false"
+
+
+@pytest.mark.parametrize("insists", [False, True], ids=["goes", "insists"])
+def test_a_host_that_a_human_uncordons(fleet: Fleet, hosts: list[str], *, insists: bool) -> None:
+    """R16."""
+    space = workloads.namespace(fleet.admin, f"uncordoned-{insists}".lower())
+    workloads.create(fleet.admin, space, workloads.pod("lone", hosts[0]))
+    workloads.await_running(fleet.admin, space, 1)
+    process = fleet.start("drain", *hosts[:2], *(["--insist"] if insists else []))
+    assert wait_until(lambda: fleet.is_fenced(hosts[0]))
+    fleet.cordon(hosts[0], on=False)
+    if insists:
+        assert wait_until(lambda: fleet.is_fenced(hosts[0]))
+        fleet.kubelets.finish(space, "lone")
+        assert fleet.ended(process)[hosts[0]]["state"] == "empty"
+    else:
+        drained = fleet.ended(process, 16)
+        assert drained[hosts[0]]["reason"] == "somebody uncordoned it"
+        assert drained[hosts[1]]["state"] == "empty"
+        assert fleet.is_clean(hosts[0])
+
+
+def test_a_node_that_somebody_deletes_meanwhile_comes_back_cordoned(
+    fleet: Fleet, hosts: list[str], space: str
+) -> None:
+    workloads.create(fleet.admin, space, workloads.pod("lone", hosts[0]))
+    workloads.await_running(fleet.admin, space, 1)
+    process = fleet.start("drain", hosts[0])
+    assert wait_until(lambda: fleet.is_fenced(hosts[0]))
+    uid = fleet.node(hosts[0])["metadata"]["uid"]
+    fleet.admin.request("DELETE", path_of_node(hosts[0]))
+    fleet.kubelets.register(hosts[:1])
+    assert wait_until(lambda: fleet.is_fenced(hosts[0]))
+    assert fleet.node(hosts[0])["metadata"]["uid"] != uid
+    # What ran on the old object is taken away by Kubernetes itself, or ends here.
+    with suppress(KubeError):
+        fleet.kubelets.finish(space, "lone")
+    assert fleet.ended(process)[hosts[0]]["state"] == "empty"
+
+
+def test_a_budget_that_never_allows_it(fleet: Fleet, hosts: list[str], space: str) -> None:
+    """R12: the host is skipped, uncordoned, and the budget is named; another host goes on."""
+    held, other = workloads.replica_set("held", 2, hosts[:1]), workloads.replica_set("other", 2, hosts[1:2])
+    workloads.create(fleet.admin, space, held, other, workloads.budget("keep", "held", 2))
+    workloads.await_running(fleet.admin, space, 4)
+    workloads.await_budget(fleet.admin, space, "keep", 0)
+    waited = fleet.run("why", *hosts[:2])
+    assert {pod["class"] for host in waited.values() for pod in host["pods"]} == {"evict"}
+    assert all("keep" in pod["budget"] for pod in waited[hosts[0]]["pods"])
+    assert all(pod["budget"] == "" for pod in waited[hosts[1]]["pods"])
+    assert len(workloads.pods_of(fleet.admin, space)) == 4
+
+    drained = fleet.run("drain", *hosts[:2], "--mode", "evict", "--wait", "6", status=16)
+    assert (drained[hosts[0]]["state"], drained[hosts[1]]["state"]) == ("skipped", "empty")
+    assert [pod["owner"] for pod in drained[hosts[0]]["pods"]] == ["ReplicaSet held"] * 2
+    assert all("keep" in pod["budget"] for pod in drained[hosts[0]]["pods"])
+    assert fleet.is_clean(hosts[0]) and fleet.is_fenced(hosts[1])
+    assert len(workloads.pods_of(fleet.admin, space, "held")) == 2
+
+
+def test_a_budget_is_waited_for(fleet: Fleet, hosts: list[str], space: str) -> None:
+    """One at a time: each pod that is evicted runs elsewhere before the next one goes."""
+    spread = workloads.replica_set("spread", 3, hosts[:1])
+    workloads.create(fleet.admin, space, spread, workloads.budget("two", "spread", 2))
+    workloads.await_running(fleet.admin, space, 3)
+    workloads.await_budget(fleet.admin, space, "two", 1)
+    process = fleet.start("drain", hosts[0], "--mode", "evict", "--wait", "120")
+    assert wait_until(lambda: len(workloads.pods_of(fleet.admin, space)) == 2)
+    # Nothing else goes while the replacement waits for room: the host that its affinity names is cordoned.
+    time.sleep(6)
+    assert len(workloads.pods_of(fleet.admin, space)) == 2
+    relaxed = {"spec": {"minAvailable": 0}}
+    path = f"/apis/policy/v1/namespaces/{space}/poddisruptionbudgets/two"
+    fleet.admin.request("PATCH", path, relaxed, MERGE_PATCH)
+    assert fleet.ended(process)[hosts[0]]["state"] == "empty"
+
+
+def test_evictions_that_are_refused(fleet: Fleet, hosts: list[str], space: str) -> None:
+    """R13: two budgets are refused at once; what tolerates cordons comes back, and is named."""
+    twice = workloads.replica_set("twice", 1, hosts[:1])
+    tolerations = [{"key": "node.kubernetes.io/unschedulable", "operator": "Exists", "effect": "NoSchedule"}]
+    back = workloads.replica_set("back", 1, hosts[1:2], tolerations=tolerations)
+    budgets = [workloads.budget(name, "twice", 0) for name in ("first", "second")]
+    workloads.create(fleet.admin, space, twice, back, *budgets)
+    workloads.await_running(fleet.admin, space, 2)
+    drained = fleet.run("drain", *hosts[:2], "--mode", "evict", "--wait", "300", status=16)
+    assert "several PodDisruptionBudgets" in drained[hosts[0]]["reason"]
+    assert "it tolerates cordons" in drained[hosts[1]]["reason"]
+    assert f"{space}/back-" in drained[hosts[1]]["reason"]
+    assert all(map(fleet.is_clean, hosts[:2]))
+
+
+def test_a_namespace_that_is_deleted_is_waited_for(fleet: Fleet, hosts: list[str], space: str) -> None:
+    """R13: 403 is no missing right there."""
+    stuck = workloads.replica_set("stuck", 1, hosts[:1])
+    stuck["spec"]["template"]["metadata"]["finalizers"] = ["example.com/hold"]
+    workloads.create(fleet.admin, space, stuck)
+    (pod,) = workloads.await_running(fleet.admin, space, 1)
+    fleet.admin.request("DELETE", f"/api/v1/namespaces/{space}")
+    process = fleet.start("drain", hosts[0], "--mode", "evict", "--wait", "120")
+    assert wait_until(lambda: fleet.is_fenced(hosts[0]))
+    path = path_of_pod(space, pod["metadata"]["name"])
+    fleet.admin.request("PATCH", path, {"metadata": {"finalizers": None}}, MERGE_PATCH)
+    assert fleet.ended(process)[hosts[0]]["state"] == "empty"
+
+
+def test_a_gang_is_fenced_whole_or_not_at_all(fleet: Fleet, hosts: list[str], space: str) -> None:
+    """R14: a Job with GPUs on three hosts. None of its pods is evicted, and its hosts are free together."""
+    workloads.create(fleet.admin, space, workloads.job("train", 3, hosts[:3], gpus=True, seconds=86400))
+    pods = workloads.await_running(fleet.admin, space, 3)
+    drained = fleet.run("drain", hosts[0], "--mode", "evict", status=16)
+    assert f"{space}/Job train also runs on {hosts[1]}, {hosts[2]}" in drained[hosts[0]]["reason"] or (
+        f"{space}/Job train also runs on {hosts[2]}, {hosts[1]}" in drained[hosts[0]]["reason"]
+    )
+    assert all(map(fleet.is_clean, hosts))
+
+    waited = fleet.run("why", hosts[0])[hosts[0]]["pods"]
+    assert [(pod["owner"], pod["class"], pod["gang"]) for pod in waited] == [
+        ("Job train", "wait", f"{space}/Job train")
+    ]
+    assert waited[0]["ends"]
+
+    process = fleet.start("drain", hosts[0], "--mode", "evict", "--whole-gangs")
+    assert wait_until(lambda: all(map(fleet.is_fenced, hosts[:3])))
+    assert len(workloads.pods_of(fleet.admin, space)) == 3
+    for pod in pods:
+        fleet.kubelets.finish(space, pod["metadata"]["name"])
+    assert {n: h["state"] for n, h in fleet.ended(process).items()} == dict.fromkeys(hosts[:3], "empty")
+
+
+def test_a_gang_is_evicted_whole_or_not_at_all(fleet: Fleet, hosts: list[str], space: str) -> None:
+    """A pod group whose pods may be evicted, but one that its owner protects; then not that one either."""
+    group = {"scheduling.x-k8s.io/pod-group": "ring"}
+    members = [workloads.replica_set(f"ring-{n}", 1, [host]) for n, host in enumerate(hosts[:3])]
+    for member in members:
+        member["spec"]["template"]["metadata"]["labels"] |= group
+    members[2]["spec"]["template"]["metadata"]["annotations"] = {pods_rules.MARK: "wait"}
+    workloads.create(fleet.admin, space, *members)
+    workloads.await_running(fleet.admin, space, 3)
+    drained = fleet.run("drain", *hosts[:3], "--mode", "evict", "--wait", "4", status=16)
+    assert {host["state"] for host in drained.values()} == {"skipped"}
+    assert len(workloads.pods_of(fleet.admin, space)) == 3 and all(map(fleet.is_clean, hosts))
+    (protected,) = workloads.pods_of(fleet.admin, space, "ring-2")
+    path = path_of_pod(space, protected["metadata"]["name"])
+    fleet.admin.request("PATCH", path, {"metadata": {"annotations": {pods_rules.MARK: None}}}, MERGE_PATCH)
+    drained = fleet.run("drain", *hosts[:3], "--mode", "evict")
+    assert {host["state"] for host in drained.values()} == {"empty"}
+
+
+def test_gpus_are_evicted_only_where_their_owner_opted_in(fleet: Fleet, hosts: list[str], space: str) -> None:
+    plain = workloads.replica_set("plain", 1, hosts[:1], gpus=True)
+    consenting = workloads.replica_set("consenting", 1, hosts[1:2], gpus=True)
+    consenting["spec"]["template"]["metadata"]["annotations"] = {pods_rules.MARK: "evict"}
+    workloads.create(fleet.admin, space, plain, consenting)
+    workloads.await_running(fleet.admin, space, 2)
+    drained = fleet.run("drain", *hosts[:2], "--mode", "evict", "--wait", "4", status=16)
+    assert {name: host["state"] for name, host in drained.items()} == {hosts[0]: "skipped", hosts[1]: "empty"}
+    assert drained[hosts[0]]["pods"][0]["reason"] == "has GPUs or other devices"
+    assert len(workloads.pods_of(fleet.admin, space, "plain")) == 1
+
+
+def test_owners_are_asked_to_save_their_work(fleet: Fleet, hosts: list[str], space: str) -> None:
+    workloads.create(fleet.admin, space, workloads.job("train", 1, hosts[:1], gpus=True))
+    (pod,) = workloads.await_running(fleet.admin, space, 1)
+    name = pod["metadata"]["name"]
+    process = fleet.start("drain", hosts[0], "--mode", "ask", "--wait", "600")
+
+    def annotations() -> Mapping[str, str]:
+        found: Mapping[str, str] = fleet.admin.request("GET", path_of_pod(space, name))["metadata"].get(
+            "annotations", {}
+        )
+        return found
+
+    assert wait_until(lambda: CHECKPOINT in annotations())
+    events = fleet.admin.request("GET", f"/api/v1/namespaces/{space}/events")["items"]
+    asked = [event for event in events if event["reason"] == "CheckpointRequested"]
+    assert [event["involvedObject"]["kind"] for event in asked] == ["Job"]
+    assert annotations()[CHECKPOINT] in asked[0]["message"]
+    fleet.kubelets.finish(space, name)
+    assert fleet.ended(process)[hosts[0]]["state"] == "empty"
+
+
+def test_a_pod_that_is_bound_after_the_cordon_is_waited_for(
+    fleet: Fleet, hosts: list[str], space: str
+) -> None:
+    """R15: the scheduler's cache may be behind, or a pod be bound past it."""
+    process = fleet.start("drain", hosts[0], policy={"settle_seconds": 6.0})
+    assert wait_until(lambda: fleet.is_fenced(hosts[0]))
+    workloads.create(fleet.admin, space, workloads.pod("late", hosts[0]))
+    workloads.await_running(fleet.admin, space, 1)
+    time.sleep(8)
+    assert process.poll() is None
+    fleet.kubelets.finish(space, "late")
+    assert fleet.ended(process)[hosts[0]]["state"] == "empty"
+
+
+def test_idle_only_never_cordons_a_busy_host(fleet: Fleet, hosts: list[str], space: str) -> None:
+    workloads.create(fleet.admin, space, workloads.pod("lone", hosts[0]))
+    workloads.await_running(fleet.admin, space, 1)
+    drained = fleet.run("drain", *hosts[:2], "--mode", "idle-only", "--wait", "4", status=16)
+    assert {name: host["state"] for name, host in drained.items()} == {hosts[0]: "skipped", hosts[1]: "empty"}
+    requests = set(map(asked, fleet.audit()))
+    assert ("patch", "nodes", hosts[0]) not in requests and ("patch", "nodes", hosts[1]) in requests
+
+
+def test_a_drain_that_is_terminated_gives_back_what_is_not_empty(
+    fleet: Fleet, hosts: list[str], space: str
+) -> None:
+    workloads.create(fleet.admin, space, workloads.pod("lone", hosts[0]))
+    workloads.await_running(fleet.admin, space, 1)
+    process = fleet.start("drain", *hosts[:2])
+    assert wait_until(lambda: fleet.is_fenced(hosts[0]))
+    time.sleep(3)
+    process.send_signal(signal.SIGTERM)
+    drained = fleet.ended(process, 130)
+    assert {name: host["state"] for name, host in drained.items()} == {hosts[1]: "empty"}
+    assert fleet.is_clean(hosts[0]) and fleet.is_fenced(hosts[1])
+
+
+def test_a_drain_that_is_killed_goes_on_or_is_undone(fleet: Fleet, hosts: list[str], space: str) -> None:
+    workloads.create(fleet.admin, space, *(workloads.pod(f"lone-{host}", host) for host in hosts[:2]))
+    workloads.await_running(fleet.admin, space, 2)
+    process = fleet.start("drain", *hosts[:2])
+    assert wait_until(lambda: all(map(fleet.is_fenced, hosts[:2])))
+    process.kill()
+    process.communicate()
+    record = fence.record_of(fleet.node(hosts[0]))
+    fleet.run("free", hosts[1])
+    assert fleet.is_clean(hosts[1])
+    process = fleet.start("drain", hosts[0])
+    time.sleep(2)
+    fleet.kubelets.finish(space, f"lone-{hosts[0]}")
+    assert fleet.ended(process)[hosts[0]]["state"] == "empty"
+    assert fence.record_of(fleet.node(hosts[0])) == record
+
+
+def test_a_host_of_another_run_is_left_alone(fleet: Fleet, hosts: list[str]) -> None:
+    fleet.run("drain", hosts[0], "--run", "roll-7")
+    drained = fleet.run("drain", hosts[0], status=16)
+    assert drained[hosts[0]]["reason"] == "it is held by roll-7"
+    assert fleet.run("free", hosts[0])[hosts[0]]["state"] == "not ours"
+    assert fleet.run("free", hosts[0], "--run", "roll-7")[hosts[0]]["state"] == "freed"
+
+
+def test_an_api_server_that_is_away(fleet: Fleet, hosts: list[str], space: str) -> None:
+    """R18."""
+    workloads.create(fleet.admin, space, workloads.pod("lone", hosts[0]))
+    workloads.await_running(fleet.admin, space, 1)
+    process = fleet.start("drain", hosts[0])
+    assert wait_until(lambda: fleet.is_fenced(hosts[0]))
+    fleet.cluster.stop_api()
+    time.sleep(4)
+    assert process.poll() is None
+    fleet.cluster.start_api()
+    fleet.kubelets.finish(space, "lone")
+    assert fleet.ended(process)[hosts[0]]["state"] == "empty"
+
+
+def test_the_rights_are_enough_and_no_more(fleet: Fleet) -> None:
+    """After all tests above: what was asked for is what the roles say, nothing was refused, and no pod was deleted."""
+    requests = fleet.audit()
+    assert [event for event in requests if event["responseStatus"]["code"] in (401, 403)] == [
+        event for event in requests if is_of_a_dying_namespace(event)
+    ]
+    used = {(verb, resource) for verb, resource, _ in map(asked, requests) if resource}
+    rules = [rule for m in manifests(RIGHTS) if m["kind"] == "ClusterRole" for rule in m["rules"]]
+    allowed = {(verb, name) for rule in rules for name in rule["resources"] for verb in rule["verbs"]}
+    assert used == allowed
+    assert ("delete", "pods") not in used

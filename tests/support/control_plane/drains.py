@@ -1,0 +1,121 @@
+"""Drains for a test: the commands, by an account with the documented rights, on a cluster of simulated nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from image_builder.drain import fence
+from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
+from image_builder.node.net.kubeconfig import load
+from tests.support.control_plane.gates import Cluster, give_rights, running
+from tests.support.control_plane.kubelets import AGENT, Kubelets
+from tests.support.control_plane.servers import ADMINISTRATORS
+from tests.support.images.builds import REPO
+
+RIGHTS = REPO / "deploy/drain.yml"
+ACCOUNT = "system:serviceaccount:kube-system:image-builder-drain"
+_AGENT = "image-builder-drain"
+_QUICK = {"settle_seconds": 1.0, "poll_seconds": 0.3}
+
+
+class Fleet:
+    """A cluster of simulated nodes, and the commands by their own account."""
+
+    def __init__(self, cluster: Cluster, kubelets: Kubelets, directory: Path) -> None:
+        self.cluster, self.kubelets, self.directory = cluster, kubelets, directory
+        self.admin = cluster.admin
+        self.unused = list(reversed(list(kubelets.nodes)))
+        self.account = cluster.kubeconfig(ACCOUNT, "system:serviceaccounts")
+
+    def argv(self, command: str, *arguments: str, policy: Mapping[str, Any] | None = None) -> list[str]:
+        more: list[str] = []
+        if command != "free":
+            path = self.directory / "policy.yml"
+            path.write_text(yaml.safe_dump({**_QUICK, **(policy or {})}))
+            more = ["--policy", os.fspath(path)]
+        account = ["--kubeconfig", os.fspath(self.account), "--json"]
+        return [
+            *(sys.executable, "-P", "-m", "image_builder.cli", "pool", command),
+            *(*arguments, *more, *account),
+        ]
+
+    def start(
+        self, command: str, *arguments: str, policy: Mapping[str, Any] | None = None
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.argv(command, *arguments, policy=policy),
+            cwd=REPO,
+            env={**os.environ, "PYTHONPATH": os.fspath(REPO)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ended(self, process: subprocess.Popen[str], status: int = 0) -> dict[str, dict[str, Any]]:
+        """Return what a command said of each host."""
+        out, err = process.communicate(timeout=180)
+        assert process.returncode == status, (process.returncode, out, err)
+        return {host["host"]: host for host in json.loads(out)["hosts"]}
+
+    def run(
+        self, command: str, *arguments: str, status: int = 0, policy: Mapping[str, Any] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        return self.ended(self.start(command, *arguments, policy=policy), status)
+
+    def node(self, name: str) -> dict[str, Any]:
+        return self.admin.request("GET", path_of_node(name))
+
+    def is_fenced(self, name: str) -> bool:
+        return fence.record_of(self.node(name)) is not None and fence.is_cordoned(self.node(name))
+
+    def is_clean(self, name: str) -> bool:
+        """Tell whether nothing of ours is on a host, and it takes pods."""
+        node = self.node(name)
+        annotations = node["metadata"].get("annotations") or {}
+        return not fence.is_cordoned(node) and not {fence.CORDON, fence.SCALE_DOWN} & annotations.keys()
+
+    def is_ours_nowhere(self, name: str) -> bool:
+        return fence.CORDON not in (self.node(name)["metadata"].get("annotations") or {})
+
+    def audit(self) -> list[dict[str, Any]]:
+        """Return what the commands asked for, from the server's own log."""
+        lines = (self.cluster.work / "audit.log").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        return [e for e in events if e.get("userAgent") == _AGENT and e["stage"] == "ResponseComplete"]
+
+    def cordon(self, name: str, *, on: bool = True) -> None:
+        """Cordon or uncordon a host as kubectl does."""
+        self.admin.request("PATCH", path_of_node(name), {"spec": {"unschedulable": on or None}}, MERGE_PATCH)
+
+
+@contextmanager
+def draining(hosts: Sequence[str], directory: Path) -> Iterator[Fleet]:
+    """Run a control plane, and the kubelets of these hosts."""
+    with running(controllers=True) as cluster:
+        give_rights(cluster.admin, RIGHTS)
+        access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
+        with Kubelets(lambda: Client(access, agent=AGENT)) as kubelets:
+            kubelets.register(hosts)
+            yield Fleet(cluster, kubelets, directory)
+
+
+def is_of_a_dying_namespace(event: Mapping[str, Any]) -> bool:
+    return (
+        event["responseStatus"]["code"] == 403
+        and "because it is being terminated" in event["responseStatus"]["message"]
+    )
+
+
+def asked(event: Mapping[str, Any]) -> tuple[str, str, str]:
+    target = event.get("objectRef") or {}
+    resource = "/".join(target[key] for key in ("resource", "subresource") if target.get(key))
+    return event["verb"], resource, target.get("name", "")

@@ -1,0 +1,125 @@
+"""What a pod means for the drain of its host."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from image_builder.drain.pods import AUTOSCALER, CLUSTER_API, ENDS, KARPENTER, MARK, Class, classify, pod_from
+from image_builder.drain.policy import Policy, Rule
+from tests.unit.drain.manifests import pod_object
+
+START = datetime.fromisoformat("2026-01-01T00:00:00Z").timestamp()
+
+
+def gpus(resource: str = "nvidia.com/gpu") -> dict[str, Any]:
+    return {"containers": [{"name": "main", "resources": {"limits": {resource: "1"}}}]}
+
+
+EMPTY_DIR = {"volumes": [{"name": "scratch", "emptyDir": {}}]}
+
+
+def class_of(policy: Policy | None = None, now: float = START, **parts: Any) -> str:
+    return classify(pod_from(pod_object(**parts)), policy or Policy(), now).kind.value
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind"),
+    [
+        ({}, "evict"),
+        ({"annotations": {"kubernetes.io/config.mirror": "x"}, "owner": "Node", "spec": gpus()}, "ignored"),
+        ({"owner": "DaemonSet", "spec": gpus()}, "ignored"),
+        ({"status": {"phase": "Succeeded"}, "spec": gpus()}, "ignored"),
+        ({"status": {"phase": "Failed"}}, "ignored"),
+        ({"owner": ""}, "wait"),
+        ({"spec": EMPTY_DIR}, "wait"),
+        ({"spec": gpus()}, "wait"),
+        ({"spec": gpus("nvidia.com/mig-1g.10gb")}, "wait"),
+        ({"spec": gpus("amd.com/gpu")}, "wait"),
+        ({"spec": gpus("rdma/hca_shared_devices_a")}, "wait"),
+        ({"spec": {"resourceClaims": [{"name": "gpu"}]}}, "wait"),
+        ({"spec": {"initContainers": [*gpus()["containers"]]}}, "wait"),
+        ({"spec": gpus("cpu")}, "evict"),
+    ],
+)
+def test_the_shape_of_a_pod(parts: dict[str, Any], kind: str) -> None:
+    assert class_of(**parts) == kind
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind"),
+    [
+        ({"annotations": {MARK: "evict"}, "spec": gpus()}, "evict"),
+        ({"annotations": {MARK: "evict"}, "owner": ""}, "evict"),
+        ({"annotations": {MARK: "wait"}}, "wait"),
+        # Whoever protects it is asked before whoever gives it away.
+        ({"annotations": {MARK: "evict", KARPENTER: "true"}}, "wait"),
+        ({"labels": {CLUSTER_API: "wait-completed"}}, "wait"),
+        ({"labels": {CLUSTER_API: "skip"}}, "ignored"),
+        ({"annotations": {AUTOSCALER: "false"}}, "wait"),
+        ({"annotations": {AUTOSCALER: "true"}, "spec": EMPTY_DIR}, "evict"),
+        # Others' marks give no GPUs away.
+        ({"labels": {CLUSTER_API: "skip"}, "spec": gpus()}, "wait"),
+        ({"annotations": {AUTOSCALER: "true"}, "spec": gpus()}, "wait"),
+    ],
+)
+def test_marks(parts: dict[str, Any], kind: str) -> None:
+    assert class_of(**parts) == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "kind"),
+    [
+        ("true", 1e9, "wait"),
+        ("false", 0, "evict"),
+        ("1h30m", 5399, "wait"),
+        ("1h30m", 5400, "evict"),
+        ("soon", 1e9, "wait"),
+    ],
+)
+def test_karpenters_mark_protects_for_ever_or_for_a_while(text: str, seconds: float, kind: str) -> None:
+    assert class_of(now=START + seconds, annotations={KARPENTER: text}) == kind
+
+
+def test_the_first_rule_that_matches_counts() -> None:
+    policy = Policy(
+        rules=(
+            Rule(action="ignore", namespace="work", labels={"app": "cache"}),
+            Rule(action="evict", owner="", namespace="work"),
+        )
+    )
+    assert class_of(policy, labels={"app": "cache", "more": "1"}) == "ignored"
+    assert class_of(policy, owner="") == "evict"
+    assert class_of(Policy(rules=(Rule(action="evict", namespace="other"),)), owner="") == "wait"
+
+
+def test_a_rule_counts_for_gpus_only_where_it_says_so() -> None:
+    assert class_of(Policy(rules=(Rule(action="evict"),)), spec=gpus()) == "wait"
+    assert class_of(Policy(rules=(Rule(action="evict", gpus=True),)), spec=gpus()) == "evict"
+    assert class_of(Policy(rules=(Rule(action="ignore"),)), spec=gpus()) == "wait"
+
+
+def test_when_its_work_ends() -> None:
+    pod = pod_from(pod_object(spec={"activeDeadlineSeconds": 60}))
+    assert pod.deadline == START + 60
+    assert pod_from(pod_object(annotations={ENDS: "2026-01-02T00:00:00Z"})).deadline == START + 86400
+    assert pod_from(pod_object(annotations={ENDS: "tomorrow"})).deadline is None
+
+
+@pytest.mark.parametrize(
+    ("toleration", "tolerates"),
+    [
+        ({"operator": "Exists"}, True),
+        ({"key": "node.kubernetes.io/unschedulable", "operator": "Exists", "effect": "NoSchedule"}, True),
+        ({"key": "node.kubernetes.io/unschedulable", "operator": "Exists", "effect": "NoExecute"}, False),
+        ({"key": "example.com/a", "operator": "Exists"}, False),
+    ],
+)
+def test_who_tolerates_cordons(toleration: dict[str, str], *, tolerates: bool) -> None:
+    assert pod_from(pod_object(spec={"tolerations": [toleration]})).tolerates_cordons is tolerates
+
+
+def test_every_class_is_one_of_three() -> None:
+    assert {kind.value for kind in Class} == {"ignored", "wait", "evict"}
