@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from tests.support.arm.pages import Store, azurite
 from tests.support.arm.place import Place, place, write_build, write_inventory
 from tests.support.arm.publisher import Publisher
+from tests.support.arm.serving import found_by
 
 
 @pytest.fixture(scope="session")
@@ -24,10 +24,7 @@ def azure(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     """A subscription with a gallery, and an environment in which the SDK finds it."""
     (tmp_path / "cloud").mkdir()
     with place(store, tmp_path / "cloud") as cloud:
-        for name in [n for n in os.environ if n.startswith(("AZURE_", "IDENTITY_", "MSI_"))]:
-            monkeypatch.delenv(name)
-        for name, value in cloud.environment.items():
-            monkeypatch.setenv(name, value)
+        found_by(cloud.environment, monkeypatch)
         yield cloud
 
 

@@ -68,6 +68,8 @@ class Arm:
     operations: dict[str, Operation] = field(default_factory=dict)
     log: list[Logged] = field(default_factory=list)
     reads: int = 0
+    # What answers for kinds of resources that have a module of their own; None for any other.
+    providers: list[Callable[[Request], Answer | None]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def add(self, path: str, location: str = "westus3", **content: object) -> Json:
@@ -132,6 +134,9 @@ class Arm:
                 "AuthorizationFailed",
                 f"The client does not have authorization to perform action '{action}' over scope '{request.path}'.",
             )
+        for provider in self.providers:
+            if (answer := provider(request)) is not None:
+                return answer
         if request.method == "GET":
             return self._get(request)
         return self._change(request)

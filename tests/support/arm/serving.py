@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from threading import Lock
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 from image_builder.lab import certificate
 from tests.support.arm.model import Answer, Request
@@ -86,6 +89,14 @@ def served(arm: Arm, folder: Path) -> Iterator[Served]:
     }
     with running(server):
         yield Served(arm, arm.url, environment)
+
+
+def found_by(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Azure's SDK in this process find a service, and no identity of the host's."""
+    for name in [n for n in os.environ if n.startswith(("AZURE_", "IDENTITY_", "MSI_"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
 
 
 def _token(query: Mapping[str, str], headers: Mapping[str, str]) -> Answer:

@@ -1,0 +1,252 @@
+"""What a rollout asks of a scale set, and what it has it do: nothing that names no instance, or all of them.
+
+Each request that changes something is sent once. The model, tags and services are read before they are sent, and after
+an answer that says nothing: they are what they should be, or are sent once more. What replaces an instance's disk is
+never repeated here: ``verdict`` tells what became of it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, Protocol
+
+from image_builder.errors import PoolError
+from image_builder.pool.scale_set import model
+from image_builder.pool.scale_set.model import COMPUTE_API, GALLERY_API, Instance, ScaleSet, Version
+from image_builder.pool.scale_set.refusals import policy_refusals
+from image_builder.pool.scale_set.verdict import Operation
+
+Json = dict[str, Any]
+HOLD_TAG = "image-builder-roll"
+
+_TRIES = 6
+_LONGEST_WAIT = 300.0
+_LOOK_SECONDS = 5.0
+_THROTTLED, _CONFLICT, _CHANGED = 429, 409, 412
+
+
+class Manager(Protocol):
+    """Resource Manager, as ``system.resource_manager`` reaches it."""
+
+    def get(self, path: str, api: str, **query: str) -> Json | None: ...
+    def list(self, path: str, api: str, **query: str) -> Iterator[Json]: ...
+    def send(
+        self,
+        method: str,
+        path: str,
+        api: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        if_match: str | None = None,
+    ) -> tuple[Any, str]: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How Azure answered a request; ``status`` is 0 where no answer arrived. ``wait`` is how long it asks to wait."""
+
+    status: int
+    problem: str = ""
+    operation: str = ""
+    wait: float = _LOOK_SECONDS
+
+    @property
+    def is_accepted(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def is_refused(self) -> bool:
+        """Return whether it is certain that nothing was done."""
+        return 400 <= self.status < 500
+
+    @property
+    def is_passing(self) -> bool:
+        """Return whether the same request may be accepted later."""
+        return self.status in (_THROTTLED, _CONFLICT, _CHANGED) or not (self.is_accepted or self.is_refused)
+
+
+@dataclass(frozen=True)
+class Client:
+    """``wait`` passes a number of seconds, ``now`` is the time in seconds since 1970."""
+
+    manager: Manager
+    wait: Callable[[float], None] = time.sleep
+    now: Callable[[], float] = time.time
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def scale_set(self, path: str) -> ScaleSet:
+        """Return a scale set; raises PoolError where there is none, FetchError."""
+        answer = self.manager.get(path, COMPUTE_API)
+        if answer is None:
+            raise PoolError(f"there is no scale set {path}", hint="nothing was changed")
+        return model.scale_set(answer)
+
+    def instances(self, path: str) -> list[Instance]:
+        """Return all instances of a scale set; raises FetchError."""
+        listed = self.manager.list(f"{path}/virtualMachines", COMPUTE_API, **{"$expand": "instanceView"})
+        return [model.instance(answer) for answer in listed]
+
+    def instance(self, path: str, number: str) -> Instance | None:
+        """Return an instance, None where it is no longer there; raises FetchError."""
+        target = f"{path}/virtualMachines/{_decimal(number)}"
+        answer = self.manager.get(target, COMPUTE_API, **{"$expand": "instanceView"})
+        return None if answer is None else model.instance(answer)
+
+    def version(self, path: str) -> Version | None:
+        """Return a version of a gallery's image, None where there is none; raises FetchError."""
+        answer = self.manager.get(path, GALLERY_API, **{"$expand": "ReplicationStatus"})
+        definition = self.manager.get(path.rpartition("/versions/")[0], GALLERY_API)
+        return None if answer is None or definition is None else model.version(answer, definition)
+
+    def operation(self, address: str) -> Operation | None:
+        """Return a long-running operation, None where its address leads nowhere (any more); raises FetchError."""
+        answer = self.manager.get(address, COMPUTE_API) if address else None
+        if answer is None:
+            return None
+        error = answer.get("error") or {}
+        return Operation(
+            str(answer.get("status", "")), str(error.get("code", "")), str(error.get("message", ""))
+        )
+
+    def services(self, path: str) -> dict[str, str]:
+        """Return the states of the services that act on a scale set by themselves; raises FetchError."""
+        view = self.manager.get(f"{path}/instanceView", COMPUTE_API) or {}
+        return {
+            service["serviceName"]: service["serviceState"]
+            for service in view.get("orchestrationServices") or ()
+        }
+
+    # -- instances -------------------------------------------------------------------------------------------
+
+    def upgrade(self, path: str, numbers: Iterable[str]) -> Answer:
+        """Bring instances to the model, once; may replace their OS disks. Raises ValueError for no instances."""
+        named = [_decimal(number) for number in numbers]
+        if not named:
+            raise ValueError("an upgrade that names no instance is one of all")
+        return self._send("POST", f"{path}/manualupgrade", {"instanceIds": named})
+
+    def reimage(self, path: str, number: str, *, force_ephemeral: bool = False) -> Answer:
+        """Replace the OS disk of an instance by one of the version that it has, once."""
+        body = {"forceUpdateOSDiskForEphemeral": True} if force_ephemeral else {}
+        return self._send("POST", f"{path}/virtualMachines/{_decimal(number)}/reimage", body)
+
+    # -- the scale set ---------------------------------------------------------------------------------------
+
+    def set_image(self, before: ScaleSet, version: str, *, force_ephemeral: bool = False) -> ScaleSet:
+        """Have the model name a version (an id), and return it.
+
+        Raises PoolError for a scale set that mustn't be touched or that another one changed, FetchError.
+        """
+
+        def change(present: ScaleSet) -> Json | None:
+            if problems := policy_refusals(present, force_ephemeral=force_ephemeral):
+                raise PoolError(
+                    "\n".join([f"{present.id} is left alone:", *(f"  {problem}" for problem in problems)]),
+                    hint="its model was not changed",
+                )
+            if present.image.lower() == version.lower():
+                return None
+            if present.policy != before.policy:
+                raise PoolError(
+                    f"{present.id} was changed by another: its model names {present.image}",
+                    hint="make a new plan",
+                )
+            reference = {"imageReference": {"id": version}}
+            return {"properties": {"virtualMachineProfile": {"storageProfile": reference}}}
+
+        return self._patch(before.id, change)
+
+    def hold(self, path: str, holder: str, until: float) -> None:
+        """Mark a scale set as driven by ``holder`` until a time; raises PoolError where it is another's."""
+        value = f"{holder} until {datetime.fromtimestamp(until, UTC).isoformat(timespec='seconds')}"
+
+        def change(present: ScaleSet) -> Json | None:
+            mark = present.tags.get(HOLD_TAG, "")
+            other, _, end = mark.rpartition(" until ")
+            if mark and other != holder and _seconds(end) > self.now():
+                raise PoolError(
+                    f"{path} is driven by {mark}",
+                    hint="one rollout drives a scale set: wait for it, or abort it",
+                )
+            return None if mark == value else {"tags": {**present.tags, HOLD_TAG: value}}
+
+        self._patch(path, change)
+
+    def release(self, path: str, holder: str) -> None:
+        """Take the mark of ``holder`` off a scale set, if it is there; raises PoolError, FetchError."""
+
+        def change(present: ScaleSet) -> Json | None:
+            if present.tags.get(HOLD_TAG, "").rpartition(" until ")[0] != holder:
+                return None
+            return {"tags": {name: value for name, value in present.tags.items() if name != HOLD_TAG}}
+
+        self._patch(path, change)
+
+    def set_service(self, path: str, service: str, action: Literal["Suspend", "Resume"]) -> None:
+        """Suspend or resume a service of a scale set, and wait for that; raises PoolError, FetchError."""
+        state = {"Suspend": "Suspended", "Resume": "Running"}[action]
+        problem = ""
+        for attempt in range(_TRIES):
+            if self.services(path).get(service) == state:
+                return
+            body = {"serviceName": service, "action": action}
+            answer = self._send("POST", f"{path}/setOrchestrationServiceState", body)
+            problem = answer.problem
+            if answer.is_refused and not answer.is_passing:
+                break
+            self.wait(answer.wait * (attempt + 1))
+            while (operation := self.operation(answer.operation)) and not operation.has_ended:
+                self.wait(_LOOK_SECONDS)
+        raise PoolError(f"{path}: {service} is not {state}: {problem}", hint="the same command again goes on")
+
+    def _patch(self, path: str, change: Callable[[ScaleSet], Json | None]) -> ScaleSet:
+        """Send what ``change`` makes of a scale set, unless that is None or another changed it meanwhile."""
+        problem = ""
+        for attempt in range(_TRIES):
+            present = self.scale_set(path)
+            body = change(present)
+            if body is None:
+                return present
+            if not present.etag:
+                raise PoolError(
+                    f"{path} has no ETag: another's change could be overwritten", hint="nothing was changed"
+                )
+            answer = self._send("PATCH", path, body, if_match=present.etag)
+            problem = answer.problem
+            if answer.is_refused and not answer.is_passing:
+                break
+            if not answer.is_accepted:
+                self.wait(answer.wait * (attempt + 1))
+        raise PoolError(f"{path} was not changed: {problem}", hint="the same command again goes on")
+
+    def _send(self, method: str, path: str, body: Json, *, if_match: str | None = None) -> Answer:
+        answer, problem = self.manager.send(method, path, COMPUTE_API, body, if_match=if_match)
+        if answer is None:
+            return Answer(0, problem)
+        pause = str(answer.headers.get("Retry-After", ""))
+        return Answer(
+            answer.status_code,
+            problem if answer.status_code >= 300 else "",
+            answer.headers.get("Azure-AsyncOperation") or "",
+            min(float(pause), _LONGEST_WAIT) if pause.isdigit() else _LOOK_SECONDS,
+        )
+
+
+def _decimal(number: str) -> str:
+    """Return an instance's number; raises ValueError for anything else, such as the `*` that means all."""
+    if not re.fullmatch(r"[0-9]+", number, re.ASCII):
+        raise ValueError(f"not the number of an instance: {number!r}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    """Return a time in seconds since 1970; one that can't be read has no end."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return float("inf")

@@ -1,0 +1,148 @@
+"""A scale set, its instances and a gallery's version, as Azure Resource Manager reports them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from image_builder.pool.plan.snapshot import BUILD_TAG, is_flexible
+
+Json = Mapping[str, Any]
+
+# The first that knows both services that act on a scale set by themselves.
+COMPUTE_API, GALLERY_API = "2025-04-01", "2024-03-03"
+# The tag of a version that was withdrawn, which says why.
+WITHDRAWN_TAG = "image-builder-withdrawn"
+_LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a gallery's image. ``regions`` are the states of its replication, by short name of the region."""
+
+    id: str
+    build: str = ""
+    state: str = ""
+    regions: Mapping[str, str] = field(default_factory=dict)
+    end_of_life: str = ""
+    withdrawn: str = ""
+    disk_gib: int | None = None
+    architecture: str = "x64"
+    generation: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.id.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class ScaleSet:
+    """A scale set's model. ``image`` is the id that its model names, empty for an image of another kind."""
+
+    id: str
+    etag: str
+    location: str
+    image: str
+    mode: str
+    is_upgraded_by_azure: bool
+    is_flexible: bool
+    is_ephemeral: bool
+    disk_gib: int | None
+    tags: Mapping[str, str]
+    extensions: tuple[str, ...] = ()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Return whether the model names one version of a gallery's image."""
+        definition, _, version = self.image.lower().partition("/versions/")
+        return "/galleries/" in definition and bool(version) and version != _LATEST
+
+    @property
+    def policy(self) -> tuple[object, ...]:
+        """Return what decides who replaces an instance, and by what."""
+        return self.image.lower(), self.mode, self.is_upgraded_by_azure, self.is_flexible, self.is_ephemeral
+
+
+@dataclass(frozen=True)
+class Instance:
+    """An instance: ``image`` is the id of the version that Azure means to run, ``state`` its provisioning state.
+
+    ``code`` is the error of the last operation that failed.
+    """
+
+    id: str
+    vm_id: str
+    image: str
+    state: str
+    code: str = ""
+    has_latest_model: bool = False
+
+    def runs(self, version: str) -> bool:
+        return self.image.lower() == version.lower()
+
+
+def scale_set(answer: Json) -> ScaleSet:
+    """Return the model of a scale set's JSON."""
+    properties = answer["properties"]
+    profile = properties.get("virtualMachineProfile") or {}
+    storage = profile.get("storageProfile") or {}
+    disk = storage.get("osDisk") or {}
+    policy = properties.get("upgradePolicy") or {}
+    extensions = (profile.get("extensionProfile") or {}).get("extensions") or ()
+    return ScaleSet(
+        id=answer["id"],
+        etag=str(answer.get("etag") or ""),
+        location=_short(answer["location"]),
+        image=str((storage.get("imageReference") or {}).get("id") or ""),
+        mode=str(policy.get("mode") or ""),
+        is_upgraded_by_azure=bool(
+            (policy.get("automaticOSUpgradePolicy") or {}).get("enableAutomaticOSUpgrade")
+        ),
+        is_flexible=is_flexible(answer),
+        is_ephemeral="diffDiskSettings" in disk,
+        disk_gib=disk.get("diskSizeGB"),
+        tags=dict(answer.get("tags") or {}),
+        extensions=tuple(str(extension.get("name")) for extension in extensions),
+    )
+
+
+def instance(answer: Json) -> Instance:
+    """Return an instance of its JSON, with its instance view if that was asked for."""
+    properties = answer["properties"]
+    reference = (properties.get("storageProfile") or {}).get("imageReference") or {}
+    statuses = (properties.get("instanceView") or {}).get("statuses") or ()
+    codes = [str(status.get("code", "")).split("/") for status in statuses]
+    definition = str(reference.get("id") or "").partition("/versions/")[0]
+    return Instance(
+        id=str(answer["instanceId"]),
+        vm_id=str(properties.get("vmId") or "").lower(),
+        # The reference may name no version, or that of the model; what is run is exactVersion.
+        image=f"{definition}/versions/{reference.get('exactVersion') or ''}",
+        state=str(properties.get("provisioningState") or ""),
+        code=next((code[2] for code in codes if code[0] == "ProvisioningState" and len(code) > 2), ""),
+        has_latest_model=bool(properties.get("latestModelApplied")),
+    )
+
+
+def version(answer: Json, definition: Json) -> Version:
+    """Return a version of its JSON (with its replication) and its image definition's."""
+    properties, tags = answer["properties"], answer.get("tags") or {}
+    summary = (properties.get("replicationStatus") or {}).get("summary") or ()
+    return Version(
+        id=answer["id"],
+        build=tags.get(BUILD_TAG, ""),
+        state=str(properties.get("provisioningState") or ""),
+        regions={_short(region["region"]): region["state"] for region in summary},
+        end_of_life=(properties.get("publishingProfile") or {}).get("endOfLifeDate") or "",
+        withdrawn=tags.get(WITHDRAWN_TAG, ""),
+        disk_gib=((properties.get("storageProfile") or {}).get("osDiskImage") or {}).get("sizeInGB"),
+        # An answer without an architecture means x64.
+        architecture=definition["properties"].get("architecture") or "x64",
+        generation=definition["properties"].get("hyperVGeneration") or "V1",
+    )
+
+
+def _short(region: str) -> str:
+    """Return a region's short name: Azure writes `West US 3` as well as `westus3`."""
+    return region.replace(" ", "").lower()

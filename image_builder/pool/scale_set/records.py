@@ -1,0 +1,143 @@
+"""What a journal holds of the requests that replace instances, one record a line.
+
+Each request has a record before it is sent. A process that goes on after another was killed learns from these what may
+have been sent, and from Azure and the nodes what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from image_builder.pool.plan.model import Strict
+from image_builder.system import journal
+
+Verb = Literal["upgrade", "reimage"]
+
+
+class _Record(Strict):
+    """``at`` is the moment, in seconds since 1970 by the clock of the machine that drives."""
+
+    at: float
+
+
+class Replacement(_Record):
+    """An upgrade or a reimage of an instance is about to be sent.
+
+    ``vm_id`` and ``boot_id`` are the machine's and its boot's before; ``version`` (an id) and ``build`` are those that
+    it shall run.
+    """
+
+    kind: Literal["replacement"] = "replacement"
+    verb: Verb
+    scale_set: str
+    instance: str
+    vm_id: str
+    boot_id: str
+    version: str
+    build: str
+
+
+class Accepted(_Record):
+    """Azure accepted the last request for an instance; ``operation`` is where it tells how that goes on."""
+
+    kind: Literal["accepted"] = "accepted"
+    scale_set: str
+    instance: str
+    operation: str
+
+
+class Settled(_Record):
+    """What became of the last request for an instance; ``detail`` is Azure's error, if there was one.
+
+    `refused` is Azure's answer, `not accepted` what was found out after none arrived. `unknown` is the end as well:
+    nothing more is sent to such an instance.
+    """
+
+    kind: Literal["settled"] = "settled"
+    scale_set: str
+    instance: str
+    outcome: Literal["done", "refused", "not accepted", "failed", "gone", "unknown"]
+    detail: str = ""
+
+
+class Model(_Record):
+    """A scale set's model is about to name another version."""
+
+    kind: Literal["model"] = "model"
+    scale_set: str
+    before: str
+    after: str
+
+
+class Suspension(_Record):
+    """A service of a scale set that was running is about to be suspended; ``over`` once it runs again."""
+
+    kind: Literal["suspension"] = "suspension"
+    scale_set: str
+    service: str
+    over: bool = False
+
+
+Record = Annotated[Replacement | Accepted | Settled | Model | Suspension, Field(discriminator="kind")]
+Journal = journal.Journal[Record]
+_FORMAT: journal.Format[Record] = journal.Format(
+    TypeAdapter(Record),
+    # What became of a request is found out again; that it may have been sent is not.
+    lambda record: isinstance(record, Replacement | Model | Suspension),
+    full="make room there, then the same command again: it goes on",
+    damaged="restore it from a copy: what was sent to Azure is not known without it",
+    busy="a run has one driver: wait for it or end it, then give the same command again",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for an instance, and what the journal says of it."""
+
+    sent: Replacement
+    operation: str = ""
+    settled: Settled | None = None
+
+
+def open_journal(path: Path) -> AbstractContextManager[Journal]:
+    """Open a journal to append to it; raises as ``system.journal.open_journal`` does."""
+    return journal.open_journal(path, _FORMAT)
+
+
+def read_journal(path: Path) -> list[Record]:
+    """Return what a journal says; raises as ``system.journal.read_journal`` does."""
+    return journal.read_journal(path, _FORMAT)
+
+
+def suspended(records: Iterable[Record], scale_set: str) -> set[str]:
+    """Return the services of a scale set that were suspended by whoever wrote the journal, and don't run again."""
+    services: set[str] = set()
+    for record in records:
+        if isinstance(record, Suspension) and record.scale_set == scale_set:
+            (services.discard if record.over else services.add)(record.service)
+    return services
+
+
+def requests(records: Iterable[Record], scale_set: str, instance: str) -> list[Request]:
+    """Return the requests for an instance, in order."""
+    history: list[Request] = []
+    for record in records:
+        if isinstance(record, Model | Suspension) or (record.scale_set, record.instance) != (
+            scale_set,
+            instance,
+        ):
+            continue
+        match record:
+            case Replacement():
+                history.append(Request(record))
+            case Accepted():
+                history[-1] = replace(history[-1], operation=record.operation)
+            case Settled():
+                history[-1] = replace(history[-1], settled=record)
+    return history

@@ -1,0 +1,69 @@
+"""What makes it wrong to bring a scale set to a version: everything at once, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+
+from image_builder.pool.scale_set.model import ScaleSet, Version
+
+
+def policy_refusals(scale_set: ScaleSet, *, force_ephemeral: bool = False) -> list[str]:
+    """Return why this scale set's instances can't be replaced one by one: looked at again before its model changes."""
+    return list(_policy(scale_set, force_ephemeral=force_ephemeral))
+
+
+def refusals(
+    scale_set: ScaleSet,
+    present: Version | None,
+    target: Version,
+    now: datetime,
+    *,
+    force_ephemeral: bool = False,
+) -> list[str]:
+    """Return why this scale set can't be brought from its ``present`` version (None: not there) to another one."""
+    return [
+        *_policy(scale_set, force_ephemeral=force_ephemeral),
+        *_unfit(target, scale_set, now),
+        *_differences(present, target),
+    ]
+
+
+def _policy(scale_set: ScaleSet, *, force_ephemeral: bool) -> Iterator[str]:
+    if scale_set.is_flexible:
+        yield "its orchestration mode is Flexible: only Uniform scale sets are reimaged in place"
+    elif scale_set.mode != "Manual":
+        # Automatic replaces every instance as soon as the model changes.
+        yield f"its upgrade policy is {scale_set.mode or 'unknown'}, not Manual: Azure would replace busy nodes"
+    if scale_set.is_upgraded_by_azure:
+        yield "automatic OS upgrade is on: Azure would replace busy nodes"
+    if not scale_set.is_pinned:
+        yield f"its model names no version of a gallery's image: {scale_set.image or 'an image of another kind'}"
+    if scale_set.is_ephemeral and not force_ephemeral:
+        yield "its OS disks are ephemeral: a reimage brings the old version back unless it is forced"
+
+
+def _unfit(version: Version, scale_set: ScaleSet, now: datetime) -> Iterator[str]:
+    if version.state != "Succeeded":
+        yield f"version {version.name} is {version.state or 'in an unknown state'}"
+    state = version.regions.get(scale_set.location, "not replicated")
+    if state != "Completed":
+        yield f"version {version.name} isn't in {scale_set.location}: {state}"
+    if version.withdrawn:
+        yield f"version {version.name} was withdrawn: {version.withdrawn}"
+    if version.end_of_life and datetime.fromisoformat(version.end_of_life) <= now:
+        yield f"version {version.name} is past its end of life: {version.end_of_life}"
+    if not version.build:
+        yield f"version {version.name} names no build: a node that runs it couldn't be recognised"
+    if scale_set.disk_gib is not None and (version.disk_gib or 0) > scale_set.disk_gib:
+        yield f"version {version.name} needs {version.disk_gib} GiB, its OS disks have {scale_set.disk_gib}"
+
+
+def _differences(present: Version | None, target: Version) -> Iterator[str]:
+    if present is None:
+        yield "the version that its model names doesn't exist: there would be no way back"
+        return
+    if present.architecture != target.architecture:
+        yield f"version {target.name} is for {target.architecture}, its machines are {present.architecture}"
+    if present.generation != target.generation:
+        yield f"version {target.name} is of generation {target.generation}, its machines of {present.generation}"

@@ -1,0 +1,270 @@
+"""An instance is brought to an exact version, whatever Azure answers and whatever answer is lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from image_builder.errors import PoolError
+from image_builder.pool.scale_set.client import HOLD_TAG, Client
+from image_builder.pool.scale_set.records import Replacement, open_journal, read_journal
+from image_builder.pool.scale_set.roll import SERVICES, Ending, Patience, driving, roll_instance
+from tests.support.arm.direct import Direct
+from tests.support.arm.fleet import NEW, OLD, Fleet, fleet
+from tests.support.arm.model import Answer, Fault, Request, error
+
+PATIENCE = Patience()
+
+
+class Clock:
+    """Time that passes only when somebody waits."""
+
+    def __init__(self) -> None:
+        self.at = 1.8e9
+
+    def __call__(self) -> float:
+        return self.at
+
+    def wait(self, seconds: float) -> None:
+        self.at += max(seconds, 0.1)
+
+
+class Rolling:
+    """A fleet in simulated time, and a driver that may be started again and again."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.clock = Clock()
+        seconds = {"upgrade": 20.0, "reimage": 240.0, "service": 5.0}
+        self.fleet: Fleet = fleet(clock=self.clock, seconds=seconds, **settings)
+        self.client = Client(Direct(self.fleet.arm), self.clock.wait, self.clock)
+        self.journal = folder / "roll.jsonl"
+
+    def __call__(self, number: str = "1", holder: str = "run-1") -> Ending:
+        path = self.fleet.path
+        with (
+            open_journal(self.journal) as journal,
+            driving(self.client, path, holder, journal, patience=PATIENCE) as drive,
+        ):
+            before = self.client.scale_set(path)
+            drive.set_image(before, NEW)
+            version = self.client.version(NEW)
+            assert version is not None
+            vm_id = self.fleet.machine(number).vm_id
+            return roll_instance(drive, number, vm_id, version, self.fleet.node(number))
+
+    def replacements(self) -> list[str]:
+        return [record.verb for record in read_journal(self.journal) if isinstance(record, Replacement)]
+
+    def require_clean(self) -> None:
+        """What must hold in every ending."""
+        group = self.fleet.group
+        assert group.services == dict.fromkeys(SERVICES, "Running")
+        assert HOLD_TAG not in group.content["tags"]
+        # At most one POST for each intent (I3), each of which names its instances (I4).
+        posts = self.fleet.posts("/manualupgrade") + self.fleet.posts("/reimage")
+        assert len(posts) <= len(self.replacements())
+        assert all(body["instanceIds"] == ["1"] for body in self.fleet.posts("/manualupgrade"))
+
+
+@pytest.fixture(params=[False, True], ids=["upgrade keeps the disk", "upgrade replaces the disk"])
+def rolling(request: pytest.FixtureRequest, tmp_path: Path) -> Rolling:
+    return Rolling(tmp_path, upgrade_replaces=request.param)
+
+
+def once(part: str, effect: Answer | Literal["drop", "lose"], count: int = 1) -> Fault:
+    """Return a fault of the first requests POST of a kind."""
+    numbers = itertools.count()
+
+    def fault(request: Request) -> Answer | Literal["drop", "lose"] | None:
+        hit = request.method == "POST" and request.path.endswith(part) and next(numbers) < count
+        return effect if hit else None
+
+    return fault
+
+
+def test_an_instance_is_brought_to_the_version_and_no_other_is_touched(rolling: Rolling) -> None:
+    assert rolling() == Ending("ok")
+    machines = rolling.fleet.group.machines
+    assert [m.disk for m in machines.values()] == [OLD, NEW, OLD]
+    assert [m.reimages for m in machines.values()] == [0, 1, 0]
+    assert rolling.fleet.group.image == NEW
+    rolling.require_clean()
+
+
+def test_an_instance_that_runs_the_version_is_left_alone(rolling: Rolling) -> None:
+    rolling()
+    assert rolling() == Ending("ok")
+    assert rolling.fleet.machine("1").reimages == 1
+    rolling.require_clean()
+
+
+@pytest.mark.parametrize("effect", ["lose", error(500, "InternalServerError", "later")])
+@pytest.mark.parametrize("part", ["/manualupgrade", "/reimage"])
+def test_a_lost_answer_is_never_answered_by_sending_again(
+    rolling: Rolling, part: str, effect: Literal["lose"] | Answer
+) -> None:
+    accepted = once(part, "lose")
+    rolling.fleet.arm.faults = [accepted]
+    if effect != "lose":
+        rolling.fleet.arm.faults = [once(part, effect)]
+    assert rolling() == Ending("ok")
+    assert rolling.fleet.machine("1").reimages == 1
+    if effect == "lose":
+        assert len(rolling.replacements()) == len(set(rolling.replacements()))
+    rolling.require_clean()
+
+
+def test_a_request_that_never_arrived_is_sent_again_after_two_looks_a_minute_apart(
+    rolling: Rolling,
+) -> None:
+    rolling.fleet.arm.faults = [once("/manualupgrade", "drop", 2)]
+    began = rolling.clock()
+    assert rolling() == Ending("ok")
+    assert rolling.replacements().count("upgrade") == 3
+    assert rolling.clock() - began >= 120
+    rolling.require_clean()
+
+
+def test_a_request_that_never_arrives_is_repeated_twice_at_most(rolling: Rolling) -> None:
+    rolling.fleet.arm.faults = [once("/manualupgrade", "drop", 99)]
+    assert rolling() == Ending("failed", "upgrade: never accepted")
+    assert rolling.replacements() == ["upgrade"] * 3
+    rolling.require_clean()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        error(429, "TooManyRequests", "wait", Retry_After="30"),
+        error(409, "Conflict", "another operation is in progress"),
+    ],
+)
+def test_a_refusal_that_passes_is_waited_for(rolling: Rolling, answer: Answer) -> None:
+    rolling.fleet.arm.faults = [once("/manualupgrade", answer, 3)]
+    assert rolling() == Ending("ok")
+    assert rolling.fleet.machine("1").reimages == 1
+
+
+def test_a_refusal_that_never_passes_ends(rolling: Rolling) -> None:
+    rolling.fleet.arm.faults = [once("/manualupgrade", error(409, "Conflict", "busy"), 10**6)]
+    ending = rolling()
+    assert ending.kind == "failed" and "Conflict" in ending.reason
+    rolling.require_clean()
+
+
+@pytest.mark.parametrize("code", ["OSProvisioningTimedOut", "AllocationFailed"])
+def test_an_operation_that_fails_is_the_signature_of_the_failure(rolling: Rolling, code: str) -> None:
+    rolling.fleet.scale_sets.failures["1"] = [code]
+    assert rolling() == Ending("failed", f"upgrade: {code}")
+    # Neither the same command again nor anything else sends to it once more.
+    assert rolling() == Ending("failed", f"upgrade: {code}")
+    assert rolling.replacements() == ["upgrade"]
+    rolling.require_clean()
+
+
+def test_a_failure_whose_answer_was_lost_is_seen_at_the_instance(rolling: Rolling) -> None:
+    rolling.fleet.scale_sets.failures["1"] = ["OSProvisioningTimedOut"]
+    rolling.fleet.arm.faults = [once("/manualupgrade", "lose")]
+    assert rolling() == Ending("failed", "upgrade: OSProvisioningTimedOut")
+
+
+def test_a_node_that_comes_back_with_the_old_build_is_repeated_once(rolling: Rolling) -> None:
+    rolling.fleet.boots[NEW] = "0" * 12
+    assert rolling() == Ending("failed", "old build")
+    assert rolling.replacements() == ["upgrade", "reimage", "reimage"]
+    rolling.require_clean()
+
+
+def test_a_node_that_never_comes_back_ends(rolling: Rolling) -> None:
+    rolling.fleet.scale_sets.reimaged = lambda _, machine: rolling.fleet.silent.add(machine.id)
+    assert rolling() == Ending("failed", "timeout: the node doesn't come back")
+    rolling.require_clean()
+
+
+def test_a_node_that_did_not_answer_before_is_repaired(rolling: Rolling) -> None:
+    rolling.fleet.silent.add("1")
+    rolling.fleet.scale_sets.reimaged = lambda _, machine: rolling.fleet.silent.discard(machine.id)
+    assert rolling() == Ending("ok")
+    rolling.require_clean()
+
+
+def test_a_node_that_does_not_answer_and_whose_request_was_lost_is_unknown(rolling: Rolling) -> None:
+    rolling.fleet.silent.add("1")
+    rolling.fleet.arm.faults = [once("/manualupgrade", "drop")]
+    assert rolling() == Ending("unknown")
+    assert rolling.replacements() == ["upgrade"]
+    # It answers now, is read twice as it was, and only then is told again.
+    rolling.fleet.silent.clear()
+    assert rolling() == Ending("ok")
+    rolling.require_clean()
+
+
+def test_an_instance_that_is_deleted_or_replaced_meanwhile_is_gone(rolling: Rolling) -> None:
+    def replaced(request: Request) -> None:
+        if request.path.endswith("/manualupgrade"):
+            rolling.fleet.scale_sets.remove(rolling.fleet.path, "1")
+
+    rolling.fleet.arm.faults = [once("/manualupgrade", "drop")]
+    rolling.fleet.arm.faults.append(replaced)
+    rolling.fleet.arm.faults.reverse()
+    assert rolling().kind == "gone"
+    rolling.require_clean()
+
+
+def test_an_operation_that_another_preempts_is_settled_by_reading(rolling: Rolling) -> None:
+    def scale_out(request: Request) -> None:
+        if request.path.startswith("/operations/") and not grown:
+            grown.append(True)
+            rolling.fleet.scale_sets.scale(rolling.fleet.path, 4)
+
+    grown: list[bool] = []
+    rolling.fleet.scale_sets.seconds["upgrade"] = 30.0
+    rolling.fleet.arm.faults = [_in_upgrade(rolling, scale_out)]
+    assert rolling() == Ending("ok")
+    assert rolling.fleet.machine("1").disk == NEW
+    # What was created meanwhile has the model's image.
+    assert rolling.fleet.machine("3").disk == NEW
+    rolling.require_clean()
+
+
+def _in_upgrade(rolling: Rolling, act: Callable[[Request], None]) -> Fault:
+    def fault(request: Request) -> None:
+        if any(machine.state == "Updating" for machine in rolling.fleet.group.machines.values()):
+            act(request)
+
+    return fault
+
+
+def test_a_model_that_another_changed_is_not_rolled(rolling: Rolling) -> None:
+    def changed(request: Request) -> None:
+        if request.path.endswith(f"{rolling.fleet.path}") and rolling.fleet.group.image == NEW:
+            rolling.fleet.group.profile["storageProfile"]["imageReference"]["id"] = f"{OLD}9"
+
+    rolling.fleet.arm.faults = [changed]
+    with pytest.raises(PoolError):
+        rolling()
+    assert rolling.fleet.posts("/manualupgrade") == []
+    rolling.require_clean()
+
+
+def test_services_that_others_suspended_stay_suspended(rolling: Rolling) -> None:
+    rolling.fleet.group.services["AutomaticRepairs"] = "Suspended"
+    rolling()
+    assert rolling.fleet.group.services == {
+        "AutomaticRepairs": "Suspended",
+        "AutomaticZoneRebalancing": "Running",
+    }
+
+
+def test_a_scale_set_has_one_driver(rolling: Rolling) -> None:
+    rolling.client.hold(rolling.fleet.path, "run-2", rolling.clock() + 60)
+    with pytest.raises(PoolError, match="driven by run-2"):
+        rolling()
+    assert rolling.fleet.posts("/") == []
+    rolling.clock.at += 61
+    assert rolling() == Ending("ok")
+    rolling.require_clean()
