@@ -107,7 +107,8 @@ class Drain:
         if self._policy.whole_gangs and self._policy.mode != "idle-only":
             partners = {name for members in elsewhere.values() for name in members} - self._visits.keys()
             self.add(sorted(partners))
-            looks |= {name: host for name in sorted(partners) if (host := self._look(name)) is not None}
+            if partners:
+                return  # whose gangs may reach further
         for action in decide(looks, elsewhere, self._policy, self._clock()):
             self._do(action, looks[action.host])
 
@@ -115,6 +116,7 @@ class Drain:
         """Take our cordons away from hosts that are not empty yet: the drain ends here. Raises KubeError."""
         for name in self.open_hosts:
             fence.free(self._client, name, self._run)
+            self._end(Outcome(name, "skipped", "the drain was interrupted"))
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -144,11 +146,14 @@ class Drain:
             return f"it is held by {record.run}"
         if record and visit.fenced is None:
             visit.fenced = self._clock() - max(0.0, self._wall() - record.since)
+            self._tell(f"{name}: its drain goes on")
         visit.record = record or visit.record
         if record and is_cordoned:
             return ""
         is_new = bool(visit.node_uid) and visit.node_uid != document["metadata"]["uid"]
         if visit.record and not is_cordoned and (is_new or self._policy.insist):
+            if not is_new:  # a cordon from before ours is gone by that person's will
+                visit.record = replace(visit.record, was_unschedulable=False)
             fence.send(self._client, name, fence.recordon(document, visit.record))
             visit.idle_since = None  # what was bound before this is not there yet
             self._tell(f"{name}: cordoned again")

@@ -16,7 +16,7 @@ import yaml
 from image_builder.drain import fence
 from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
 from image_builder.node.net.kubeconfig import load
-from tests.support.control_plane.gates import Cluster, give_rights, running
+from tests.support.control_plane.gates import Cluster, give_rights, running, wait_until
 from tests.support.control_plane.kubelets import AGENT, Kubelets
 from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.images.builds import REPO
@@ -33,6 +33,7 @@ class Fleet:
     def __init__(self, cluster: Cluster, kubelets: Kubelets, directory: Path) -> None:
         self.cluster, self.kubelets, self.directory = cluster, kubelets, directory
         self.admin = cluster.admin
+        self.log = directory / "stderr"
         self.unused = list(reversed(list(kubelets.nodes)))
         self.account = cluster.kubeconfig(ACCOUNT, "system:serviceaccounts")
 
@@ -51,19 +52,29 @@ class Fleet:
     def start(
         self, command: str, *arguments: str, policy: Mapping[str, Any] | None = None
     ) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.argv(command, *arguments, policy=policy),
-            cwd=REPO,
-            env={**os.environ, "PYTHONPATH": os.fspath(REPO)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        argv = self.argv(command, *arguments, policy=policy)
+        environment = {**os.environ, "PYTHONPATH": os.fspath(REPO)}
+        with self.log.open("w") as log:
+            return subprocess.Popen(
+                argv, cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+
+    def says(self, text: str, times: int = 1) -> bool:
+        """Wait until the last command has said a thing to people so often."""
+        return wait_until(lambda: self.log.read_text().count(text) >= times, 60)
+
+    def looks_again(self, host: str, times: int) -> bool:
+        """Wait until a host was looked at so many times more."""
+        before = self._looks(host)
+        return wait_until(lambda: self._looks(host) >= before + times, 60)
+
+    def _looks(self, host: str) -> int:
+        return [asked(event) for event in self.audit()].count(("get", "nodes", host))
 
     def ended(self, process: subprocess.Popen[str], status: int = 0) -> dict[str, dict[str, Any]]:
         """Return what a command said of each host."""
-        out, err = process.communicate(timeout=180)
-        assert process.returncode == status, (process.returncode, out, err)
+        out, _ = process.communicate(timeout=180)
+        assert process.returncode == status, (process.returncode, out, self.log.read_text())
         return {host["host"]: host for host in json.loads(out)["hosts"]}
 
     def run(
