@@ -12,6 +12,7 @@ import typer
 from image_builder.cli import render
 from image_builder.cli.command import (
     AsJson,
+    Endpoint,
     Image,
     Inventories,
     Output,
@@ -43,12 +44,6 @@ Unverified = Annotated[
     str,
     typer.Option(
         "--unverified", metavar="REASON", help="publish without passed checks; the reason is in the tags"
-    ),
-]
-Endpoint = Annotated[
-    str | None,
-    typer.Option(
-        "--endpoint", metavar="URL", help="Azure Resource Manager  [default: that of AZURE_SDK_CLOUD_CONF]"
     ),
 ]
 Name = Annotated[str, typer.Argument(metavar="VERSION", help="a version of the image's definition")]

@@ -106,6 +106,7 @@ class Host(Strict):
 
     ``vm_id`` is Azure's id of the instance: with another one, a host of the same name is another machine. ``user``,
     ``key`` (a private key's file) and ``hops`` are how it is logged in to, where the inventory says so.
+    ``scale_set_id`` and ``instance`` are what Resource Manager calls its scale set and its place in it.
     """
 
     name: str = Field(min_length=1)
@@ -120,10 +121,23 @@ class Host(Strict):
     user: str = Field(default="", exclude_if=_is_empty)
     key: str = Field(default="", exclude_if=_is_empty)
     hops: tuple[Hop, ...] = Field(default=(), exclude_if=_is_empty)
+    scale_set_id: str = Field(default="", exclude_if=_is_empty)
+    instance: str = Field(default="", exclude_if=_is_empty)
 
     @property
     def cell(self) -> Cell:
         return Cell(self.vm_size, self.zone, self.image)
+
+
+class Target(Strict):
+    """What a roll brings its hosts to: a version of a gallery's image (its id), and the build that this is.
+
+    ``before`` are the versions that the models of the scale sets name now, by the ids of those: the way back.
+    """
+
+    version: str
+    build: str
+    before: dict[str, str]
 
 
 class ScaleSet(Strict):

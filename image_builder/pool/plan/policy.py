@@ -6,10 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.pool.plan.model import Mode, Share, Step, Strict, at_least, at_most
 
 # Ansible's cost for a host and task is flat up to here, and grows beyond: measured, see docs/explanation/waves.md.
 MAX_SLICE = 500
+# A drain whose patience is over frees its hosts in less than that, unless the API server is away.
+_DRAIN_ENDS_SECONDS = 600.0
 # A worker whose patience is over asks what it started to end, and then kills what is left: in less than that.
 WORKER_ENDS_SECONDS = 4.0
 
@@ -57,9 +60,7 @@ class Roll(_Limits):
         default="2%",
         description="Of a roll, in the place of the one above: of a fleet at work fewer may be away.",
     )
-    drain_seconds: Positive = Field(
-        default=3600.0, description="How long a host may stay busy before it is freed again, and skipped."
-    )
+    drain: DrainPolicy = DrainPolicy()
     reimage_seconds: Positive = Field(
         default=2700.0, description="From the request for a new image to a node that runs it."
     )
@@ -164,7 +165,8 @@ class Policy(_Limits):
         roll = self.rolls or Roll()
         return {
             "probe": self.deadlines.probe,
-            "drain": roll.drain_seconds,
+            # The drain ends by itself before, and says for what it waited.
+            "drain": roll.drain.max_wait_seconds + roll.drain.settle_seconds + _DRAIN_ENDS_SECONDS,
             "bootstrap": self.deadlines.bootstrap,
             "reimage": roll.reimage_seconds,
             "verify": self.deadlines.verify,

@@ -50,7 +50,8 @@ def after_reimage(progress: Progress, status: HostStatus, record: Result) -> Non
     if outcome.ok:
         status.row = 0
         move(progress, status.host.name, "joined")
-    elif record.joined == "no" and outcome.kind in UNREACHED:
+    elif record.joined == "no" and outcome.kind in (*UNREACHED, "skipped"):
+        # Nothing was sent: no request arrived, or the host was not empty any more.
         if not again(progress, status, record.at, "ready"):
             _settle(progress, status, outcome)
     elif outcome.kind in (*UNREACHED, "unknown"):

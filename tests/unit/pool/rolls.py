@@ -136,7 +136,7 @@ class World:
             return
         node.cordoned = "us"
         left = max(0.0, node.busy_until - self.time)
-        patience = self.plan.policy.deadline("drain") - 60
+        patience = 3600.0
         if left > patience:
             self._later(patience, w, "drain", ended("skipped", "pod train-0 of Job train"))
         else:

@@ -222,6 +222,6 @@ def test_whatever_happens_and_whenever_the_driver_is_killed(
 def test_only_a_roll_has_its_settings() -> None:
     assert Policy().max_unavailable == "10%" and Policy().roll is None
     rolled = Policy(mode="roll")
-    assert rolled.most_unavailable == "2%" and rolled.deadline("drain") == 3600.0
+    assert rolled.most_unavailable == "2%" and rolled.deadline("drain") == 4230.0
     with pytest.raises(ValidationError, match="mode `roll`"):
         Policy(roll=Roll())
