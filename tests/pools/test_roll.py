@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from image_builder.node.net.kube import MERGE_PATCH, path_of_node
+from image_builder.pool.plan.plan import save
+from image_builder.pool.scale_set.records import Replacement, read_journal
 from image_builder.pool.show.report import counts
 from tests.support.arm.fleet import BUILDS, NEW, OLD
 from tests.support.arm.serving import found_by
 from tests.support.control_plane import workloads
 from tests.support.control_plane.gates import in_background, wait_until
 from tests.support.control_plane.workloads import daemon_set, job
-from tests.support.pools.rolls import GENEROUS, World, drive, plan, world
+from tests.support.images.builds import REPO
+from tests.support.pools.rolls import GENEROUS, World, plan, world
 
 pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
@@ -43,7 +50,7 @@ def test_a_roll_around_jobs(fleet: World) -> None:
                 fleet.kubelets.finish("work", item["metadata"]["name"])
 
     with in_background(finish):
-        progress = drive(fleet, rolled)
+        progress = fleet.drive(rolled)
     assert progress.finished and not progress.stopped
     totals = counts(progress.hosts.values())
     assert (totals["ok"], totals["skipped"]) == (6, 2), {
@@ -67,7 +74,7 @@ def test_a_canary_that_fails_takes_everything_back(fleet: World) -> None:
     rolled = plan(fleet)
     canary = rolled.waves[0].hosts[0]
     fleet.broken.add(canary)
-    progress = drive(fleet, rolled)
+    progress = fleet.drive(rolled)
     assert "failed" in progress.stopped
     assert fleet.models() == {OLD}
     status = progress.hosts[canary]
@@ -76,4 +83,30 @@ def test_a_canary_that_fails_takes_everything_back(fleet: World) -> None:
     others = [name for name in rolled.waves[0].hosts if name != canary]
     assert not any(fleet.is_ours(host.name) for host in fleet.hosts)
     assert {fleet.build(host.name) for host in fleet.hosts if host.name not in others} == {BUILDS[OLD]}
+    fleet.require_clean_sets()
+
+
+def test_a_driver_that_is_killed_again_and_again(fleet: World) -> None:
+    """Each takes up what the one before left, wherever that was: in a drain, between a request and its answer."""
+    rolled = plan(fleet, **GENEROUS)
+    save(rolled, fleet.folder / "plan.json")
+    words = [os.fspath(fleet.folder), fleet.served.url, os.fspath(fleet.account())]
+    for last in (6, 9, 14, 22, 16, 19):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.pools.rolls", *words, str(last)],
+            cwd=REPO,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == -signal.SIGKILL, done.stdout
+    progress = fleet.drive(rolled)
+    assert progress.finished and counts(progress.hosts.values())["ok"] == 8
+    assert [fleet.machine(host).reimages for host in fleet.hosts] == [1] * 8
+    assert not any(fleet.is_ours(host.name) for host in fleet.hosts)
+    posts = fleet.reimages()
+    intents = [r for r in read_journal(fleet.folder / "requests.jsonl") if isinstance(r, Replacement)]
+    assert len(posts) <= len(intents) == 16
     fleet.require_clean_sets()

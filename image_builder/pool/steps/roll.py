@@ -218,11 +218,19 @@ class RollFleet(Fleet):
         lines = answer.stdout.decode("utf-8", "replace").split()
         return Node(lines[0], lines[1]) if answer.status == 0 and len(lines) == 2 else None
 
-    def _look(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
+    def _look(self, host: Host, key: Key) -> tuple[Outcome, Joined]:
         node = self.read(host)
+        # Who may be about to boot the new image is waited for, as long as that may take.
+        while node is None and self._was_touched(host) and key not in self._over:
+            if self._ending.wait(self._change.patience.look):
+                break
+            node = self.read(host)
         if node is None:
             return ended("timeout", "it doesn't tell which image it runs"), "unknown"
         return OK, "yes" if node.build == self._change.target.build else "no"
+
+    def _was_touched(self, host: Host) -> bool:
+        return bool(records.requests(list(self._journal.records), host.scale_set_id, host.instance))
 
     def _reimage(self, host: Host, key: Key) -> tuple[Outcome, Joined]:
         kube = self._change.kube()

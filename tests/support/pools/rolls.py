@@ -6,21 +6,28 @@ and the suite, come from the simulator too: no machine is there to be asked.
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from image_builder.drain import bar, fence
 from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.kube import path_of_node
 from image_builder.node.net.kubeconfig import load
-from image_builder.pool.plan.model import OK, Host, Outcome, Pool, ScaleSet, failed
+from image_builder.pool.plan.model import OK, Host, Pool, ScaleSet, failed
 from image_builder.pool.plan.plan import Plan, PlannedFrom, make_plan
+from image_builder.pool.plan.plan import load as load_plan
 from image_builder.pool.plan.policy import Deadlines, Policy, Roll
 from image_builder.pool.reach.hostkeys import CertificateAuthority
 from image_builder.pool.reach.reach import Access
@@ -35,10 +42,11 @@ from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.control_plane import Unwatched
 from image_builder.pool.steps.fleet import Setup
-from image_builder.pool.steps.roll import Change, RollFleet
+from image_builder.pool.steps.roll import Change, Key, RollFleet
+from image_builder.system.journal import Journal
 from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, add_version
-from tests.support.arm.model import SUBSCRIPTION
+from tests.support.arm.model import SUBSCRIPTION, Answer, Request
 from tests.support.arm.scale_sets import SERVICES, Machine, ScaleSets, SetState
 from tests.support.arm.service import Arm
 from tests.support.arm.serving import Served
@@ -51,6 +59,7 @@ ACCOUNT = "system:serviceaccount:kube-system:image-builder-roll"
 RIGHTS = REPO / "deploy/roll.yml"
 RUN_AGENT = "image-builder-roll"
 QUICK = DrainPolicy(settle_seconds=1.0, poll_seconds=0.3, max_wait_seconds=15.0)
+_NODES = "/nodes/"
 PATIENCE = Patience(look=0.2, settle=2.0, request=60.0, boot=20.0)
 GENEROUS = {"wave_budget": "50%", "budget": "50%", "same_least": 100}
 
@@ -66,7 +75,13 @@ class World:
     folder: Path
     hosts: tuple[Host, ...] = ()
     broken: set[str] = field(default_factory=set)
-    looks: list[tuple[str, str]] = field(default_factory=list)
+
+    def account(self) -> Path:
+        return self.cluster.kubeconfig(ACCOUNT, "system:serviceaccounts")
+
+    def drive(self, rolled: Plan) -> Progress:
+        """Drive a roll to its end, in this process."""
+        return drive(self.folder, self.served.url, rolled, self.account())
 
     @property
     def admin(self) -> Kube:
@@ -80,6 +95,18 @@ class World:
 
     def host(self, name: str) -> Host:
         return next(host for host in self.hosts if host.name == name)
+
+    def answer(self, request: Request) -> Answer | None:
+        """Answer what a node would tell of itself."""
+        if not request.path.startswith(_NODES):
+            return None
+        name = request.path.removeprefix(_NODES)
+        machine = self.machine(self.host(name))
+        if machine.state == "Updating":
+            return Answer(404, {})
+        build = BUILDS[machine.disk]
+        is_broken = name in self.broken and build == BUILDS[NEW]
+        return Answer(200, {"boot_id": machine.boot_id, "build": build, "is_broken": is_broken})
 
     def models(self) -> set[str]:
         return {group.image for group in self.scale_sets.sets.values()}
@@ -109,22 +136,25 @@ class World:
 
 
 class SimulatedFleet(RollFleet):
-    """The real one, but for what a machine would answer."""
+    """The real one, but for what a machine would answer: that comes from where Azure is simulated."""
 
-    world: World
+    manager: ResourceManager
+
+    def _ask_simulator(self, host: Host) -> Mapping[str, Any]:
+        return self.manager.get(f"{_NODES}{host.name}", "1") or {}
 
     def read(self, host: Host) -> Node | None:
-        machine = self.world.machine(host)
-        if machine.state == "Updating":
-            return None
-        return Node(machine.boot_id, BUILDS[machine.disk])
+        answer = self._ask_simulator(host)
+        return Node(answer["boot_id"], answer["build"]) if answer else None
 
     def verify(self, work: Sequence[Work]) -> None:
         for w in work:
             key = self._begin(w, "verify")
-            is_bad = w.host.name in self.world.broken and self.world.build(w.host.name) == BUILDS[NEW]
-            outcome: Outcome = failed("verify", 101, "test_gpu") if is_bad else OK
-            self._queue.put(lambda key=key, outcome=outcome: self._verified(key, outcome))  # type: ignore[misc]
+            self._threads.submit(self._check, w.host, key)
+
+    def _check(self, host: Host, key: Key) -> None:
+        is_broken = self._ask_simulator(host).get("is_broken")
+        self._report(key, failed("verify", 101, "test_gpu") if is_broken else OK)
 
 
 @contextmanager
@@ -154,6 +184,7 @@ def world(sets: int, each: int, folder: Path) -> Iterator[World]:
                 arm, seconds={"upgrade": 0.5, "reimage": 1.0, "service": 0.1}, reimaged=reimaged
             )
             state = World(cluster, kubelets, service, scale_sets, folder)
+            arm.faults.append(state.answer)
             for number in range(sets):
                 path = scale_sets.add(f"gpu-{number}", OLD, each)
                 group = scale_sets.sets[path.lower()]
@@ -199,13 +230,10 @@ def plan(world: World, drain: DrainPolicy = QUICK, **policy: object) -> Plan:
 
 
 def drive(
-    world: World,
-    rolled: Plan,
-    stop: Callable[[], bool] = lambda: False,
-    on_record: Callable[[object], None] = lambda _: None,
+    folder: Path, url: str, rolled: Plan, account: Path, on_record: Callable[[], None] = lambda: None
 ) -> Progress:
-    """Drive a roll, from its journal if it has one."""
-    key, authorities = world.folder / "key", world.folder / "authorities"
+    """Drive a roll, from its journal if it has one; ``on_record`` is called after each record of either journal."""
+    key, authorities = folder / "key", folder / "authorities"
     if not key.exists():
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
         authorities.write_text(f"@cert-authority * {key.with_suffix('.pub').read_text()}")
@@ -215,27 +243,47 @@ def drive(
         python=Path("/usr/bin/python3"),
         control_plane=Unwatched(),
     )
-    access = load(world.cluster.kubeconfig(ACCOUNT, "system:serviceaccounts"))
+    access = load(account)
     assert rolled.target and rolled.policy.rolls
-    with ResourceManager(SUBSCRIPTION, endpoint=world.served.url) as manager:
+    with ResourceManager(SUBSCRIPTION, endpoint=url) as manager:
         change = Change(
             target=rolled.target,
             run=f"roll-{rolled.digest[:12]}",
             kube=lambda: Kube(access, agent=RUN_AGENT),
             azure=Client(manager, wait=lambda seconds: time.sleep(min(seconds, 0.3))),
-            journal=world.folder / "requests.jsonl",
+            journal=folder / "requests.jsonl",
             policy=rolled.policy.rolls.drain,
             patience=PATIENCE,
             settle_seconds=1.0,
         )
-        fleet = SimulatedFleet(setup, change, world.folder / "work")
-        fleet.world = world
-        with fleet, open_journal(world.folder / "run.jsonl") as journal:
+        fleet = SimulatedFleet(setup, change, folder / "work")
+        fleet.manager = manager
+        append = Journal.append
+
+        def appended(journal: Any, record: Any) -> None:
+            append(journal, record)
+            on_record()
+
+        with (
+            mock.patch.object(Journal, "append", appended),
+            fleet,
+            open_journal(folder / "run.jsonl") as journal,
+        ):
             progress = take_up(rolled, journal, rolled.hosts, at=time.time())
-
-            def write(record: driver.Record) -> None:
-                journal.append(record)
-                on_record(record)
-
-            driver.run(progress, fleet, write, stop)
+            driver.run(progress, fleet, journal.append)
     return progress
+
+
+def drive_and_die(folder: Path, url: str, account: Path, last: int) -> None:
+    """Drive the roll of a folder's plan in this process, which SIGKILL ends after so many records."""
+    records = itertools.count(1)
+
+    def count() -> None:
+        if next(records) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    drive(folder, url, load_plan(folder / "plan.json"), account, count)
+
+
+if __name__ == "__main__":
+    drive_and_die(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
