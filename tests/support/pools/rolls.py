@@ -61,7 +61,7 @@ RUN_AGENT = "image-builder-roll"
 QUICK = DrainPolicy(settle_seconds=1.0, poll_seconds=0.3, max_wait_seconds=15.0)
 _NODES = "/nodes/"
 PATIENCE = Patience(look=0.2, settle=2.0, request=60.0, boot=20.0)
-GENEROUS = {"wave_budget": "50%", "budget": "50%", "same_least": 100}
+GENEROUS: dict[str, Any] = {"wave_budget": "50%", "budget": "50%", "same_least": 100}
 
 
 @dataclass
@@ -206,7 +206,7 @@ def world(sets: int, each: int, folder: Path) -> Iterator[World]:
             yield state
 
 
-def plan(world: World, drain: DrainPolicy = QUICK, **policy: object) -> Plan:
+def plan(world: World, **policy: Any) -> Plan:
     """Return the plan of a roll to the new version, read from Azure by its own SDK."""
     rolled = Policy.model_validate(
         {
@@ -216,7 +216,7 @@ def plan(world: World, drain: DrainPolicy = QUICK, **policy: object) -> Plan:
             "cadence_seconds": 0.0,
             "retry_seconds": 0.5,
             "deadlines": Deadlines(probe=20.0),
-            "roll": Roll(max_unavailable="50%", drain=drain),
+            "roll": Roll(max_unavailable="50%", drain=QUICK),
             **policy,
         }
     )
