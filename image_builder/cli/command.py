@@ -197,6 +197,12 @@ ExtraVars = Annotated[
         help="variables that win over all others, as in Ansible: NAME=VALUE, JSON or @FILE; repeatable",
     ),
 ]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint", metavar="URL", help="Azure Resource Manager  [default: that of AZURE_SDK_CLOUD_CONF]"
+    ),
+]
 Kubeconfig = Annotated[
     Path | None,
     typer.Option(

@@ -14,6 +14,7 @@ import typer
 from image_builder.cli import render
 from image_builder.cli.command import (
     AsJson,
+    Endpoint,
     Image,
     Inventories,
     Mirror,
@@ -51,12 +52,6 @@ Unverified = Annotated[
     str,
     typer.Option(
         "--unverified", metavar="REASON", help="publish without passed checks; the reason is in the tags"
-    ),
-]
-Endpoint = Annotated[
-    str | None,
-    typer.Option(
-        "--endpoint", metavar="URL", help="Azure Resource Manager  [default: that of AZURE_SDK_CLOUD_CONF]"
     ),
 ]
 Name = Annotated[str, typer.Argument(metavar="VERSION", help="a version of the image's definition")]

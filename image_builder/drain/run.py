@@ -92,6 +92,10 @@ class Drain:
             if name not in self._visits:
                 self._visits[name] = _Visit(self._clock())
 
+    def drop(self, name: str) -> None:
+        """Let go of a host as it is."""
+        self.outcomes[name] = Outcome(name, "skipped", "nobody waits for it any more")
+
     @property
     def open_hosts(self) -> list[str]:
         """Return the hosts that are neither empty nor skipped."""

@@ -17,6 +17,8 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
+from image_builder.node.net import kubeconfig
+from image_builder.node.net.kube import Client
 from image_builder.pool.plan import plan as plans
 from image_builder.pool.plan.inventory import Fleet as InventoryFleet
 from image_builder.pool.plan.inventory import read_fleet
@@ -24,29 +26,43 @@ from image_builder.pool.plan.model import Host
 from image_builder.pool.plan.plan import Faults, Plan, make_plan, named
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.waves import plan_waves
-from image_builder.pool.reach.hostkeys import Verifier, known_as
+from image_builder.pool.reach.hostkeys import CertificateAuthority, Verifier, known_as
 from image_builder.pool.reach.reach import KEY_HINT, Access, read_key
 from image_builder.pool.run import driver
-from image_builder.pool.run.journal import in_use, journal_of, open_journal, read_journal, real_plan
+from image_builder.pool.run.journal import (
+    in_use,
+    journal_of,
+    open_journal,
+    read_journal,
+    real_plan,
+    requests_of,
+)
 from image_builder.pool.run.progress import apply, begin
 from image_builder.pool.run.records import Opened, Record
 from image_builder.pool.run.resume import past, take_up
 from image_builder.pool.run.state import Progress
+from image_builder.pool.scale_set import client as scale_set
 from image_builder.pool.show.report import report
 from image_builder.pool.steps.ansible import read_configurations
 from image_builder.pool.steps.control_plane import ControlPlane, Kubernetes, Unwatched
 from image_builder.pool.steps.fleet import Fleet, Setup
+from image_builder.pool.steps.roll import Change, RollFleet
 from image_builder.pool.steps.slice import parse_workers
 from image_builder.pool.steps.suite import FACTS, Suite
 from image_builder.settings import Settings, VaultId
+from image_builder.system.resource_manager import ResourceManager
 from image_builder.system.signals import waking
 
 UNWATCHED = "no --kubeconfig: the control plane is not watched, and its gate passes everything"
+_AGENT = "image-builder-roll"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Options(NamedTuple):
-    """What the command line says. ``facts`` are ``IMAGE=FILE``, or FILE for the image that it names itself."""
+    """What the command line says. ``facts`` are ``IMAGE=FILE``, or FILE for the image that it names itself.
+
+    ``azure`` is the address of Resource Manager, where it isn't that of the cloud.
+    """
 
     plan: Path
     access: Access
@@ -59,6 +75,7 @@ class Options(NamedTuple):
     node_configs: Path | None = None
     kubeconfig: Path | None = None
     vault: tuple[VaultId, ...] = ()
+    azure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,8 @@ def prepare(options: Options) -> Rollout:
     if fleet and not options.is_resumed:
         faults.problems += plans.stale(plan, fleet.inventory, fleet.hosts)
     faults.collect("journal", lambda: _check_journal(options, plan))
+    if plan.policy.rolls:
+        _check_roll(faults, options, plan)
     hosts = fleet.hosts if fleet else plan.hosts
     keys = _check_access(faults, options.access, hosts)
     if plan.policy.workers and len(keys) > 1:
@@ -142,6 +161,16 @@ def prepare_verification(options: Options, plan_file: Path | None) -> Rollout:
 
 def _setup(options: Options, plan: Plan, control_plane: ControlPlane, suite: Suite | None) -> Setup:
     return Setup(options.access, plan.policy.deadlines, Settings().python, control_plane, suite)
+
+
+def _check_roll(faults: Faults, options: Options, plan: Plan) -> None:
+    """Look for what only a roll needs: a cluster to drain in, an authority for new host keys, a version to go to."""
+    if plan.target is None:
+        faults.add("plan", "it has no version to roll to: image-builder pool plan --to")
+    if options.kubeconfig is None:
+        faults.add("--kubeconfig", "is needed: hosts are drained before they get another image")
+    if not isinstance(options.access.host_keys, CertificateAuthority):
+        faults.add("--host-ca", "is needed: a host has another key after it got another image")
 
 
 def _verified(options: Options, plan_file: Path | None) -> tuple[Plan, tuple[str, ...]]:
@@ -358,6 +387,37 @@ def verify(
         return _drive(rollout, show, Path(folder) / "work", start, records.append, records)
 
 
+def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[], None]) -> Fleet:
+    """Return the fleet that a rollout is driven on; a roll's reaches the cluster and Azure besides."""
+    plan, options = rollout.plan, rollout.options
+    if plan.policy.rolls is None:
+        return Fleet(rollout.setup, work, on_wait)
+    assert plan.target and options.kubeconfig  # prepare saw to that
+    access = kubeconfig.load(options.kubeconfig)
+    change = Change(
+        target=plan.target,
+        run=f"roll-{plan.digest[:12]}",
+        kube=lambda: Client(access, agent=_AGENT),
+        azure=stack.enter_context(azure(plan.hosts, options.azure)),
+        journal=requests_of(options.plan),
+        policy=plan.policy.rolls.drain,
+    )
+    return RollFleet(rollout.setup, change, work, on_wait)
+
+
+@contextmanager
+def azure(hosts: Sequence[Host], endpoint: str | None = None) -> Iterator[scale_set.Client]:
+    """Reach the scale sets of hosts; raises DefinitionError for those of two subscriptions, HostError."""
+    subscriptions = {host.scale_set_id.split("/")[2].lower() for host in hosts if host.scale_set_id}
+    if len(subscriptions) != 1:
+        names = ", ".join(sorted(subscriptions)) or "none"
+        reason = f"the scale sets of one roll must be of one subscription, got {names}"
+        raise DefinitionError([Problem("", "pool_scale_set_id", reason)], hint="nothing was changed")
+    with ResourceManager(subscriptions.pop(), endpoint=endpoint) as manager:
+        manager.rights = "docs/how-to/roll.md"
+        yield scale_set.Client(manager)
+
+
 def _drive(
     rollout: Rollout,
     show: Callable[[], AbstractContextManager[Display]],
@@ -373,7 +433,7 @@ def _drive(
         stack.callback(control_plane.close)
         display = stack.enter_context(show())
         shown: list[Progress] = []
-        fleet = stack.enter_context(Fleet(rollout.setup, work, on_wait=lambda: display.changed(shown[0])))
+        fleet = stack.enter_context(_fleet(rollout, work, stack, lambda: display.changed(shown[0])))
         stop.wake = fleet.wake
         if not control_plane.is_read and rollout.plan.policy.mode != "check":
             display.note(UNWATCHED)

@@ -66,6 +66,12 @@ class Fleet:
     def _told(self) -> set[str]:
         return set(os.pread(self.joined, 1 << 20, 0).decode().split())
 
+    def begin(self, step: Step, work: Sequence[Work]) -> None:
+        {"probe": self.probe, "bootstrap": self.bootstrap, "verify": self.verify}[step](work)
+
+    def turn(self) -> None:
+        raise AssertionError("no scale set was changed")
+
     def probe(self, work: Sequence[Work]) -> None:
         told = self._told()
         for w in work:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from image_builder.cli.command import AsJson, VaultIds, register, show
+from image_builder.cli.command import AsJson, Endpoint, VaultIds, register, show
 from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.text import columns, human_seconds
 
 if TYPE_CHECKING:
+    from image_builder.pool.plan.model import Host, Target
     from image_builder.pool.plan.plan import Plan
     from image_builder.pool.plan.policy import Policy
     from image_builder.pool.run.records import Record
@@ -41,10 +42,17 @@ def plan(
         Path | None,
         typer.Option("--policy", metavar="FILE", help="sizes of waves, rates, budgets, deadlines, as YAML"),
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION", help="roll running hosts to this version of a gallery's image, an id"
+        ),
+    ] = None,
+    endpoint: Endpoint = None,
     vault: VaultIds = None,
     as_json: AsJson = False,
 ) -> int:
-    """Plan which hosts come up in which wave, and what stops the run. No host is touched.
+    """Plan which hosts come up in which wave, or get another image, and what stops the run. No host is touched.
 
     Example:
 
@@ -59,7 +67,9 @@ def plan(
         faults.collect("inventory", lambda: read_fleet(inventory, pools, vault or ()))
         raise faults.all()
     fleet = read_fleet(inventory, pools, vault or ())
-    rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen)
+    target = _target(fleet.hosts, to, chosen, endpoint)
+    chosen = chosen.model_copy(update={"mode": "roll"}) if target else chosen
+    rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen, target=target)
     _keep_begun(out, rollout_plan)
     with writing(out):
         save(rollout_plan, out)
@@ -85,6 +95,19 @@ def plan(
     }
     show(result, "\n".join([*fleet.warnings, _plan_text(out, rollout_plan)]), as_json=as_json)
     return 0
+
+
+def _target(hosts: Sequence[Host], to: str | None, policy: Policy, endpoint: str | None) -> Target | None:
+    """Return what hosts are rolled to; raises UsageError, DefinitionError with all that is against it."""
+    if to is None:
+        if policy.mode == "roll":
+            raise UsageError("a roll needs a version to go to", hint="give it with --to")
+        return None
+    from image_builder.pool.rollout import azure
+    from image_builder.pool.scale_set.target import read_target
+
+    with azure(hosts, endpoint) as client:
+        return read_target(client, hosts, to)
 
 
 def _keep_begun(out: Path, new_plan: Plan) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from image_builder.cli.command import AsJson, VaultIds, register, show
+from image_builder.cli.command import AsJson, Endpoint, VaultIds, register, show
 from image_builder.cli.pool import plan as plan_commands
 from image_builder.cli.pool.plan import USER_HELP, Inventory, PlanFile
 from image_builder.errors import EXIT_INTERRUPTED, PoolError, UsageError
@@ -115,6 +115,7 @@ class RolloutOptions(HostOptions):
             "--kubeconfig", metavar="FILE", help="the control plane that gates the waves  [default: none]"
         ),
     ] = None
+    endpoint: Endpoint = None
     reports: Annotated[
         Path | None,
         typer.Option("--reports", metavar="DIR", help="reports of failed hosts  [default: PLAN.reports]"),
@@ -128,6 +129,7 @@ class RolloutOptions(HostOptions):
             inventories=tuple(inventories or ()),
             node_configs=self.node_configs,
             kubeconfig=self.kubeconfig,
+            azure=self.endpoint,
             **more,
         )
 

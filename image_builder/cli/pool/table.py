@@ -123,11 +123,13 @@ def waves_table(view: View, now: float, *, wide: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("wave", no_wrap=True)
     table.add_column("", no_wrap=True)
-    states: list[tuple[str, tuple[str, ...]]] = [(state, (state,)) for state in STATES]
+    states: list[tuple[str, tuple[str, ...]]] = [(state, (state,)) for state in STATES[view.mode]]
     if not wide:
-        states = [("waiting", ("waiting",)), ("in work", STATES[1:])]
-    states += [("ok", ("ok",)), ("failed", ("failed",))]
-    spans = [("join", "bootstrap"), ("verify", "verify")] if wide else [("join", "bootstrap")]
+        states = [("waiting", ("waiting",)), ("in work", STATES[view.mode][1:])]
+    skipped: list[tuple[str, tuple[str, ...]]] = [("skipped", ("skipped",))] if view.mode == "roll" else []
+    states += [("ok", ("ok",)), *skipped, ("failed", ("failed",))]
+    spans = [("reimage", "reimage") if view.mode == "roll" else ("join", "bootstrap"), ("verify", "verify")]
+    spans = spans if wide else spans[:1]
     for title in (
         "hosts",
         *(name for name, _ in states),
@@ -164,7 +166,7 @@ def _seconds(quantiles: Quantiles, name: str, place: int) -> str:
 def details(view: View, now: float) -> Iterator[Table]:
     """Yield small tables: the longest phases of the wave in work, its slowest hosts, what failed alike."""
     quantiles = view.quantiles[view.current - 1] if 0 < view.current <= len(view.quantiles) else {}
-    phases = {name: values for name, values in quantiles.items() if name not in STEPS}
+    phases = {name: values for name, values in quantiles.items() if name not in STEPS[view.mode]}
     longest = sorted(phases.items(), key=lambda item: -item[1][1])[:_PHASES]
     yield from _small(
         ("phase", "p50", "p95"), [(w, human_seconds(a), human_seconds(b)) for w, (a, b) in longest]

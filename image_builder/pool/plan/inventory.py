@@ -7,7 +7,8 @@ A pool is a group of the inventory. A scale set is a group in it (or the pool it
     pool_zone       the availability zone; without it there are none
     pool_capacity   how many hosts there must be; without it nobody counts
     pool_scale_set  the scale set's name, where it isn't the group's
-    pool_vm_id      Azure's id of the instance
+    pool_vm_id      Azure's id of the machine
+    pool_scale_set_id, pool_instance_id  what Resource Manager calls both; only a roll needs them
     pool_power_state  Azure's power state: who is stopped or deallocated, or about to be, is left out
 
 How a host is connected to stands in Ansible's own variables (definition/connection.py).
@@ -39,6 +40,8 @@ _TEXTS = (
     "pool_vm_size",
     "pool_zone",
     "pool_scale_set",
+    "pool_scale_set_id",
+    "pool_instance_id",
     "pool_vm_id",
     "pool_power_state",
 )
@@ -234,6 +237,8 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
         user=way.user,
         key=way.key,
         hops=way.hops,
+        scale_set_id=texts.get("pool_scale_set_id", ""),
+        instance=texts.get("pool_instance_id", ""),
     )
 
 

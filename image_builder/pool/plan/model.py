@@ -19,17 +19,36 @@ from image_builder.definition.connection import Hop
 
 # The one class that a host ends in. `dropped` is a connection that broke after it was made, `bastion` that the way to
 # the host is the fault, `failed` a phase on the host that said so itself, `unknown` that nobody can tell whether the
-# host joined.
+# host joined. `skipped` is a host that stayed busy, or was somebody else's: as it was before, and no failure.
 Class = Literal[
-    "ok", "refused", "timeout", "bastion", "auth", "host key", "sudo", "dropped", "failed", "unknown"
+    "ok",
+    "refused",
+    "timeout",
+    "bastion",
+    "auth",
+    "host key",
+    "sudo",
+    "dropped",
+    "failed",
+    "unknown",
+    "skipped",
 ]
 CLASSES: tuple[Class, ...] = get_args(Class)
 # What says nothing about the host's own state, so that asking again may be answered otherwise.
 UNREACHED: frozenset[Class] = frozenset({"refused", "timeout", "bastion", "dropped"})
 
-Step = Literal["probe", "bootstrap", "verify"]
-STEPS: tuple[Step, ...] = get_args(Step)
-# Whether a host is a member of the cluster, as far as a step could tell.
+# What a run does: bring nodes up; verify those that come up by themselves; verify any; bring running ones to an image.
+Mode = Literal["bootstrap", "verify", "check", "roll"]
+Step = Literal["probe", "drain", "bootstrap", "reimage", "verify", "free", "restore"]
+_BRING_UP: tuple[Step, ...] = ("probe", "bootstrap", "verify")
+STEPS: dict[Mode, tuple[Step, ...]] = {
+    "bootstrap": _BRING_UP,
+    "verify": _BRING_UP,
+    "check": _BRING_UP,
+    "roll": ("probe", "drain", "reimage", "verify", "free", "restore"),
+}
+# Whether a host is what the run makes of it, as far as a step could tell: a member of the cluster, or, in a roll, of
+# the new image.
 Joined = Literal["yes", "no", "unknown"]
 
 _SHARE = re.compile(r"[0-9]+|[0-9]+(?:\.[0-9]+)?%")
@@ -87,6 +106,7 @@ class Host(Strict):
 
     ``vm_id`` is Azure's id of the instance: with another one, a host of the same name is another machine. ``user``,
     ``key`` (a private key's file) and ``hops`` are how it is logged in to, where the inventory says so.
+    ``scale_set_id`` and ``instance`` are what Resource Manager calls its scale set and its place in it.
     """
 
     name: str = Field(min_length=1)
@@ -101,10 +121,23 @@ class Host(Strict):
     user: str = Field(default="", exclude_if=_is_empty)
     key: str = Field(default="", exclude_if=_is_empty)
     hops: tuple[Hop, ...] = Field(default=(), exclude_if=_is_empty)
+    scale_set_id: str = Field(default="", exclude_if=_is_empty)
+    instance: str = Field(default="", exclude_if=_is_empty)
 
     @property
     def cell(self) -> Cell:
         return Cell(self.vm_size, self.zone, self.image)
+
+
+class Target(Strict):
+    """What a roll brings its hosts to: a version of a gallery's image (its id), and the build that this is.
+
+    ``before`` are the versions that the models of the scale sets name now, by the ids of those: the way back.
+    """
+
+    version: str
+    build: str
+    before: dict[str, str]
 
 
 class ScaleSet(Strict):
@@ -147,6 +180,10 @@ class Outcome(Strict):
     @property
     def ok(self) -> bool:
         return self.kind == "ok"
+
+    @property
+    def is_failure(self) -> bool:
+        return self.kind not in ("ok", "skipped")
 
     @property
     def signature(self) -> str:

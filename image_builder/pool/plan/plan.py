@@ -11,18 +11,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from image_builder.canonical import digest
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem
 from image_builder.node import files
-from image_builder.pool.plan.model import Host, Pool, Strict, at_least, at_most
+from image_builder.pool.plan.model import Host, Pool, Strict, Target, at_least, at_most
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.waves import Wave, plan_waves
 from image_builder.text import json_lines
 
 T = TypeVar("T")
 _NAMED = 5
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 class PlannedFrom(Strict):
@@ -42,6 +46,7 @@ class Plan(Strict):
     pools: tuple[Pool, ...]
     hosts: tuple[Host, ...]
     waves: tuple[Wave, ...]
+    target: Target | None = Field(default=None, exclude_if=_is_none)
 
     @cached_property
     def host(self) -> dict[str, Host]:
@@ -49,7 +54,7 @@ class Plan(Strict):
 
     @property
     def max_unavailable(self) -> int:
-        return at_least(self.policy.max_unavailable, len(self.hosts))
+        return at_least(self.policy.most_unavailable, len(self.hosts))
 
     @property
     def budget(self) -> int:
@@ -66,8 +71,9 @@ def make_plan(
     hosts: Sequence[Host],
     policy: Policy,
     waves: tuple[Wave, ...] | None = None,
+    target: Target | None = None,
 ) -> Plan:
-    """Return the plan of these hosts; unless ``waves`` are given, in those of the policy."""
+    """Return the plan of these hosts; unless ``waves`` are given, in those of the policy. A roll has a target."""
     plan = Plan(
         digest="",
         inventory=inventory,
@@ -75,6 +81,7 @@ def make_plan(
         pools=tuple(pools),
         hosts=tuple(sorted(hosts, key=lambda h: h.name)),
         waves=plan_waves(hosts, policy, seed=inventory.digest) if waves is None else waves,
+        target=target,
     )
     return plan.model_copy(update={"digest": _digest(plan)})
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
-from image_builder.pool.plan.model import Share, Step, Strict, at_least, at_most
+from image_builder.drain.policy import Policy as DrainPolicy
+from image_builder.pool.plan.model import Mode, Share, Step, Strict, at_least, at_most
 
 # Ansible's cost for a host and task is flat up to here, and grows beyond: measured, see docs/explanation/waves.md.
 MAX_SLICE = 500
+# A drain whose patience is over frees its hosts in less than that, unless the API server is away.
+_DRAIN_ENDS_SECONDS = 600.0
 # A worker whose patience is over asks what it started to end, and then kills what is left: in less than that.
 WORKER_ENDS_SECONDS = 4.0
 
@@ -49,8 +52,26 @@ class Deadlines(_Limits):
     bootstrap: Positive = Field(default=900.0, description="From being told to join to having joined.")
     verify: Positive = Field(default=300.0, description="The whole suite on one host.")
 
-    def of(self, step: Step) -> float:
-        return {"probe": self.probe, "bootstrap": self.bootstrap, "verify": self.verify}[step]
+
+class Roll(_Limits):
+    """What only a roll needs: a new image on nodes that are at work."""
+
+    max_unavailable: Share = Field(
+        default="2%",
+        description="Of a roll, in the place of the one above: of a fleet at work fewer may be away.",
+    )
+    drain: DrainPolicy = DrainPolicy()
+    reimage_seconds: Positive = Field(
+        default=2700.0, description="From the request for a new image to a node that runs it."
+    )
+    free_seconds: Positive = Field(default=120.0, description="To let pods onto a host again.")
+    restore: Literal["failed", "never"] = Field(
+        default="failed", description="Hosts that get the previous image back when the run stops by itself."
+    )
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 class Sample(_Limits):
@@ -63,10 +84,10 @@ class Sample(_Limits):
 class Policy(_Limits):
     """The whole policy. If a list is shorter than the number of waves, its last item repeats."""
 
-    mode: Literal["bootstrap", "verify", "check"] = Field(
+    mode: Mode = Field(
         default="bootstrap",
         description="`verify` where the image does it all at first boot: nothing is pushed, and a host that is not"
-        " a member has failed. `check`: hosts need not be members.",
+        " a member has failed. `check`: hosts need not be members. `roll`: running nodes get another image.",
     )
     canaries: int = Field(default=1, ge=1, description="Canaries of each VM size x zone x image.")
     waves: tuple[Share, ...] = Field(
@@ -121,6 +142,42 @@ class Policy(_Limits):
     )
     sample: Sample = Sample()
     gate: GateLimits = GateLimits()
+    roll: Roll | None = Field(default=None, exclude_if=_is_none, description="Only with mode `roll`.")
+
+    @model_validator(mode="after")
+    def _only_rolls(self) -> Policy:
+        if self.roll and self.mode != "roll":
+            raise ValueError("`roll` goes with mode `roll`, and with no other")
+        return self
+
+    @property
+    def rolls(self) -> Roll | None:
+        """Return the settings of a roll; None in any other mode."""
+        return (self.roll or Roll()) if self.mode == "roll" else None
+
+    @property
+    def most_unavailable(self) -> Share:
+        """Return how many hosts may be unavailable at once."""
+        return self.rolls.max_unavailable if self.rolls else self.max_unavailable
+
+    def deadline(self, step: Step) -> float:
+        """Return the seconds that a step on one host may take."""
+        roll = self.rolls or Roll()
+        return {
+            "probe": self.deadlines.probe,
+            # The drain ends by itself before, and says for what it waited.
+            "drain": roll.drain.max_wait_seconds + roll.drain.settle_seconds + _DRAIN_ENDS_SECONDS,
+            "bootstrap": self.deadlines.bootstrap,
+            "reimage": roll.reimage_seconds,
+            "verify": self.deadlines.verify,
+            "free": roll.free_seconds,
+            "restore": roll.reimage_seconds,
+        }[step]
+
+    @property
+    def changing_seconds(self) -> float:
+        """Return how long what the run changes on a host may take: joining, or a new image."""
+        return self.deadline("reimage" if self.mode == "roll" else "bootstrap")
 
     def verified(self, hosts: int) -> int:
         """Return how many of a wave's hosts are verified, if it has no canaries."""

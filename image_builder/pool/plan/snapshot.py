@@ -316,7 +316,10 @@ def document(snapshots: Sequence[Snapshot], at: str) -> bytes:
 
 
 def _group(snapshot: Snapshot) -> list[str]:
-    variables: dict[str, object] = {"pool_scale_set": snapshot.source.name}
+    variables: dict[str, object] = {
+        "pool_scale_set": snapshot.source.name,
+        "pool_scale_set_id": snapshot.source.id,
+    }
     if snapshot.expected is not None:
         variables["pool_capacity"] = min(snapshot.expected, len(snapshot.machines))
     if snapshot.image:

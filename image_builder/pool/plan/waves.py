@@ -54,7 +54,7 @@ def plan_waves(
     canaries = choose_canaries(ordered, policy.canaries, covered)
     chosen = {host.name for host in canaries}
     rest = [host for host in ordered if host.name not in chosen]
-    most = at_least(policy.max_unavailable, len(hosts))
+    most = at_least(policy.most_unavailable, len(hosts))
     waves: list[Wave] = []
     for names, is_canary in [
         *((part, True) for part in _chunks([h.name for h in canaries], most)),

@@ -7,9 +7,12 @@ the run, nothing is started from then on, and what is in work by then is at most
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from image_builder.pool.plan.model import STEPS, Step, quantile
 from image_builder.pool.run.records import Passed
-from image_builder.pool.run.state import RUNNING, Progress, WaveStatus
+from image_builder.pool.run.state import IN_WORK, OPEN, RUNNING, Progress, WaveStatus
 
 # Of fewer durations the 95th percentile says nothing.
 _MIN_DURATIONS = 10
@@ -21,11 +24,30 @@ def room(progress: Progress) -> int:
     return max(0, progress.plan.max_unavailable - progress.unavailable)
 
 
+def admitted(progress: Progress, names: Iterable[str]) -> list[str]:
+    """Return those of a roll's hosts that may be drained now: as many as may be away, and never over half of a zone.
+
+    A zone of which more is NotReady is one that Kubernetes itself takes for broken (node-monitor's 55 %).
+    """
+    left = room(progress)
+    of_zone = Counter(host.zone for host in progress.plan.hosts)
+    away = progress.zones.copy()
+    chosen = []
+    for name in names:
+        status = progress.hosts[name]
+        zone = status.host.zone
+        if status.touched:
+            chosen.append(name)
+        elif left and away[zone] < max(1, of_zone[zone] // 2):
+            left -= 1
+            away[zone] += 1
+            chosen.append(name)
+    return chosen
+
+
 def in_work(progress: Progress) -> int:
     """Return how many hosts are in work: a step was begun, or has to follow before anything is known of them."""
-    count = sum(
-        w.count("probing", "joining", "joined", "verifying") for w in progress.waves[: progress.began]
-    )
+    count = sum(w.count(*IN_WORK) for w in progress.waves[: progress.began])
     return count + sum(
         progress.hosts[name].touched for w in progress.waves[: progress.began] for name in w.names("waiting")
     )
@@ -51,9 +73,16 @@ def stop_reason(progress: Progress, now: float) -> str:
     red = progress.red_since
     if red is not None and now - red > (patience := plan.policy.gate.patience_seconds):
         return f"the control plane is red for more than {patience:.0f} s: {'; '.join(progress.reasons)}"
-    if not room(progress) and not in_work(progress) and _to_start(progress):
+    if not in_work(progress) and _to_start(progress) and not _can_start(progress):
         return f"{_hosts(progress.unavailable)} unavailable, no more may be: nothing can be started"
     return ""
+
+
+def _can_start(progress: Progress) -> bool:
+    ready = [name for wave in progress.waves for name in wave.names("ready")]
+    if progress.plan.policy.mode == "roll" and ready:
+        return bool(admitted(progress, ready))
+    return room(progress) > 0
 
 
 def _hosts(count: int) -> str:
@@ -90,12 +119,14 @@ def _affordable(progress: Progress, status: WaveStatus, unfinished: int) -> bool
 
 def _all_straggle(progress: Progress, status: WaveStatus, now: float) -> bool:
     """Tell whether every host of a wave that isn't finished is repeated, or slower than most by the policy's factor."""
-    if status.count("ready", "joined"):
+    running = [state for state in OPEN if state in RUNNING.values()]
+    if status.count(*OPEN) > status.count("waiting", *running):
         return False
-    hosts = [progress.hosts[name] for name in status.names("waiting", "probing", "joining", "verifying")]
+    hosts = [progress.hosts[name] for name in status.names("waiting", *running)]
     if any(host.started is None for host in hosts):
         return False
-    limits = {step: straggler_seconds(progress, status, step) for step in STEPS}
+    steps = STEPS[progress.plan.policy.mode]
+    limits = {step: straggler_seconds(progress, status, step) for step in steps}
     return all(
         host.state == "waiting"
         or any(

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from image_builder.pool.plan.model import Host, Joined, Outcome, Step, ended
+from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, ended
 from image_builder.pool.plan.waves import join_delays
-from image_builder.pool.run import budgets, gates
+from image_builder.pool.run import budgets, gates, rolling
 from image_builder.pool.run.gates import Reading
 from image_builder.pool.run.progress import apply
-from image_builder.pool.run.records import Began, Finished, Gated, Intent, Record, Result, Stopped
+from image_builder.pool.run.records import Began, Finished, Gated, Intent, Record, Result, Stopped, Turned
 from image_builder.pool.run.state import RUNNING, Progress, WaveStatus
 
 # Hosts that came back after a repetition, or for which there was no room, are started when there are as many as
@@ -47,7 +47,7 @@ class Event(NamedTuple):
 
 
 class Steps(Protocol):
-    """What a fleet does. The three steps return at once; how they end is told by ``wait``.
+    """What a fleet does. Steps return at once; how they end is told by ``wait``.
 
     An event without `ok` has ``joined`` `no` only where it is certain that the host is no member of the cluster and
     that nothing on it still tries to become one.
@@ -59,14 +59,17 @@ class Steps(Protocol):
     def wait(self, until: float) -> Sequence[Event]:
         """Return what ended, as soon as there is anything, at ``until`` the latest."""
 
-    def probe(self, work: Sequence[Work]) -> None:
-        """Begin to find out whether hosts answer, and whether they joined. Changes nothing on them."""
+    def begin(self, step: Step, work: Sequence[Work]) -> None:
+        """Begin a step on hosts.
 
-    def bootstrap(self, work: Sequence[Work]) -> None:
-        """Begin to make hosts of one slice join. Not idempotent."""
+        `probe` finds out whether they answer, and whether they joined, or run the new image; `verify` checks them:
+        neither changes anything. `bootstrap` makes hosts of one slice join, `reimage` gives them the new image: neither
+        is idempotent. `drain` lets nothing more onto a host and waits until it is empty, `free` takes that back:
+        both may be repeated. `restore` gives a host that failed its previous image and frees it.
+        """
 
-    def verify(self, work: Sequence[Work]) -> None:
-        """Begin to check hosts. Changes nothing on them."""
+    def turn(self) -> None:
+        """Let scale sets name the previous image again, as the run stopped; before any host is restored."""
 
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         """Take back a step whose deadline is over; what still comes of it is not waited for."""
@@ -85,6 +88,8 @@ class _Run:
     write: Callable[[Record], None]
     # (when, host, step, attempt): deadlines of steps, and with an empty host the ends of pauses.
     alarms: list[tuple[float, str, Step, int]] = field(default_factory=list)
+    # Whether a roll that stopped was taken back in this process.
+    turned: bool = False
     # When the reading that is under way was asked for.
     reading_since: float | None = None
 
@@ -113,10 +118,11 @@ def run(
         _expire(r, now)
         _read_gate(r, now)
         if not progress.stopped:
-            reason = "it was asked for" if stop_asked() else budgets.stop_reason(progress, now)
-            if reason:
-                r.note(Stopped(at=now, reason=reason))
+            asked = stop_asked()
+            if reason := "it was asked for" if asked else budgets.stop_reason(progress, now):
+                r.note(Stopped(at=now, reason=reason, asked=asked))
         if progress.stopped:
+            _turn(r, now)
             if not budgets.in_work(progress):
                 return
         else:
@@ -208,9 +214,40 @@ def _dispatch(r: _Run, now: float) -> None:
             continue
         _begin(r, "probe", _fitting(r, "probe", wave.names("waiting"), now), now)
         _begin(r, "verify", _fitting(r, "verify", wave.names("joined"), now), now)
-        if not r.progress.stopped and r.progress.verdict == "go":
-            for part in wave.wave.slices:
-                _start_slice(r, wave, part, now)
+        _begin(r, "free", _fitting(r, "free", wave.names("settled"), now), now)
+        _begin(r, "restore", _fitting(r, "restore", wave.names("broken"), now), now)
+        if r.progress.stopped or r.progress.verdict != "go":
+            continue
+        if r.progress.plan.policy.mode == "roll":
+            _begin(r, "reimage", _fitting(r, "reimage", wave.names("drained"), now), now)
+            _begin(
+                r, "drain", budgets.admitted(r.progress, _fitting(r, "drain", wave.names("ready"), now)), now
+            )
+            continue
+        for part in wave.wave.slices:
+            _start_slice(r, wave, part, now)
+
+
+def _turn(r: _Run, now: float) -> None:
+    """Take a roll back that stopped: what is being drained, then scale sets, then hosts that failed."""
+    progress = r.progress
+    roll = progress.plan.policy.rolls
+    if roll is None:
+        return
+    for wave in progress.waves[: progress.began]:
+        for name in wave.names("draining"):
+            status = progress.hosts[name]
+            attempt = status.tries["drain"]
+            r.steps.give_up(name, "drain", attempt)
+            _observe(r, Event(name, "drain", attempt, OK, "unknown", now - status.since), now)
+    # Who is asked to stop means to go on.
+    if progress.stop_asked or roll.restore == "never":
+        return
+    hosts = rolling.to_restore(progress)
+    if hosts or not r.turned:
+        r.steps.turn()
+        r.turned = True
+        r.note(Turned(at=now, hosts=tuple(hosts)))
 
 
 def _fitting(r: _Run, step: Step, names: Iterable[str], now: float) -> list[str]:
@@ -260,13 +297,13 @@ def _begin(r: _Run, step: Step, names: Sequence[str], now: float) -> None:
         status = r.progress.hosts[name]
         attempt, delay = status.tries[step], delays.get(name, 0.0)
         work.append(Work(status.host, attempt, delay))
-        until = now + delay + policy.deadlines.of(step)
+        until = now + delay + policy.deadline(step)
         if step == "probe":
             # Who was told may still try to join, and is waited for as if it had never been lost sight of; so is who
             # does it without being told.
             until = max(until, status.until)
         heapq.heappush(r.alarms, (until, name, step, attempt))
-    {"probe": r.steps.probe, "bootstrap": r.steps.bootstrap, "verify": r.steps.verify}[step](work)
+    r.steps.begin(step, work)
 
 
 def _wake(r: _Run, now: float) -> float:

@@ -9,7 +9,16 @@ from image_builder.pool.run.records import RECORD, Record, must_last
 from image_builder.system import journal
 from image_builder.system.journal import in_use
 
-__all__ = ["FORMAT", "Journal", "in_use", "journal_of", "open_journal", "read_journal", "real_plan"]
+__all__ = [
+    "FORMAT",
+    "Journal",
+    "in_use",
+    "journal_of",
+    "open_journal",
+    "read_journal",
+    "real_plan",
+    "requests_of",
+]
 
 Journal = journal.Journal[Record]
 FORMAT: journal.Format[Record] = journal.Format(
@@ -33,6 +42,12 @@ def journal_of(plan: Path) -> Path:
     """Return where the journal of a plan's run is: beside it."""
     real = real_plan(plan)
     return real.with_name(f"{real.name}.journal.jsonl")
+
+
+def requests_of(plan: Path) -> Path:
+    """Return where the journal of a roll's requests to Azure is: beside the other one."""
+    real = real_plan(plan)
+    return real.with_name(f"{real.name}.requests.jsonl")
 
 
 def open_journal(path: Path) -> AbstractContextManager[Journal]:

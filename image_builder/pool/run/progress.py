@@ -13,6 +13,8 @@ from typing import assert_never
 from image_builder.pool.plan.model import OK, UNREACHED, Host, Outcome, ended, failed
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.waves import Wave
+from image_builder.pool.run import rolling
+from image_builder.pool.run.moves import again, count_unavailable, end, move
 from image_builder.pool.run.records import (
     Began,
     Changed,
@@ -24,8 +26,9 @@ from image_builder.pool.run.records import (
     Record,
     Result,
     Stopped,
+    Turned,
 )
-from image_builder.pool.run.state import RUNNING, HostStatus, Progress, State, WaveStatus
+from image_builder.pool.run.state import RUNNING, HostStatus, Progress, WaveStatus
 
 # Phases whose failure may pass: the network, the runtime's start, a token that ran out. A disk or a GPU stays broken.
 TRANSIENT_PHASES = frozenset({"identity", "network", "runtime", "credentials", "join"})
@@ -71,10 +74,15 @@ def apply(progress: Progress, record: Record) -> None:
         case Passed():
             progress.waves[record.wave].passed = record.at
         case Stopped():
-            progress.stopped = record.reason
+            progress.stopped, progress.stop_asked = record.reason, record.asked
+            if progress.plan.policy.mode == "roll":
+                rolling.stop(progress, record.at)
+                return
             for wave in progress.waves:
                 for name in wave.names("ready"):
                     _settle(progress, progress.hosts[name], record.at)
+        case Turned():
+            rolling.turn(progress, record.hosts)
         case Finished():
             progress.finished = True
         case _:
@@ -95,7 +103,7 @@ def _add(progress: Progress, hosts: Iterable[Host], waves: Iterable[Wave]) -> No
 def _open(progress: Progress, record: Opened) -> None:
     """Take up a journal: what was in progress is unknown now, and is found out by a probe."""
     progress.opened += 1
-    progress.stopped, progress.finished = "", False
+    progress.stopped, progress.stop_asked, progress.finished = "", False, False
     progress.reading, progress.read_at, progress.verdict, progress.reasons = None, None, "hold", ()
     progress.red_at = progress.red_since = None
     # A clock that was set back must not make anybody wait for a moment of the day before.
@@ -109,20 +117,31 @@ def _open(progress: Progress, record: Opened) -> None:
     free = record.at + progress.plan.policy.worker_gone_seconds
     for name, status in progress.hosts.items():
         status.starts, status.row = 0, 0
-        longest = record.at + window + progress.plan.policy.deadlines.bootstrap
+        longest = record.at + window + progress.plan.policy.changing_seconds
         status.until = 0.0 if progress.plan.policy.mode == "verify" else min(status.until, longest)
         status.not_before = free if status.state == "joining" else min(status.not_before, free)
-        if status.state in ("probing", "ready", "joining"):
-            _move(progress, name, "waiting")
+        if status.state in ("probing", "ready", "joining", "draining", "drained", "reimaging"):
+            move(progress, name, "waiting")
         elif status.state == "verifying":
-            _move(progress, name, "joined")
-        elif status.outcome and not status.outcome.ok and (record.retry or status.outcome.kind == "unknown"):
-            _move(progress, name, "waiting")
+            move(progress, name, "joined")
+        elif status.state == "freeing":
+            move(progress, name, "settled")
+        elif status.state == "restoring":
+            move(progress, name, "broken")
+        elif _is_retried(status.outcome, retry=record.retry):
+            status.restored = None
+            move(progress, name, "waiting")
+
+
+def _is_retried(outcome: Outcome | None, *, retry: bool) -> bool:
+    if outcome is None or outcome.ok:
+        return False
+    return retry or outcome.kind == "unknown" or outcome.detail == rolling.STOPPED
 
 
 def _change(progress: Progress, record: Changed) -> None:
     for name in record.gone:
-        _move(progress, name, "gone")
+        move(progress, name, "gone")
     for host in record.updated:
         progress.hosts[host.name].host = host
     _add(progress, record.new, record.waves)
@@ -131,17 +150,18 @@ def _change(progress: Progress, record: Changed) -> None:
 def _intend(progress: Progress, record: Intent) -> None:
     for name in record.hosts:
         status = progress.hosts[name]
-        progress.unavailable -= status.unavailable
+        changes = record.step in ("bootstrap", "reimage")
+        count_unavailable(progress, status, -1)
         status.tries[record.step] += 1
-        status.starts += record.step == "bootstrap"
-        progress.unavailable += status.unavailable
+        status.starts += changes
+        count_unavailable(progress, status, 1)
         status.since, status.delay = record.at, record.delays.get(name, 0.0)
         # Where nobody tells hosts, each has its time from the first question on.
-        if record.step == "bootstrap" or (progress.plan.policy.mode == "verify" and not status.until):
-            status.until = record.at + status.delay + progress.plan.policy.deadlines.bootstrap
+        if changes or (progress.plan.policy.mode == "verify" and not status.until):
+            status.until = record.at + status.delay + progress.plan.policy.changing_seconds
         if status.started is None:
             status.started = record.at
-        _move(progress, name, RUNNING[record.step])
+        move(progress, name, RUNNING[record.step])
     if record.step == "bootstrap":
         first = max(progress.next_join, record.at)
         progress.next_join = first + len(record.hosts) / progress.plan.policy.join_rate
@@ -169,6 +189,14 @@ def _result(progress: Progress, record: Result) -> None:
             _after_bootstrap(progress, status, record)
         case "verify":
             _after_verify(progress, status, record)
+        case "drain":
+            rolling.after_drain(progress, status, record)
+        case "reimage":
+            rolling.after_reimage(progress, status, record)
+        case "free":
+            rolling.after_free(progress, status, record)
+        case "restore":
+            rolling.after_restore(progress, status, record)
         case _:
             assert_never(record.step)
 
@@ -178,47 +206,51 @@ def _after_probe(progress: Progress, status: HostStatus, record: Result) -> None
     # A phase of its own that failed before the kubelet: it was reached, and is no member.
     is_reached = outcome.ok or (record.joined == "no" and outcome.phase not in ("", "bootstrap"))
     if not is_reached:
-        if outcome.kind in UNREACHED and _again(progress, status, record.at, "waiting"):
+        if outcome.kind in UNREACHED and again(progress, status, record.at, "waiting"):
             return
         if status.touched:
-            outcome = ended("unknown", f"told to join, then {outcome.signature}: {outcome.detail}")
-        _end(progress, status, outcome, record.at)
+            told = "told to take another image" if policy.mode == "roll" else "told to join"
+            outcome = ended("unknown", f"{told}, then {outcome.signature}: {outcome.detail}")
+        _conclude(progress, status, outcome, record.at)
         return
     status.row = 0
+    if policy.mode == "roll":
+        rolling.after_look(progress, status, record)
+        return
     if policy.mode == "verify" and record.joined == "no":
         _by_itself(progress, status, record)
         return
     if record.joined == "yes" or policy.mode == "check":
         _joined(progress, status, record.at)
     elif record.joined == "unknown":
-        _end(progress, status, ended("unknown", "whether it joined is unknown"), record.at)
+        end(progress, status, ended("unknown", "whether it joined is unknown"), record.at)
     elif status.starts <= policy.retries:
-        _move(progress, status.host.name, "ready")
+        move(progress, status.host.name, "ready")
         if progress.stopped:
             _settle(progress, status, record.at)
     else:
         detail = f"was told to join {status.starts} times, and did not"
-        _end(progress, status, ended("unknown", detail), record.at)
+        end(progress, status, ended("unknown", detail), record.at)
 
 
 def _by_itself(progress: Progress, status: HostStatus, record: Result) -> None:
     """Judge a host that nobody tells and that is no member: it failed, or has not begun yet, for which it has time."""
     if not record.outcome.ok:
-        _end(progress, status, record.outcome, record.at)
+        end(progress, status, record.outcome, record.at)
     elif record.at >= status.until:
         detail = "its image was to make it a member, and did not"
-        _end(progress, status, failed("bootstrap", _NO_MEMBER, detail), record.at)
+        end(progress, status, failed("bootstrap", _NO_MEMBER, detail), record.at)
     else:
         policy = progress.plan.policy
-        passed = record.at - (status.until - policy.deadlines.bootstrap)
+        passed = record.at - (status.until - policy.changing_seconds)
         status.not_before = record.at + max(policy.retry_seconds, passed / 5)
-        _move(progress, status.host.name, "waiting")
+        move(progress, status.host.name, "waiting")
 
 
 def _settle(progress: Progress, status: HostStatus, at: float) -> None:
     """End a host that waited to be told once more, in a run that tells nobody any more."""
     if status.touched:
-        _end(progress, status, status.last or ended("unknown", "told to join, and did not"), at)
+        end(progress, status, status.last or ended("unknown", "told to join, and did not"), at)
 
 
 def _after_bootstrap(progress: Progress, status: HostStatus, record: Result) -> None:
@@ -231,69 +263,32 @@ def _after_bootstrap(progress: Progress, status: HostStatus, record: Result) -> 
         transient = outcome.kind in UNREACHED or outcome.phase in TRANSIENT_PHASES
         if transient:
             status.row = status.starts - 1
-            if _again(progress, status, record.at, "waiting"):
+            if again(progress, status, record.at, "waiting"):
                 return
     elif outcome.kind in (*UNREACHED, "unknown"):
         status.row = 0
-        _move(progress, status.host.name, "waiting")
+        move(progress, status.host.name, "waiting")
         return
-    _end(progress, status, outcome, record.at)
+    end(progress, status, outcome, record.at)
 
 
 def _after_verify(progress: Progress, status: HostStatus, record: Result) -> None:
-    if record.outcome.kind in UNREACHED and _again(progress, status, record.at, "joined"):
+    if record.outcome.kind in UNREACHED and again(progress, status, record.at, "joined"):
         return
-    _end(progress, status, record.outcome, record.at)
+    _conclude(progress, status, record.outcome, record.at)
 
 
-def _again(progress: Progress, status: HostStatus, at: float, state: State) -> bool:
-    """Let a host wait for another attempt, twice as long each time; False where it had all of them."""
-    policy = progress.plan.policy
-    if status.row >= policy.retries:
-        return False
-    status.not_before = at + policy.retry_seconds * 2**status.row
-    status.row += 1
-    _move(progress, status.host.name, state)
-    return True
+def _conclude(progress: Progress, status: HostStatus, outcome: Outcome, at: float) -> None:
+    if progress.plan.policy.mode == "roll":
+        rolling.conclude(progress, status, outcome, at)
+    else:
+        end(progress, status, outcome, at)
 
 
 def _joined(progress: Progress, status: HostStatus, at: float) -> None:
     # A host that was a member before is not of a kind with those of the wave that the sample stands for.
     was_member = progress.plan.policy.verify is None and not status.touched
     if was_member or status.host.name in progress.waves[status.wave].sample:
-        _move(progress, status.host.name, "joined")
+        move(progress, status.host.name, "joined")
     else:
-        _end(progress, status, OK, at)
-
-
-def _end(progress: Progress, status: HostStatus, outcome: Outcome, at: float) -> None:
-    status.outcome, status.ended_at = outcome, at
-    _move(progress, status.host.name, "ended")
-
-
-def _move(progress: Progress, name: str, state: State) -> None:
-    """Put a host into a state; all that is counted follows."""
-    status = progress.hosts[name]
-    wave = progress.waves[status.wave]
-    progress.unavailable -= status.unavailable
-    _count(progress, wave, status, -1)
-    del wave.at[status.state][name]
-    status.state = state
-    if state != "ended":
-        status.outcome = status.ended_at = None
-    wave.at.setdefault(state, {})[name] = None
-    _count(progress, wave, status, 1)
-    progress.unavailable += status.unavailable
-
-
-def _count(progress: Progress, wave: WaveStatus, status: HostStatus, by: int) -> None:
-    """Count a failed host, or no longer."""
-    if status.state != "ended" or status.outcome is None or status.outcome.ok:
-        return
-    signature = status.outcome.signature
-    for counts in (progress.signatures, wave.signatures):
-        counts[signature] += by
-        if not counts[signature]:
-            del counts[signature]
-    progress.failed += by
-    wave.failed += by
+        end(progress, status, OK, at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -91,10 +92,18 @@ class Passed(_Record):
 
 
 class Stopped(_Record):
-    """The run starts nothing more; steps in work may finish."""
+    """The run starts nothing more; steps in work may finish. ``asked``: by whoever drives it."""
 
     kind: Literal["stopped"] = "stopped"
     reason: str
+    asked: bool = Field(default=False, exclude_if=operator.not_)
+
+
+class Turned(_Record):
+    """A roll that stopped goes back: scale sets name the previous image again, and these hosts get it again."""
+
+    kind: Literal["turned"] = "turned"
+    hosts: tuple[str, ...]
 
 
 class Finished(_Record):
@@ -104,7 +113,7 @@ class Finished(_Record):
 
 
 Record = Annotated[
-    Opened | Changed | Began | Intent | Result | Gated | Passed | Stopped | Finished,
+    Opened | Changed | Began | Intent | Result | Gated | Passed | Stopped | Turned | Finished,
     Field(discriminator="kind"),
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)
@@ -117,9 +126,9 @@ def must_last(record: Record) -> bool:
     the hosts.
     """
     match record:
-        case Opened() | Changed() | Stopped() | Finished():
+        case Opened() | Changed() | Stopped() | Turned() | Finished():
             return True
-        case Intent(step="bootstrap"):
+        case Intent(step="bootstrap" | "reimage" | "restore"):
             return True
         case _:
             return False

@@ -1,37 +1,70 @@
 """The state of a run: of each host, of each wave, and of all of it; ``progress.py`` changes it, and nothing else does.
 
-waiting  to be probed; with `joins` > 0 it was touched, and whether it joined has to be found out first
-probing -> ready  reached, and not a member yet
+waiting  to be probed; one that was touched has to be found out first: whether it joined, or which image it runs
+probing -> ready  reached, and not a member yet, or of another image
 joining -> joined -> verifying
 ended    with an outcome
 gone     no longer in the inventory
+
+Of a roll, in the place of joining:
+draining -> drained -> reimaging -> joined -> verifying
+settled -> freeing       its outcome is known, its cordon has to be taken back
+broken -> restoring      it failed in a run that stopped, and gets the image back that it had
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from image_builder.pool.plan.model import STEPS, Host, Outcome, Step
+from image_builder.pool.plan.model import Host, Outcome, Step
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.waves import Wave
 from image_builder.pool.run.gates import Reading, Verdict
 
-State = Literal["waiting", "probing", "ready", "joining", "joined", "verifying", "ended", "gone"]
-# The state that a step leads to, and those that it may be taken in.
-RUNNING: dict[Step, State] = {"probe": "probing", "bootstrap": "joining", "verify": "verifying"}
+State = Literal[
+    "waiting",
+    "probing",
+    "ready",
+    "draining",
+    "drained",
+    "joining",
+    "reimaging",
+    "joined",
+    "verifying",
+    "settled",
+    "freeing",
+    "broken",
+    "restoring",
+    "ended",
+    "gone",
+]
+OPEN: tuple[State, ...] = tuple(s for s in get_args(State) if s not in ("ended", "gone"))
+# A step is begun on hosts of these states, or has to follow before anything is known of them.
+IN_WORK: tuple[State, ...] = tuple(s for s in OPEN if s not in ("waiting", "ready"))
+# The state of a host while a step is in work on it.
+RUNNING: dict[Step, State] = {
+    "probe": "probing",
+    "drain": "draining",
+    "bootstrap": "joining",
+    "reimage": "reimaging",
+    "verify": "verifying",
+    "free": "freeing",
+    "restore": "restoring",
+}
 
 
 @dataclass(slots=True)
 class HostStatus:
     """One host.
 
-    ``tries`` counts the intents of each step, ``starts`` those of joining since the journal was opened, ``row`` the
-    failures in a row that were no verdict. ``last`` is how the last attempt to join ended. ``since`` is when the
-    step in progress was begun, ``delay`` the join slot before it, ``not_before`` when the next one may be, ``until``
-    how long the last attempt to join may take. ``seconds`` are the last durations of each step, ``phases`` those that
-    the host told.
+    ``tries`` counts the intents of each step, ``starts`` those of joining, or of a new image, since the journal was
+    opened, ``row`` the failures in a row that were no verdict. ``last`` is how the last attempt to join ended, or how
+    a host will end that has yet to be freed or restored. ``since`` is when the step in progress was begun, ``delay``
+    the join slot before it, ``not_before`` when the next one may be, ``until`` how long the last attempt to join may
+    take. ``seconds`` are the last durations of each step, ``phases`` those that the host told. ``restored`` tells of a
+    host that failed whether it has its image back; None where nobody tried.
     """
 
     host: Host
@@ -39,7 +72,7 @@ class HostStatus:
     state: State = "waiting"
     outcome: Outcome | None = None
     last: Outcome | None = None
-    tries: dict[Step, int] = field(default_factory=lambda: dict.fromkeys(STEPS, 0))
+    tries: dict[Step, int] = field(default_factory=lambda: dict.fromkeys(RUNNING, 0))
     starts: int = 0
     row: int = 0
     since: float = 0.0
@@ -50,11 +83,12 @@ class HostStatus:
     ended_at: float | None = None
     seconds: dict[Step, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
+    restored: bool | None = None
 
     @property
     def touched(self) -> bool:
-        """Whether it was told to join, in this run."""
-        return self.tries["bootstrap"] > 0
+        """Whether it was told to join, or to take another image, in this run."""
+        return self.tries["bootstrap"] > 0 or self.tries["reimage"] > 0
 
     @property
     def verified(self) -> bool:
@@ -70,8 +104,8 @@ class HostStatus:
         if self.state == "gone":
             return False
         if self.state == "ended":
-            return self.outcome is None or not self.outcome.ok
-        return self.touched
+            return self.outcome is None or self.outcome.is_failure
+        return self.touched or self.state in ("draining", "drained", "settled", "freeing")
 
 
 @dataclass
@@ -98,7 +132,7 @@ class WaveStatus:
 
     @property
     def unfinished(self) -> int:
-        return self.count("waiting", "probing", "ready", "joining", "joined", "verifying")
+        return self.count(*OPEN)
 
     @property
     def present(self) -> list[str]:
@@ -117,6 +151,8 @@ class Progress:
     opened: int = 0
     began: int = 0
     unavailable: int = 0
+    # Unavailable hosts by zone.
+    zones: Counter[str] = field(default_factory=Counter)
     failed: int = 0
     signatures: Counter[str] = field(default_factory=Counter)
     next_join: float = 0.0
@@ -127,6 +163,7 @@ class Progress:
     red_at: float | None = None
     red_since: float | None = None
     stopped: str = ""
+    stop_asked: bool = False
     finished: bool = False
 
     @property

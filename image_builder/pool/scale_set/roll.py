@@ -6,17 +6,17 @@ what may have been sent, finds out what came of it, and goes on from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from image_builder.errors import PoolError
 from image_builder.pool.scale_set.client import Client
 from image_builder.pool.scale_set.model import Instance, ScaleSet, Version
 from image_builder.pool.scale_set.records import (
     Accepted,
-    Journal,
     Model,
     Record,
     Replacement,
@@ -50,10 +50,19 @@ class Patience:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an instance ended; what equal failures have in common is their ``reason``."""
+    """How an instance ended; what equal failures have in common is their ``reason``. `busy`: nothing was sent."""
 
-    kind: Literal["ok", "failed", "gone", "unknown"]
+    kind: Literal["ok", "failed", "gone", "unknown", "busy"]
     reason: str = ""
+
+
+class Log(Protocol):
+    """A journal of requests, whoever else writes it."""
+
+    @property
+    def records(self) -> Sequence[Record]: ...
+
+    def append(self, record: Record) -> None: ...
 
 
 @dataclass
@@ -63,11 +72,13 @@ class Drive:
     client: Client
     path: str
     holder: str
-    journal: Journal
+    journal: Log
     patience: Patience
     force_ephemeral: bool = False
     records: list[Record] = field(default_factory=list)
     held_until: float = 0.0
+    # Two operations of a whole scale set preempt each other, and an upgrade is one.
+    upgrading: threading.Lock = field(default_factory=threading.Lock)
 
     def append(self, record: Record) -> None:
         self.journal.append(record)
@@ -103,7 +114,7 @@ def driving(
     client: Client,
     path: str,
     holder: str,
-    journal: Journal,
+    journal: Log,
     *,
     patience: Patience | None = None,
     force_ephemeral: bool = False,
@@ -132,23 +143,29 @@ def driving(
 
 
 def roll_instance(
-    drive: Drive, number: str, vm_id: str, version: Version, node: Callable[[], Node | None]
+    drive: Drive,
+    number: str,
+    vm_id: str,
+    version: Version,
+    node: Callable[[], Node | None],
+    busy: Callable[[], str] = lambda: "",
 ) -> Ending:
     """Bring an empty instance to the version that its scale set's model names, and return how that ended.
 
     ``vm_id`` is the machine that is meant, by the plan. ``node`` asks the node itself for its boot and build, since
-    what others know of it may be of the boot before: None where it doesn't answer.
+    what others know of it may be of the boot before: None where it doesn't answer. ``busy`` is asked right before each
+    request, and says what would be lost by it; requests for another version are waited for, and don't count.
 
     Raises PoolError where another took the scale set or changed its model, FetchError where Azure can't be reached; the
     same call goes on.
     """
     began = drive.client.now()
     while True:
-        history = drive.requests(number)
+        history = _settled(drive, number, node)
+        if history and history[-1].settled and history[-1].settled.outcome == "unknown":
+            return Ending("unknown", history[-1].settled.detail)
+        history = [request for request in history if request.sent.version == version.id]
         last = history[-1] if history else None
-        if last is not None and (last.settled is None or last.settled.outcome == "unknown"):
-            last = _settle(drive, last, node)
-            history[-1] = last
         if ending := _ending(history, drive.patience):
             return ending
         instance = drive.client.instance(drive.path, number)
@@ -170,7 +187,19 @@ def roll_instance(
         is_late = drive.client.now() - began > drive.patience.request
         if is_late and last and last.settled and last.settled.outcome == "refused":
             return Ending("failed", f"refused: {last.settled.detail}")
-        _send(drive, step, instance, version, reading)
+        if reason := busy():
+            return Ending("busy", reason)
+        with drive.upgrading if step == "upgrade" else nullcontext():
+            _send(drive, step, instance, version, reading)
+            _settled(drive, number, node)
+
+
+def _settled(drive: Drive, number: str, node: Callable[[], Node | None]) -> list[Request]:
+    """Return the requests for an instance, after finding out what became of the last one; raises FetchError."""
+    history = drive.requests(number)
+    if history and (history[-1].settled is None or history[-1].settled.outcome == "unknown"):
+        history[-1] = _settle(drive, history[-1], node)
+    return history
 
 
 def _next(

@@ -17,9 +17,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from image_builder.pool.plan.model import STEPS, Class
+from image_builder.pool.plan.model import STEPS, Class, Mode
 from image_builder.pool.run.records import Record
 from image_builder.pool.run.state import HostStatus, Progress
+from image_builder.pool.show.report import is_skipped
 from image_builder.pool.show.timeline import LABELS, ROW, TOP, WIDTH, timeline
 from image_builder.text import human_seconds
 
@@ -42,7 +43,8 @@ MEANINGS: Mapping[Class, str] = {
     "sudo": "logged in, but no rights",
     "dropped": "the connection broke",
     "failed": "the host reports which phase failed",
-    "unknown": "told to join; whether it did is unknown",
+    "unknown": "told to join, or to take another image; whether it did is unknown",
+    "skipped": "stayed busy, or was cordoned by somebody else; as it was",
 }
 _BAR = 240.0
 
@@ -93,7 +95,7 @@ def page(progress: Progress, records: Sequence[Record], report: Mapping[str, Any
         labels=LABELS,
         top=TOP,
         row_height=ROW,
-        durations=list(_durations(report["seconds"])),
+        durations=list(_durations(progress.plan.policy.mode, report["seconds"])),
         bar=_BAR,
         rows=rows,
         number={row.name: row.number for row in rows},
@@ -166,10 +168,10 @@ def _facts(
     yield "Plan", report["plan"][:16]
 
 
-def _durations(seconds: Mapping[str, Mapping[str, float]]) -> Iterator[_Duration]:
+def _durations(mode: Mode, seconds: Mapping[str, Mapping[str, float]]) -> Iterator[_Duration]:
     """Yield the steps in their order, each followed by its phases."""
     most = max((values["p95"] for values in seconds.values()), default=0.0) or 1.0
-    for step in STEPS:
+    for step in STEPS[mode]:
         for name, values in seconds.items():
             of, _, phase = name.partition(".")
             if of == step:
@@ -203,7 +205,7 @@ def _rows(progress: Progress, report: Mapping[str, Any]) -> Iterator[_Row]:
             wave=progress.waves[status.wave].wave.name,
             result=status.outcome.signature if status.outcome else status.state,
             good=_good(status),
-            tries="/".join(str(result["tries"][step]) for step in STEPS),
+            tries="/".join(str(result["tries"][step]) for step in STEPS[progress.plan.policy.mode]),
             seconds=round(seconds, 1),
             time=human_seconds(seconds) if seconds else "",
             detail=status.outcome.detail if status.outcome else "",
@@ -211,4 +213,4 @@ def _rows(progress: Progress, report: Mapping[str, Any]) -> Iterator[_Row]:
 
 
 def _good(status: HostStatus) -> bool | None:
-    return status.outcome.ok if status.outcome else None
+    return status.outcome.ok if status.outcome and not is_skipped(status) else None

@@ -15,7 +15,7 @@ from xml.etree.ElementTree import Element, SubElement
 
 from image_builder.pool.plan.model import Outcome
 from image_builder.pool.run.state import HostStatus, Progress
-from image_builder.pool.show.report import counts
+from image_builder.pool.show.report import counts, is_skipped
 
 # What XML 1.0 has no way to write, not even escaped: https://www.w3.org/TR/xml/#charsets
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -78,6 +78,8 @@ def _case(status: HostStatus) -> Element:
     if status.outcome is None:
         (state,) = (name for name, count in counts([status]).items() if count)
         SubElement(case, "skipped", message=state)
+    elif is_skipped(status):
+        SubElement(case, "skipped", message=_text(status.outcome.detail))
     elif not status.outcome.ok:
         case.append(_failure(status, status.outcome))
     return case

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from image_builder.pool.plan.model import CLASSES, STEPS, quantile
+from image_builder.pool.plan.model import CLASSES, STEPS, Step, quantile
 from image_builder.pool.plan.plan import named
 from image_builder.pool.run.records import Gated, Opened, Passed, Record, Result
 from image_builder.pool.run.state import HostStatus, Progress
@@ -52,8 +52,9 @@ def _untouched(status: HostStatus) -> bool:
 def report(progress: Progress, records: Sequence[Record], *, running: bool = False) -> dict[str, Any]:
     """Return the report of a run as one JSON object."""
     plan = progress.plan
+    steps = STEPS[plan.policy.mode]
     statuses = [s for s in progress.hosts.values() if s.state != "gone"]
-    return {
+    document = {
         "format": FORMAT,
         "state": state(progress, running=running),
         "reason": progress.stopped,
@@ -71,17 +72,28 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
         "slowest": slowest(statuses),
         "waves": waves(progress, records),
         "gates": gates(records),
-        "results": {s.host.name: _result(s) for s in sorted(statuses, key=lambda s: s.host.name)},
+        "results": {s.host.name: _result(s, steps) for s in sorted(statuses, key=lambda s: s.host.name)},
     }
+    if plan.policy.mode == "roll":
+        document["skipped"] = {
+            s.host.name: s.outcome.detail for s in statuses if is_skipped(s) and s.outcome is not None
+        }
+        document["restored"] = {s.host.name: s.restored for s in statuses if s.restored is not None}
+    return document
 
 
-def _result(status: HostStatus) -> dict[str, Any]:
+def is_skipped(status: HostStatus) -> bool:
+    """Tell whether a host was left as it was."""
+    return status.outcome is not None and status.outcome.kind == "skipped"
+
+
+def _result(status: HostStatus, steps: Sequence[Step]) -> dict[str, Any]:
     outcome = status.outcome.model_dump(mode="json") if status.outcome else None
     return {
         "wave": status.wave,
         "state": status.state,
         "outcome": outcome,
-        "tries": {step: status.tries[step] for step in STEPS},
+        "tries": {step: status.tries[step] for step in steps},
         "seconds": {step: round(value, 3) for step, value in status.seconds.items()},
         "phases": status.phases,
     }
@@ -111,7 +123,7 @@ def failures(statuses: Iterable[HostStatus]) -> list[dict[str, Any]]:
     """Return what failed alike, most frequent first, and what those hosts have in common."""
     alike: dict[str, list[HostStatus]] = {}
     for status in statuses:
-        if status.outcome and not status.outcome.ok:
+        if status.outcome and status.outcome.is_failure:
             alike.setdefault(status.outcome.signature, []).append(status)
     return [
         {
@@ -175,5 +187,7 @@ def text(report: dict[str, Any]) -> str:
             continue
         ends = ", ".join(f"{count} {name}" for name, count in wave["counts"].items() if count)
         lines.append(f"  {wave['name']}: {'over' if wave['passed'] else 'running'}, {ends}")
+    skipped = sorted(report.get("skipped", {}).items())
+    lines += [f"  skipped {name}: {detail}" for name, detail in skipped]
     lines += [f"  {f['count']} x {f['signature']}: {named(f['hosts'])}" for f in report["failures"]]
     return "\n".join(map(printable, lines))

@@ -6,14 +6,21 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from image_builder.pool.plan.model import STEPS, Step, quantile
+from image_builder.pool.plan.model import STEPS, Mode, Step, quantile
 from image_builder.pool.run import budgets
 from image_builder.pool.run.gates import Verdict
-from image_builder.pool.run.state import RUNNING, Progress, State, WaveStatus
+from image_builder.pool.run.state import OPEN, RUNNING, Progress, State, WaveStatus
+from image_builder.pool.show.report import is_skipped
 from image_builder.pool.show.report import state as state_of
 
+_BRING_UP: tuple[State, ...] = ("waiting", "probing", "ready", "joining", "joined", "verifying")
 # The states of hosts that haven't ended, in the order in which a host goes through them.
-STATES: tuple[State, ...] = ("waiting", "probing", "ready", "joining", "joined", "verifying")
+STATES: dict[Mode, tuple[State, ...]] = {
+    "bootstrap": _BRING_UP,
+    "verify": _BRING_UP,
+    "check": _BRING_UP,
+    "roll": tuple(state for state in OPEN if state != "joining"),
+}
 _SLOWEST = 5
 
 # p50 and p95 in seconds, by step (`bootstrap`) and by the phases that hosts told of (`disk`).
@@ -22,7 +29,10 @@ Quantiles = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class WaveView:
-    """A wave: ``counts`` are its hosts by state, ended ones as `ok` and `failed`. Times are seconds since 1970."""
+    """A wave: ``counts`` are its hosts by state, ended ones as `ok`, `skipped` and `failed`.
+
+    Times are seconds since 1970.
+    """
 
     name: str
     hosts: int
@@ -34,7 +44,7 @@ class WaveView:
 
     @property
     def unfinished(self) -> int:
-        return sum(self.counts[state] for state in STATES)
+        return sum(count for name, count in self.counts.items() if name in OPEN)
 
     @property
     def state(self) -> str:
@@ -56,8 +66,9 @@ class Slow:
 
 @dataclass(frozen=True)
 class View:
-    """A view of a run. ``current`` is the number of waves that began; ``next_at`` when one more may."""
+    """A view of a run of ``mode``. ``current`` is the number of waves that began; ``next_at`` when one more may."""
 
+    mode: Mode
     state: str
     reason: str
     began_at: float | None
@@ -79,10 +90,11 @@ def look(progress: Progress, quantiles: Sequence[Quantiles] = (), slowest: tuple
     """Return the view of a run now; ``quantiles`` (of each wave) and ``slowest`` are sought more rarely."""
     plan = progress.plan
     return View(
+        mode=plan.policy.mode,
         state=state_of(progress, running=not progress.stopped),
         reason=progress.stopped,
         began_at=progress.waves[0].began if progress.waves else None,
-        waves=tuple(_wave(wave) for wave in progress.waves),
+        waves=tuple(_wave(progress, wave) for wave in progress.waves),
         current=progress.began,
         failed=progress.failed,
         budget=plan.budget,
@@ -97,9 +109,13 @@ def look(progress: Progress, quantiles: Sequence[Quantiles] = (), slowest: tuple
     )
 
 
-def _wave(status: WaveStatus) -> WaveView:
-    counts: dict[str, int] = {state: status.count(state) for state in STATES}
+def _wave(progress: Progress, status: WaveStatus) -> WaveView:
+    mode = progress.plan.policy.mode
+    counts: dict[str, int] = {state: status.count(state) for state in STATES[mode]}
     counts["ok"] = status.count("ended") - status.failed
+    if mode == "roll":
+        counts["skipped"] = sum(is_skipped(progress.hosts[name]) for name in status.names("ended"))
+        counts["ok"] -= counts["skipped"]
     counts["failed"] = status.failed
     return WaveView(
         name=status.wave.name,
@@ -128,7 +144,7 @@ def slowest(progress: Progress) -> tuple[Slow, ...]:
     working = (
         Slow(name, step, status.since + status.delay)
         for wave in progress.waves[: progress.began]
-        for step in STEPS
+        for step in STEPS[progress.plan.policy.mode]
         for name in wave.names(RUNNING[step])
         for status in (progress.hosts[name],)
     )

@@ -150,6 +150,12 @@ class Fleet:
         events, self._events = self._events, []
         return events
 
+    def begin(self, step: Step, work: Sequence[Work]) -> None:
+        {"probe": self.probe, "bootstrap": self.bootstrap, "verify": self.verify}[step](work)
+
+    def turn(self) -> None:
+        """Do nothing: only a roll has changed scale sets."""
+
     def probe(self, work: Sequence[Work]) -> None:
         for w in work:
             key = self._begin(w, "probe")

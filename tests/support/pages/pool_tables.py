@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.drain.policy import Rule
-from image_builder.pool.plan.policy import Policy
+from image_builder.pool.plan.policy import Policy, Roll
 from image_builder.pool.plan.template import PoolAzure
 from image_builder.pool.run.records import Record
 
@@ -52,7 +52,9 @@ def model_table(model: type[BaseModel]) -> str:
 
 def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, str, str]]:
     for name, field in model.model_fields.items():
-        if isinstance(field.default, BaseModel):
+        if model is Policy and name == "roll":
+            yield from _fields(Roll, "roll.")
+        elif isinstance(field.default, BaseModel):
             yield from _fields(type(field.default), f"{above}{name}.")
         else:
             default = (

@@ -170,6 +170,12 @@ class World:
         self.at_work[step] += 1
         heapq.heappush(self.events, (self.time + work.delay + seconds, next(self.order), event))
 
+    def begin(self, step: Step, work: Sequence[Work]) -> None:
+        {"probe": self.probe, "bootstrap": self.bootstrap, "verify": self.verify}[step](work)
+
+    def turn(self) -> None:
+        pass
+
     def probe(self, work: Sequence[Work]) -> None:
         for w in work:
             fate = self.faults.fate(w.host.name)

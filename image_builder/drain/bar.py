@@ -1,0 +1,52 @@
+"""A taint that keeps every pod off an empty host: also one that a scheduler bound before it knew of the cordon.
+
+A cordon is heeded by schedulers alone. The kubelet itself refuses pods that don't tolerate a taint ``NoExecute``, so
+none starts between the last look at a host and what is then done to its machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from image_builder.drain.fence import send
+from image_builder.node.net.kube import Client, path_of_node
+
+TAINT = "image-builder/roll"
+_TAINTS = "/spec/taints"
+
+
+def bar(client: Client, name: str, run: str) -> bool:
+    """Put the taint on a Node; tell whether there is a Node. Raises KubeError."""
+    return _change(client, name, {"key": TAINT, "value": run, "effect": "NoExecute"})
+
+
+def lift(client: Client, name: str) -> bool:
+    """Take the taint off a Node; tell whether there is a Node. Raises KubeError."""
+    return _change(client, name, None)
+
+
+def is_barred(document: Mapping[str, Any], run: str) -> bool:
+    """Tell whether a Node has the taint of this run."""
+    return any(taint["key"] == TAINT and taint.get("value") == run for taint in _taints(document))
+
+
+def _taints(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list((document.get("spec") or {}).get("taints") or ())
+
+
+def _change(client: Client, name: str, taint: Mapping[str, Any] | None) -> bool:
+    """Have a Node carry the taint or none, whatever else changes its taints meanwhile."""
+    while (document := client.find(path_of_node(name))) is not None:
+        before = _taints(document)
+        after = [*(t for t in before if t["key"] != TAINT), *([taint] if taint else [])]
+        if before == after:
+            return True
+        patch = [
+            {"op": "test", "path": "/metadata/uid", "value": document["metadata"]["uid"]},
+            {"op": "test", "path": _TAINTS, "value": before or None},
+            {"op": "add", "path": _TAINTS, "value": after} if after else {"op": "remove", "path": _TAINTS},
+        ]
+        if send(client, name, patch):
+            return True
+    return False

@@ -1,0 +1,57 @@
+"""How a host gets from one state to another: whatever is counted follows, and nothing else changes a state."""
+
+from __future__ import annotations
+
+from image_builder.pool.plan.model import Outcome
+from image_builder.pool.run.state import HostStatus, Progress, State, WaveStatus
+
+
+def move(progress: Progress, name: str, state: State) -> None:
+    """Put a host into a state."""
+    status = progress.hosts[name]
+    wave = progress.waves[status.wave]
+    count_unavailable(progress, status, -1)
+    _count_failed(progress, wave, status, -1)
+    del wave.at[status.state][name]
+    status.state = state
+    if state != "ended":
+        status.outcome = status.ended_at = None
+    wave.at.setdefault(state, {})[name] = None
+    _count_failed(progress, wave, status, 1)
+    count_unavailable(progress, status, 1)
+
+
+def end(progress: Progress, status: HostStatus, outcome: Outcome, at: float) -> None:
+    """End a host with its outcome."""
+    status.outcome, status.ended_at = outcome, at
+    move(progress, status.host.name, "ended")
+
+
+def again(progress: Progress, status: HostStatus, at: float, state: State) -> bool:
+    """Let a host wait for another attempt, twice as long each time; False where it had all of them."""
+    policy = progress.plan.policy
+    if status.row >= policy.retries:
+        return False
+    status.not_before = at + policy.retry_seconds * 2**status.row
+    status.row += 1
+    move(progress, status.host.name, state)
+    return True
+
+
+def count_unavailable(progress: Progress, status: HostStatus, by: int) -> None:
+    """Count a host that is unavailable, or no longer; what makes it so changes between the two calls."""
+    if status.unavailable:
+        progress.unavailable += by
+        progress.zones[status.host.zone] += by
+
+
+def _count_failed(progress: Progress, wave: WaveStatus, status: HostStatus, by: int) -> None:
+    if status.state != "ended" or status.outcome is None or not status.outcome.is_failure:
+        return
+    signature = status.outcome.signature
+    for counts in (progress.signatures, wave.signatures):
+        counts[signature] += by
+        if not counts[signature]:
+            del counts[signature]
+    progress.failed += by
+    wave.failed += by

@@ -1,0 +1,289 @@
+"""A fleet that is rolled for real but for its machines: a control plane, simulated kubelets, and Azure's simulator.
+
+A reimage of an instance lets its node go away and come back with another boot. What a node tells of itself over SSH,
+and the suite, come from the simulator too: no machine is there to be asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from image_builder.drain import bar, fence
+from image_builder.drain.policy import Policy as DrainPolicy
+from image_builder.node.net.kube import Client as Kube
+from image_builder.node.net.kube import path_of_node
+from image_builder.node.net.kubeconfig import load
+from image_builder.pool.plan.model import OK, Host, Pool, ScaleSet, failed
+from image_builder.pool.plan.plan import Plan, PlannedFrom, make_plan
+from image_builder.pool.plan.plan import load as load_plan
+from image_builder.pool.plan.policy import Deadlines, Policy, Roll
+from image_builder.pool.reach.hostkeys import CertificateAuthority
+from image_builder.pool.reach.reach import Access
+from image_builder.pool.run import driver
+from image_builder.pool.run.driver import Work
+from image_builder.pool.run.journal import open_journal
+from image_builder.pool.run.resume import take_up
+from image_builder.pool.run.state import Progress
+from image_builder.pool.scale_set.client import HOLD_TAG, Client
+from image_builder.pool.scale_set.roll import Patience
+from image_builder.pool.scale_set.target import read_target
+from image_builder.pool.scale_set.verdict import Node
+from image_builder.pool.steps.control_plane import Unwatched
+from image_builder.pool.steps.fleet import Setup
+from image_builder.pool.steps.roll import Change, Key, RollFleet
+from image_builder.system.journal import Journal
+from image_builder.system.resource_manager import ResourceManager
+from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, add_version
+from tests.support.arm.model import SUBSCRIPTION, Answer, Request
+from tests.support.arm.scale_sets import SERVICES, Machine, ScaleSets, SetState
+from tests.support.arm.service import Arm
+from tests.support.arm.serving import Served
+from tests.support.control_plane.gates import Cluster, give_rights, running
+from tests.support.control_plane.kubelets import AGENT, Kubelets
+from tests.support.control_plane.servers import ADMINISTRATORS
+from tests.support.images.builds import REPO
+
+ACCOUNT = "system:serviceaccount:kube-system:image-builder-roll"
+RIGHTS = REPO / "deploy/roll.yml"
+RUN_AGENT = "image-builder-roll"
+QUICK = DrainPolicy(settle_seconds=1.0, poll_seconds=0.3, max_wait_seconds=15.0)
+_NODES = "/nodes/"
+PATIENCE = Patience(look=0.2, settle=2.0, request=60.0, boot=20.0)
+GENEROUS: dict[str, Any] = {"wave_budget": "50%", "budget": "50%", "same_least": 100}
+
+
+@dataclass
+class World:
+    """The cluster, Azure, and who answers for the nodes. ``broken`` are hosts whose checks fail with the new image."""
+
+    cluster: Cluster
+    kubelets: Kubelets
+    served: Served
+    scale_sets: ScaleSets
+    folder: Path
+    hosts: tuple[Host, ...] = ()
+    broken: set[str] = field(default_factory=set)
+
+    def account(self) -> Path:
+        return self.cluster.kubeconfig(ACCOUNT, "system:serviceaccounts")
+
+    def drive(self, rolled: Plan) -> Progress:
+        """Drive a roll to its end, in this process."""
+        return drive(self.folder, self.served.url, rolled, self.account())
+
+    @property
+    def admin(self) -> Kube:
+        return self.cluster.admin
+
+    def machine(self, host: Host) -> Machine:
+        return self.scale_sets.sets[host.scale_set_id.lower()].machines[host.instance]
+
+    def build(self, name: str) -> str:
+        return BUILDS[self.machine(self.host(name)).disk]
+
+    def host(self, name: str) -> Host:
+        return next(host for host in self.hosts if host.name == name)
+
+    def answer(self, request: Request) -> Answer | None:
+        """Answer what a node would tell of itself."""
+        if not request.path.startswith(_NODES):
+            return None
+        name = request.path.removeprefix(_NODES)
+        machine = self.machine(self.host(name))
+        if machine.state == "Updating":
+            return Answer(404, {})
+        build = BUILDS[machine.disk]
+        is_broken = name in self.broken and build == BUILDS[NEW]
+        return Answer(200, {"boot_id": machine.boot_id, "build": build, "is_broken": is_broken})
+
+    def models(self) -> set[str]:
+        return {group.image for group in self.scale_sets.sets.values()}
+
+    def node(self, name: str) -> dict[str, object]:
+        return self.admin.request("GET", path_of_node(name))
+
+    def is_ours(self, name: str) -> bool:
+        """Tell whether anything of ours is on a node."""
+        node = self.admin.request("GET", path_of_node(name))
+        taints = node["spec"].get("taints") or ()
+        return fence.record_of(node) is not None or any(taint["key"] == bar.TAINT for taint in taints)
+
+    def require_clean_sets(self) -> None:
+        """Hold what is so after every ending: services run, and nobody drives a set."""
+        for group in self.scale_sets.sets.values():
+            assert group.services == dict.fromkeys(SERVICES, "Running")
+            assert HOLD_TAG not in (group.content.get("tags") or {})
+
+    def reimages(self) -> list[str]:
+        """Return the requests that replace disks, as they arrived."""
+        return [
+            entry.path
+            for entry in self.served.arm.log
+            if entry.method == "POST" and entry.path.endswith(("/manualupgrade", "/reimage"))
+        ]
+
+
+class SimulatedFleet(RollFleet):
+    """The real one, but for what a machine would answer: that comes from where Azure is simulated."""
+
+    manager: ResourceManager
+
+    def _ask_simulator(self, host: Host) -> Mapping[str, Any]:
+        return self.manager.get(f"{_NODES}{host.name}", "1") or {}
+
+    def read(self, host: Host) -> Node | None:
+        answer = self._ask_simulator(host)
+        return Node(answer["boot_id"], answer["build"]) if answer else None
+
+    def verify(self, work: Sequence[Work]) -> None:
+        for w in work:
+            key = self._begin(w, "verify")
+            self._threads.submit(self._check, w.host, key)
+
+    def _check(self, host: Host, key: Key) -> None:
+        is_broken = self._ask_simulator(host).get("is_broken")
+        self._report(key, failed("verify", 101, "test_gpu") if is_broken else OK)
+
+
+@contextmanager
+def world(sets: int, each: int, folder: Path) -> Iterator[World]:
+    """Run a control plane and Azure's simulator with scale sets of so many nodes each; all run the old image."""
+    from tests.support.arm.serving import served
+
+    arm = Arm(NoDisks(), url="https://arm")
+    for path in (OLD, NEW):
+        add_version(arm, path)
+    names = [f"gpu-{s}-{n}" for s in range(sets) for n in range(each)]
+    with running(controllers=True) as cluster:
+        give_rights(cluster.admin, RIGHTS)
+        access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
+        (folder / "cloud").mkdir()
+        with (
+            Kubelets(lambda: Kube(access, agent=AGENT)) as kubelets,
+            served(arm, folder / "cloud") as service,
+        ):
+            kubelets.register(names)
+
+            def reimaged(group: SetState, machine: Machine) -> None:
+                name = group.content["name"]
+                threading.Thread(target=kubelets.boot, args=(f"{name}-{machine.id}",)).start()
+
+            scale_sets = ScaleSets(
+                arm, seconds={"upgrade": 0.5, "reimage": 1.0, "service": 0.1}, reimaged=reimaged
+            )
+            state = World(cluster, kubelets, service, scale_sets, folder)
+            arm.faults.append(state.answer)
+            for number in range(sets):
+                path = scale_sets.add(f"gpu-{number}", OLD, each)
+                group = scale_sets.sets[path.lower()]
+                state.hosts += tuple(
+                    Host(
+                        name=f"gpu-{number}-{machine.id}",
+                        address="192.0.2.1",
+                        pool="gpu",
+                        scale_set=f"gpu-{number}",
+                        vm_size="Standard_ND96isr_H100_v5",
+                        zone=str(1 + number % 2),
+                        image="worker",
+                        vm_id=machine.vm_id,
+                        scale_set_id=path,
+                        instance=machine.id,
+                    )
+                    for machine in group.machines.values()
+                )
+            yield state
+
+
+def plan(world: World, **policy: Any) -> Plan:
+    """Return the plan of a roll to the new version, read from Azure by its own SDK."""
+    rolled = Policy.model_validate(
+        {
+            "mode": "roll",
+            "waves": ("50%",),
+            "soak_seconds": (0.0,),
+            "cadence_seconds": 0.0,
+            "retry_seconds": 0.5,
+            "deadlines": Deadlines(probe=20.0),
+            "roll": Roll(max_unavailable="50%", drain=QUICK),
+            **policy,
+        }
+    )
+    names = sorted({host.scale_set for host in world.hosts})
+    each = len(world.hosts) // len(names)
+    pools = [Pool(name="gpu", scale_sets=tuple(ScaleSet(name=n, capacity=each, hosts=each) for n in names))]
+    with ResourceManager(SUBSCRIPTION, endpoint=world.served.url) as manager:
+        target = read_target(Client(manager), world.hosts, NEW)
+    inventory = PlannedFrom(paths=("hosts.yml",), digest="d")
+    return make_plan(inventory, pools, world.hosts, rolled, target=target)
+
+
+def drive(
+    folder: Path, url: str, rolled: Plan, account: Path, on_record: Callable[[], None] = lambda: None
+) -> Progress:
+    """Drive a roll, from its journal if it has one; ``on_record`` is called after each record of either journal."""
+    key, authorities = folder / "key", folder / "authorities"
+    if not key.exists():
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+        authorities.write_text(f"@cert-authority * {key.with_suffix('.pub').read_text()}")
+    setup = Setup(
+        access=Access(CertificateAuthority(authorities), "root", key),
+        deadlines=rolled.policy.deadlines,
+        python=Path("/usr/bin/python3"),
+        control_plane=Unwatched(),
+    )
+    access = load(account)
+    assert rolled.target and rolled.policy.rolls
+    with ResourceManager(SUBSCRIPTION, endpoint=url) as manager:
+        change = Change(
+            target=rolled.target,
+            run=f"roll-{rolled.digest[:12]}",
+            kube=lambda: Kube(access, agent=RUN_AGENT),
+            azure=Client(manager, wait=lambda seconds: time.sleep(min(seconds, 0.3))),
+            journal=folder / "requests.jsonl",
+            policy=rolled.policy.rolls.drain,
+            patience=PATIENCE,
+            settle_seconds=1.0,
+        )
+        fleet = SimulatedFleet(setup, change, folder / "work")
+        fleet.manager = manager
+        append = Journal.append
+
+        def appended(journal: Any, record: Any) -> None:
+            append(journal, record)
+            on_record()
+
+        with (
+            mock.patch.object(Journal, "append", appended),
+            fleet,
+            open_journal(folder / "run.jsonl") as journal,
+        ):
+            progress = take_up(rolled, journal, rolled.hosts, at=time.time())
+            driver.run(progress, fleet, journal.append)
+    return progress
+
+
+def drive_and_die(folder: Path, url: str, account: Path, last: int) -> None:
+    """Drive the roll of a folder's plan in this process, which SIGKILL ends after so many records."""
+    records = itertools.count(1)
+
+    def count() -> None:
+        if next(records) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    drive(folder, url, load_plan(folder / "plan.json"), account, count)
+
+
+if __name__ == "__main__":
+    drive_and_die(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))

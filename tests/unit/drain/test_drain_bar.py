@@ -1,0 +1,66 @@
+"""The taint that keeps pods off an empty host, beside those of others."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from image_builder.drain.bar import TAINT, bar, is_barred, lift
+from image_builder.node.net.kube import KubeError
+
+OTHER = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}
+OURS = {"key": TAINT, "value": "roll-7", "effect": "NoExecute"}
+
+
+class Server:
+    """A Node, changed by JSON patches as an API server does it; ``meanwhile`` changes it before the first one."""
+
+    def __init__(self, *taints: dict[str, str], meanwhile: dict[str, str] | None = None) -> None:
+        self.document: dict[str, Any] = {"metadata": {"uid": "1"}, "spec": {}}
+        if taints:
+            self.document["spec"]["taints"] = list(taints)
+        self.meanwhile = meanwhile
+        self.patches = 0
+
+    def find(self, _path: str) -> dict[str, Any]:
+        return copy.deepcopy(self.document)
+
+    def request(self, _method: str, _path: str, patch: list[dict[str, Any]], _kind: str) -> None:
+        self.patches += 1
+        spec = self.document["spec"]
+        if self.meanwhile:
+            spec["taints"] = [*spec.get("taints", ()), self.meanwhile]
+            self.meanwhile = None
+        for step in patch:
+            match step["op"], step["path"]:
+                case "test", "/spec/taints":
+                    if spec.get("taints") != step["value"]:
+                        raise KubeError("the server rejected our request", status=422)
+                case "add", "/spec/taints":
+                    spec["taints"] = step["value"]
+                case "remove", "/spec/taints":
+                    del spec["taints"]
+                case "test", "/metadata/uid":
+                    assert step["value"] == "1"
+                case other:
+                    raise AssertionError(other)
+
+
+@pytest.mark.parametrize("others", [(), (OTHER,)])
+def test_it_comes_and_goes_and_others_stay(others: tuple[dict[str, str], ...]) -> None:
+    server = Server(*others)
+    assert bar(server, "gpu-17", "roll-7")  # type: ignore[arg-type]
+    assert server.document["spec"]["taints"] == [*others, OURS]
+    assert is_barred(server.document, "roll-7") and not is_barred(server.document, "roll-8")
+    assert bar(server, "gpu-17", "roll-7") and server.patches == 1  # type: ignore[arg-type]
+    assert lift(server, "gpu-17")  # type: ignore[arg-type]
+    assert server.document["spec"] == ({"taints": list(others)} if others else {})
+
+
+def test_a_taint_that_comes_meanwhile_is_not_lost() -> None:
+    server = Server(meanwhile=OTHER)
+    bar(server, "gpu-17", "roll-7")  # type: ignore[arg-type]
+    assert server.document["spec"]["taints"] == [OTHER, OURS]
+    assert server.patches == 2

@@ -1,0 +1,213 @@
+"""A fleet at work in simulated time that gets another image: jobs, cordons, scale sets, instances.
+
+Nothing here waits. The driver is the real one; what it does to nodes and scale sets is written down here, as they know
+it, and every limit is checked at each moment.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+from image_builder.pool.plan.model import OK, Joined, Outcome, Step, ended, failed
+from image_builder.pool.plan.plan import Plan
+from image_builder.pool.plan.policy import Policy, Roll
+from image_builder.pool.run.driver import Event, Work, run
+from image_builder.pool.run.gates import Reading
+from image_builder.pool.run.progress import apply, begin
+from image_builder.pool.run.records import Opened, Record
+from image_builder.pool.run.state import Progress
+from tests.unit.pool.simulation import START, make
+
+OLD, NEW = "old", "new"
+REIMAGE, BOOT = 360.0, 480.0
+# What can go wrong with a host: a new image that never comes, that fails its preflight or its checks, an answer that is
+# lost although the request was accepted, a request that is lost, a node that comes back with its old image once.
+Fate = Literal[
+    "well", "never back", "preflight", "checks", "answer lost", "request lost", "old once", "foreign cordon"
+]
+
+
+@dataclass
+class Node:
+    """A node as it is: ``busy_until`` is when its job ends, ``cordoned`` by whom."""
+
+    build: str = OLD
+    busy_until: float = 0.0
+    cordoned: str = ""
+    away: bool = False
+    reimages: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class World:
+    """The fleet and its scale sets. ``lost`` are jobs that were running when their node was reimaged."""
+
+    plan: Plan
+    fates: dict[str, Fate] = field(default_factory=dict)
+    jobs: Callable[[str], float] = lambda _: 0.0
+    time: float = START
+    nodes: dict[str, Node] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
+    events: list[tuple[float, int, Event]] = field(default_factory=list)
+    over: set[tuple[str, Step, int]] = field(default_factory=set)
+    order: Iterator[int] = field(default_factory=count)
+    lost: list[str] = field(default_factory=list)
+    turned_at: float | None = None
+    most_unavailable: int = 0
+    log: list[tuple[float, str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for host in self.plan.hosts:
+            self.nodes[host.name] = Node(busy_until=START + self.jobs(host.name))
+            self.models[host.scale_set] = OLD
+            if self.fates.get(host.name) == "foreign cordon":
+                self.nodes[host.name].cordoned = "somebody"
+
+    def now(self) -> float:
+        return self.time
+
+    def room(self, _step: Step) -> int:
+        return 10**6
+
+    def gate(self) -> Reading:
+        return Reading(requests=30_000)
+
+    def wait(self, until: float) -> Sequence[Event]:
+        self._check()
+        if not self.events or self.events[0][0] > until:
+            self.time = max(self.time, until)
+            return ()
+        self.time = max(self.time, self.events[0][0])
+        events = []
+        while self.events and self.events[0][0] <= self.time:
+            event = heapq.heappop(self.events)[2]
+            if (event.host, event.step, event.attempt) not in self.over:
+                self._happen(event)
+                events.append(event)
+        return events
+
+    def _check(self) -> None:
+        """Hold the limits: hosts that are cordoned by us or away, in all and in each zone."""
+        away = [n for n, node in self.nodes.items() if node.away or node.cordoned == "us"]
+        self.most_unavailable = max(self.most_unavailable, len(away))
+        assert len(away) <= self.plan.max_unavailable
+        zones = Counter(host.zone for host in self.plan.hosts)
+        for zone, number in Counter(self.plan.host[n].zone for n in away).items():
+            assert number <= max(1, zones[zone] // 2), zone
+
+    def _later(
+        self, seconds: float, w: Work, step: Step, outcome: Outcome, joined: Joined = "unknown"
+    ) -> None:
+        event = Event(w.host.name, step, w.attempt, outcome, joined, seconds)
+        heapq.heappush(self.events, (self.time + seconds, next(self.order), event))
+
+    def _happen(self, event: Event) -> None:
+        node = self.nodes[event.host]
+        if event.step == "free" and event.outcome.ok and node.cordoned == "us":
+            node.cordoned = ""
+
+    def begin(self, step: Step, work: Sequence[Work]) -> None:
+        for w in work:
+            self.log.append((self.time, step, w.host.name))
+            getattr(self, f"_{step}")(w, self.nodes[w.host.name], self.fates.get(w.host.name, "well"))
+
+    def turn(self) -> None:
+        self.turned_at = self.time
+        self.models = dict.fromkeys(self.models, OLD)
+
+    def give_up(self, host: str, step: Step, attempt: int) -> None:
+        self.over.add((host, step, attempt))
+
+    def _probe(self, w: Work, node: Node, _fate: Fate) -> None:
+        if node.away:
+            self._later(10.0, w, "probe", ended("timeout"))
+        else:
+            self._later(0.3, w, "probe", OK, "yes" if node.build == NEW else "no")
+
+    def _drain(self, w: Work, node: Node, fate: Fate) -> None:
+        if fate == "foreign cordon":
+            self._later(0.1, w, "drain", ended("skipped", "cordoned by somebody else"))
+            return
+        node.cordoned = "us"
+        left = max(0.0, node.busy_until - self.time)
+        patience = 3600.0
+        if left > patience:
+            self._later(patience, w, "drain", ended("skipped", "pod train-0 of Job train"))
+        else:
+            self._later(left + 1.0, w, "drain", OK)
+
+    def _reimage(self, w: Work, node: Node, fate: Fate) -> None:
+        assert node.cordoned == "us" and self.turned_at is None
+        if fate == "request lost" and node.reimages[NEW] == 0 and w.attempt == 1:
+            self._later(30.0, w, "reimage", ended("timeout", "no answer"), "no")
+            return
+        self.models[w.host.scale_set] = NEW
+        self._replace(w, node, NEW)
+        took = REIMAGE + BOOT
+        match fate:
+            case "never back":
+                node.away = True
+            case "answer lost":
+                self._later(60.0, w, "reimage", ended("unknown", "the answer was lost"))
+            case "old once" if node.reimages[NEW] == 1:
+                node.build = OLD
+                self._later(took, w, "reimage", ended("unknown", "it runs the previous build"))
+            case "preflight":
+                self._later(took, w, "reimage", failed("preflight", 61, "a GPU has ECC errors"))
+            case _:
+                self._later(took, w, "reimage", OK, "yes")
+
+    def _replace(self, w: Work, node: Node, build: str) -> None:
+        if node.busy_until > self.time:
+            self.lost.append(w.host.name)
+        node.build = build
+        node.reimages[build] += 1
+
+    def _verify(self, w: Work, node: Node, fate: Fate) -> None:
+        bad = fate == "checks" and node.build == NEW
+        self._later(20.0, w, "verify", failed("verify", 101, "test_gpu") if bad else OK)
+
+    def _free(self, w: Work, _node: Node, _fate: Fate) -> None:
+        self._later(0.2, w, "free", OK)
+
+    def _restore(self, w: Work, node: Node, fate: Fate) -> None:
+        assert set(self.models.values()) == {OLD}, "no host goes back before its scale set"
+        self._replace(w, node, OLD)
+        if fate != "never back":
+            node.cordoned = ""
+            self._later(REIMAGE + BOOT, w, "restore", OK)
+        else:
+            self._later(REIMAGE + BOOT, w, "restore", ended("timeout"))
+
+
+def plan(hosts: int, **policy: object) -> Plan:
+    """Return the plan of a roll over so many hosts."""
+    rolled = {"mode": "roll", **policy}
+    if "max_unavailable" in rolled:
+        rolled["roll"] = Roll(max_unavailable=str(rolled.pop("max_unavailable")))
+    return make(hosts, Policy.model_validate(rolled))
+
+
+def mixed_jobs(seed: int, longest: float) -> Callable[[str], float]:
+    """Return how long each host's job lasts yet: one of ten is idle, the others are somewhere in one."""
+
+    def rest(name: str) -> float:
+        drawn = random.Random(f"{seed}/{name}")
+        return 0.0 if drawn.random() < 0.1 else drawn.random() * longest
+
+    return rest
+
+
+def roll(world: World, stop_asked: Callable[[], bool] = lambda: False) -> tuple[Progress, list[Record]]:
+    """Drive a roll to its end; return it, and the records."""
+    progress = begin(world.plan)
+    records: list[Record] = [Opened(at=world.time, plan=world.plan.digest)]
+    apply(progress, records[0])
+    run(progress, world, records.append, stop_asked)
+    return progress, records

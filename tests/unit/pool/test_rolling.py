@@ -1,0 +1,227 @@
+"""Rolls in simulated time: what becomes of hosts, and what holds at each moment whatever goes wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from image_builder.pool.plan.policy import Policy, Roll
+from image_builder.pool.run.driver import run
+from image_builder.pool.run.progress import apply, replay
+from image_builder.pool.run.records import Opened, Passed, Record, Turned
+from image_builder.pool.run.state import Progress
+from image_builder.pool.show import report as reports
+from image_builder.pool.show.view import look
+from tests.unit.pool.rolls import NEW, OLD, Fate, World, mixed_jobs, plan, roll
+
+FATES: list[Fate] = [
+    "well",
+    "never back",
+    "preflight",
+    "checks",
+    "answer lost",
+    "request lost",
+    "old once",
+    "foreign cordon",
+]
+GENEROUS = {"wave_budget": "100%", "budget": "100%", "same_share": "100%", "max_unavailable": "30%"}
+
+
+def check_end(world: World, progress: Progress) -> None:
+    """Hold what must be so after every end: no job lost, no cordon of ours but on hosts that failed."""
+    assert world.lost == []
+    for name, node in world.nodes.items():
+        status = progress.hosts[name]
+        assert node.reimages[NEW] <= 1 + progress.plan.policy.retries and node.reimages[OLD] <= 1
+        if node.cordoned == "us":
+            assert status.outcome and status.outcome.is_failure and status.touched and not status.restored
+        if status.outcome and status.outcome.ok:
+            assert node.build == NEW and not node.cordoned
+        if world.fates.get(name) == "foreign cordon":
+            assert node.cordoned == "somebody" and node.build == OLD
+
+
+def test_an_idle_fleet_gets_its_image_wave_by_wave() -> None:
+    world = World(plan(1200))
+    progress, records = roll(world)
+    assert progress.finished and not progress.stopped
+    assert {node.build for node in world.nodes.values()} == {NEW}
+    assert set(world.models.values()) == {NEW}
+    assert world.most_unavailable <= 24
+    assert all(world.nodes[name].reimages[NEW] == 1 for name in world.nodes)
+    check_end(world, progress)
+    assert replay(world.plan, records).hosts == progress.hosts
+    document = reports.report(progress, records)
+    assert document["counts"]["ok"] == 1200 and document["skipped"] == {} == document["restored"]
+    assert set(document["results"]["gpu-00-000000"]["tries"]) == {
+        "probe",
+        "drain",
+        "reimage",
+        "verify",
+        "free",
+        "restore",
+    }
+    view = look(progress)
+    assert sum(wave.counts["ok"] for wave in view.waves) == 1200
+
+
+def test_busy_hosts_are_waited_for_and_those_that_stay_busy_are_skipped() -> None:
+    world = World(plan(300, max_unavailable="20%"), jobs=mixed_jobs(1, 30_000.0))
+    progress, records = roll(world)
+    assert progress.finished
+    counts = reports.counts(progress.hosts.values())
+    assert counts["skipped"] > 10 and counts["ok"] + counts["skipped"] == 300
+    check_end(world, progress)
+    skipped = reports.report(progress, records)["skipped"]
+    assert set(skipped.values()) == {"pod train-0 of Job train"}
+    assert all(world.nodes[name].build == OLD and not world.nodes[name].cordoned for name in skipped)
+    assert not progress.failed
+
+
+@pytest.mark.parametrize(
+    ("fate", "signature", "build"),
+    [
+        ("never back", "unknown", NEW),
+        ("preflight", "failed preflight 61", NEW),
+        ("checks", "failed verify 101", NEW),
+        ("answer lost", "ok", NEW),
+        ("request lost", "ok", NEW),
+        ("old once", "ok", NEW),
+        ("foreign cordon", "skipped", OLD),
+    ],
+)
+def test_one_host_of_a_large_wave_has_a_fate(fate: Fate, signature: str, build: str) -> None:
+    rolled = plan(300, **GENEROUS)
+    name = rolled.waves[-1].hosts[0]
+    world = World(rolled, {name: fate})
+    progress, _ = roll(world)
+    assert progress.finished
+    outcome = progress.hosts[name].outcome
+    assert outcome and outcome.signature == signature
+    assert world.nodes[name].build == build
+    assert Counter(s.outcome.kind for s in progress.hosts.values() if s.outcome)["ok"] >= 299
+    check_end(world, progress)
+
+
+def test_a_canary_that_fails_stops_the_run_and_everything_goes_back() -> None:
+    rolled = plan(300)
+    canary = rolled.waves[0].hosts[0]
+    world = World(rolled, {canary: "preflight"})
+    progress, records = roll(world)
+    assert progress.stopped and not progress.finished
+    assert set(world.models.values()) == {OLD} and world.turned_at is not None
+    (turned,) = [r for r in records if isinstance(r, Turned) and r.hosts]
+    assert turned.hosts == (canary,)
+    assert world.nodes[canary].build == OLD and not world.nodes[canary].cordoned
+    assert progress.hosts[canary].restored is True
+    assert not any(isinstance(r, Passed) for r in records)
+    # Healthy new ones stay.
+    assert all(
+        world.nodes[n].build == NEW
+        for n in rolled.waves[0].hosts
+        if n != canary and world.nodes[n].reimages[NEW]
+    )
+    check_end(world, progress)
+
+
+def test_what_can_not_be_restored_stays_cordoned() -> None:
+    rolled = plan(300)
+    canary = rolled.waves[0].hosts[0]
+    world = World(rolled, {canary: "never back"})
+    progress, records = roll(world)
+    assert progress.hosts[canary].restored is False and world.nodes[canary].cordoned == "us"
+    assert reports.report(progress, records)["restored"] == {canary: False}
+    assert world.nodes[canary].reimages[OLD] == 1, "never a third time"
+
+
+def test_nothing_is_restored_where_the_policy_says_never() -> None:
+    rolled = plan(300, roll=Roll(restore="never"))
+    world = World(rolled, {rolled.waves[0].hosts[0]: "preflight"})
+    progress, records = roll(world)
+    assert progress.stopped and world.turned_at is None
+    assert not [r for r in records if isinstance(r, Turned)]
+
+
+def test_the_third_alike_failure_turns_all_scale_sets_back_at_once() -> None:
+    rolled = plan(1200, wave_budget="50%", budget="50%", max_unavailable="10%")
+    bad: dict[str, Fate] = dict.fromkeys(rolled.waves[-1].hosts[:20], "checks")
+    world = World(rolled, bad)
+    progress, records = roll(world)
+    assert "failed alike: failed verify 101" in progress.stopped
+    stopped = next(r.at for r in records if r.kind == "stopped")
+    assert world.turned_at is not None and world.turned_at - stopped <= 30
+    check_end(world, progress)
+
+
+def test_who_asks_it_to_stop_goes_on_later() -> None:
+    world = World(plan(300, max_unavailable="20%"), jobs=mixed_jobs(2, 3000.0))
+    begun: list[float] = []
+
+    def stop() -> bool:
+        return len([entry for entry in world.log if entry[1] == "reimage"]) > 20
+
+    progress, records = roll(world, stop)
+    assert progress.stop_asked and world.turned_at is None
+    assert not [n for n, node in world.nodes.items() if node.cordoned == "us"]
+    check_end(world, progress)
+    records.append(Opened(at=world.time, plan=world.plan.digest))
+    apply(progress, records[-1])
+    run(progress, world, records.append)
+    begun.append(world.time)
+    assert progress.finished
+    assert reports.counts(progress.hosts.values())["ok"] == 300
+    check_end(world, progress)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    fates=st.lists(st.sampled_from(FATES), min_size=40, max_size=40),
+    seed=st.integers(0, 1000),
+    moment=st.integers(1, 400),
+)
+def test_whatever_happens_and_whenever_the_driver_is_killed(
+    fates: list[Fate], seed: int, moment: int
+) -> None:
+    """A driver that ends at any record, and another one that takes its journal up."""
+    rolled = plan(40, **GENEROUS)
+    world = World(
+        rolled,
+        {host.name: fate for host, fate in zip(rolled.hosts, fates, strict=True)},
+        jobs=mixed_jobs(seed, 4000.0),
+    )
+
+    class KilledError(Exception):
+        pass
+
+    records: list[Record] = []
+
+    def write(record: Record) -> None:
+        records.append(record)
+        if len(records) == moment:
+            raise KilledError
+
+    records.append(Opened(at=world.time, plan=rolled.digest))
+    progress = replay(rolled, records)
+    try:
+        run(progress, world, write)
+    except KilledError:
+        # What it began goes on; what it waited for comes to nobody.
+        world.events.clear()
+        records.append(Opened(at=world.time, plan=rolled.digest))
+        progress = replay(rolled, records)
+        run(progress, world, records.append)
+    assert progress.finished or progress.stopped
+    check_end(world, progress)
+    assert replay(rolled, records).hosts == progress.hosts
+
+
+def test_only_a_roll_has_its_settings() -> None:
+    assert Policy().max_unavailable == "10%" and Policy().roll is None
+    rolled = Policy(mode="roll")
+    assert rolled.most_unavailable == "2%" and rolled.deadline("drain") == 4230.0
+    with pytest.raises(ValidationError, match="mode `roll`"):
+        Policy(roll=Roll())
