@@ -332,7 +332,7 @@ def test_everything_that_is_in_the_way_is_said_at_once(
 
 def test_quota_that_is_used_up_is_named_by_region_before_anything_is_made(publishing: Publishing) -> None:
     arm = publishing.cloud.arm
-    arm.limits = {
+    arm.quotas = {
         ("westus3", "StandardDiskCount"): 0,
         ("westus3", "GalleryImage"): 1,  # the definition is there already
         ("eastus", "GalleryImageVersion"): 0,
@@ -346,9 +346,9 @@ def test_quota_that_is_used_up_is_named_by_region_before_anything_is_made(publis
         assert reason in caught.value.message
     assert "Gallery Images" not in caught.value.message
     assert publishing.cloud.changes() == []
-    arm.limits = {}
+    arm.quotas = {}
     publishing()
-    arm.limits = {("eastus", "GalleryImageVersion"): 0, ("westus3", "StandardDiskCount"): 0}
+    arm.quotas = {("eastus", "GalleryImageVersion"): 0, ("westus3", "StandardDiskCount"): 0}
     publishing()  # it is there, so it needs none
     publishing.require_published()
 

@@ -77,7 +77,7 @@ class Arm:
     actions: list[str] = field(default_factory=lambda: ["*"])
     failing_regions: dict[str, int] = field(default_factory=dict)
     # (region, counter) -> another limit than the usual one
-    limits: dict[tuple[str, str], int] = field(default_factory=dict)
+    quotas: dict[tuple[str, str], int] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     resources: dict[str, Resource] = field(default_factory=dict)
     operations: dict[str, Operation] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class Arm:
             {
                 "unit": "Count",
                 "currentValue": types.count(kind),
-                "limit": self.limits.get((region, name), limit),
+                "limit": self.quotas.get((region, name), limit),
                 "name": {"value": name, "localizedValue": label},
             }
             for name, (label, kind, limit) in _COUNTERS.items()

@@ -9,7 +9,7 @@ import pytest
 from tests.support.arm.fleet import NEW, OLD, Fleet, fleet
 from tests.support.arm.model import Answer, Json, Request
 from tests.support.arm.service import Arm
-from tests.unit.tests.test_arm import _model, unknown_keys
+from tests.support.arm.shapes import model, unknown_keys
 
 NEW_IMAGE = {"imageReference": {"id": NEW}}
 
@@ -213,9 +213,9 @@ def test_every_answer_has_only_keys_that_the_service_knows(machines: Fleet) -> N
         "VirtualMachineScaleSetVM": _get(machines, "/virtualMachines")["value"][0],
     }
     for name, answer in answers.items():
-        assert unknown_keys(_model(name), answer) == [], name
+        assert unknown_keys(model(name), answer) == [], name
         # What the SDK reads is what was served.
-        assert _model(name)(answer).as_dict() == answer
+        assert model(name)(answer).as_dict() == answer
 
 
 def test_every_request_has_only_keys_that_the_service_knows() -> None:
@@ -229,4 +229,4 @@ def test_every_request_has_only_keys_that_the_service_knows() -> None:
         "OrchestrationServiceStateInput": {"serviceName": "AutomaticRepairs", "action": "Suspend"},
     }
     for name, body in bodies.items():
-        assert unknown_keys(_model(name), body) == [], name
+        assert unknown_keys(model(name), body) == [], name
