@@ -45,6 +45,18 @@ def admitted(progress: Progress, names: Iterable[str]) -> list[str]:
     return chosen
 
 
+def away(progress: Progress) -> int:
+    """Return how many hosts may not be Ready because of a roll: they get another image, or came to grief with it."""
+    begun = progress.waves[: progress.began]
+    broken = [
+        name
+        for wave in begun
+        for name in wave.names("waiting", "probing", "broken", "ended")
+        if progress.hosts[name].touched and progress.hosts[name].unavailable
+    ]
+    return len(broken) + sum(wave.count("reimaging", "restoring", "joined", "verifying") for wave in begun)
+
+
 def in_work(progress: Progress) -> int:
     """Return how many hosts are in work: a step was begun, or has to follow before anything is known of them."""
     count = sum(w.count(*IN_WORK) for w in progress.waves[: progress.began])

@@ -188,6 +188,7 @@ def _read_gate(r: _Run, now: float) -> None:
         # Before the first wave there is nothing to compare with: what is so then is what is so before it.
         not_ready_before=current.not_ready_before if current else reading.not_ready,
         hosts=len(progress.plan.hosts),
+        away=budgets.away(progress) if progress.plan.policy.rolls else 0,
     )
     r.note(Gated(at=now, reading=reading, verdict=verdict, reasons=reasons))
 

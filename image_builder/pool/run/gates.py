@@ -35,13 +35,13 @@ class Reading(Strict):
 
 
 def judge(
-    reading: Reading, limits: GateLimits, *, not_ready_before: int, hosts: int
+    reading: Reading, limits: GateLimits, *, not_ready_before: int, hosts: int, away: int = 0
 ) -> tuple[Verdict, tuple[str, ...]]:
     """Return whether hosts may be started, and every reason against it.
 
     ``hold`` passes by itself, or becomes a stop by the policy's patience; ``stop`` doesn't: nodes that were Ready
     and are not any more are the harm that waves are there to bound. ``not_ready_before`` is what was so before
-    the wave, ``hosts`` all hosts of the run.
+    the wave, ``hosts`` all hosts of the run, ``away`` those of them that a roll has taken out of work itself.
     """
     if reading.unwatched:
         return "go", ("the control plane is not watched: no kubeconfig was given",)
@@ -59,7 +59,7 @@ def judge(
         held.append(
             f"a certificate request pends for {reading.csr_seconds:.0f} s, limit {limits.csr_seconds:.0f} s"
         )
-    fallen = reading.not_ready - not_ready_before
+    fallen = reading.not_ready - not_ready_before - away
     if fallen > (allowed := at_least(limits.not_ready, hosts)):
         return "stop", (f"{fallen} more nodes are NotReady than before, limit {allowed}", *held)
     return ("hold" if held else "go"), tuple(held)

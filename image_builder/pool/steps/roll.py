@@ -47,7 +47,7 @@ _ASK_SECONDS = 20.0
 # Between the taint and the last look: a pod that was bound before it has appeared by then.
 _SETTLE_SECONDS = 30.0
 _TROUBLE_SECONDS = 60.0
-_TURNS = 10
+_TURNS, _TURNED_AT_ONCE = 10, 16
 # Numbers of failures that have no other.
 _FAILED, _BROKEN_OFF = 1, 2
 
@@ -110,7 +110,22 @@ class RollFleet(Fleet):
 
     def __enter__(self) -> Self:
         """Raises PoolError for a version that isn't there, ImageBuilderError for a journal that can't be written."""
-        super().__enter__()
+        try:
+            self._read_azure()
+            self._journal = _Journal(self._stack.enter_context(records.open_journal(self._change.journal)))
+            # What another process was at work on, and has left as it was when it was killed.
+            sets = sorted({r.scale_set for r in self._journal.records if isinstance(r, records.Suspension)})
+            for path in sets:
+                if records.suspended(self._journal.records, path):
+                    self._drive(path)
+            super().__enter__()
+        except BaseException:
+            self._stack.close()
+            raise
+        self._drains.start()
+        return self
+
+    def _read_azure(self) -> None:
         target = self._change.target
         for path in {target.version, *target.before.values()}:
             if (version := self._change.azure.version(path)) is None:
@@ -120,14 +135,6 @@ class RollFleet(Fleet):
             self._planned[path] = self._change.azure.scale_set(path)
             if (image := self._planned[path].image) not in (before, target.version):
                 raise PoolError(f"the model of {path} names {image} since the plan", hint="make a new plan")
-        journal = self._stack.enter_context(records.open_journal(self._change.journal))
-        self._journal = _Journal(journal)
-        # What another process was at work on, and has left as it was when it was killed.
-        for path in sorted({r.scale_set for r in self._journal.records if isinstance(r, records.Suspension)}):
-            if records.suspended(self._journal.records, path):
-                self._drive(path)
-        self._drains.start()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -164,7 +171,9 @@ class RollFleet(Fleet):
             self._is_turned = True
             last = {r.scale_set: r.after for r in self._journal.records if isinstance(r, records.Model)}
         changed = [path for path, version in last.items() if version == self._change.target.version]
-        list(self._threads.map(self._turn, changed))
+        # Not in the threads of hosts, all of which may be at work for long.
+        with ThreadPoolExecutor(_TURNED_AT_ONCE, thread_name_prefix="turn") as threads:
+            list(threads.map(self._turn, changed))
 
     def _turn(self, path: str) -> None:
         for attempt in range(_TURNS):
@@ -274,7 +283,12 @@ class RollFleet(Fleet):
         return OK, "unknown"
 
     def _bring(self, drive: Drive, host: Host, version: Version, busy: Callable[[], str]) -> Ending:
-        return roll_instance(drive, host.instance, host.vm_id, version, lambda: self.read(host), busy)
+        def node() -> Node | None:
+            if self._ending.is_set():
+                raise FetchError("the run ends", hint="image-builder pool resume")
+            return self.read(host)
+
+        return roll_instance(drive, host.instance, host.vm_id, version, node, busy)
 
     def _busy(self, kube: Kube, host: Host, key: Key) -> str:
         """Return what a request would cost: the last look, right before it is sent."""

@@ -57,6 +57,7 @@ class World:
     events: list[tuple[float, int, Event]] = field(default_factory=list)
     over: set[tuple[str, Step, int]] = field(default_factory=set)
     order: Iterator[int] = field(default_factory=count)
+    not_ready: set[str] = field(default_factory=set)
     lost: list[str] = field(default_factory=list)
     turned_at: float | None = None
     most_unavailable: int = 0
@@ -76,7 +77,7 @@ class World:
         return 10**6
 
     def gate(self) -> Reading:
-        return Reading(requests=30_000)
+        return Reading(requests=30_000, not_ready=len(self.not_ready))
 
     def wait(self, until: float) -> Sequence[Event]:
         self._check()
@@ -109,6 +110,8 @@ class World:
 
     def _happen(self, event: Event) -> None:
         node = self.nodes[event.host]
+        if event.step in ("reimage", "restore") and not node.away:
+            self.not_ready.discard(event.host)
         if event.step == "free" and event.outcome.ok and node.cordoned == "us":
             node.cordoned = ""
 
@@ -166,6 +169,7 @@ class World:
     def _replace(self, w: Work, node: Node, build: str) -> None:
         if node.busy_until > self.time:
             self.lost.append(w.host.name)
+        self.not_ready.add(w.host.name)
         node.build = build
         node.reimages[build] += 1
 
