@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from image_builder.events import Monitor
 from image_builder.gallery import artefact, pages, run
 from image_builder.gallery.azure import Service
 from image_builder.gallery.journal import open_journal, read_journal
-from image_builder.gallery.plan import SHA256_TAG
+from image_builder.gallery.plan import DISK_API, SHA256_TAG, Call
 from image_builder.system.resource_manager import readable, remaining
 from tests.support.arm.limits import Limits, Policy
 from tests.support.arm.model import Answer, Fault, Request, error
@@ -162,6 +163,16 @@ def test_the_headers_about_what_is_left_are_heeded_before_anything_is_refused(pu
     publishing()
     publishing.require_published()
     assert arm.limits.refused == 0
+
+
+def test_the_time_that_an_answer_asks_for_is_waited(publishing: Publishing) -> None:
+    refusal = error(429, "TooManyRequests", "wait", Retry_After="3")
+    publishing.cloud.arm.faults = [_once("PUT", "/disks/", refusal)]
+    started = time.monotonic()
+    with Service(SETTINGS["subscription"], endpoint=publishing.cloud.arm.url) as service:
+        call = Call("disk", "PUT", publishing.cloud.target.disk(publishing.artefact), DISK_API, {})
+        service.change(call, lambda: True)
+    assert time.monotonic() - started >= 3
 
 
 def test_what_is_left_is_the_least_that_any_header_names() -> None:

@@ -55,12 +55,12 @@ class Bucket:
         """Take a token and return 0, or the seconds after which there is one."""
         speed = self.policy.refill / _MINUTE
         self.tokens, self.at = min(self.policy.size, self.tokens + (now - self.at) * speed), now
+        self.early += now < self._not_before
         if self.tokens >= 1:
             self.tokens -= 1
             self.taken.append(now)
             return 0
         self.refused += 1
-        self.early += now < self._not_before
         seconds = math.ceil((1 - self.tokens) / speed)
         self._not_before = now + seconds
         return seconds
