@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from image_builder.pool.scale_set.verdict import Node
+from tests.support.arm.limits import Limits
 from tests.support.arm.model import SUBSCRIPTION, Json
 from tests.support.arm.scale_sets import Machine, ScaleSets, SetState
 from tests.support.arm.service import Arm
@@ -87,7 +88,7 @@ class Fleet:
 
 def fleet(count: int = 3, *, name: str = "gpu", **settings: Any) -> Fleet:
     """Return a service with a scale set that runs the old version."""
-    arm = Arm(NoDisks(), url="https://arm")
+    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
     for path in (OLD, NEW):
         add_version(arm, path)
     scale_sets = ScaleSets(arm, **settings)

@@ -120,6 +120,11 @@ class Limits:
             headers["x-ms-ratelimit-remaining-resource"] = ",".join(left)
         return replace(answer, headers=answer.headers | headers)
 
+    @staticmethod
+    def boundless() -> Limits:
+        """Return buckets that are never empty, for tests whose minutes take a second."""
+        return Limits(dict.fromkeys(_documented(), Policy(1e9, 1e9)), tells=False)
+
     def _of(self, request: Request) -> Iterator[tuple[tuple[str, str], Bucket]]:
         before, _, name = request.path.lower().partition(_SCALE_SET)
         keys = [(_KINDS.get(request.method, "writes"), "")]

@@ -46,6 +46,7 @@ from image_builder.pool.steps.roll import Change, Key, RollFleet
 from image_builder.system.journal import Journal
 from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, add_version
+from tests.support.arm.limits import Limits
 from tests.support.arm.model import SUBSCRIPTION, Answer, Request
 from tests.support.arm.scale_sets import SERVICES, Machine, ScaleSets, SetState
 from tests.support.arm.service import Arm
@@ -162,7 +163,7 @@ def world(sets: int, each: int, folder: Path) -> Iterator[World]:
     """Run a control plane and Azure's simulator with scale sets of so many nodes each; all run the old image."""
     from tests.support.arm.serving import served
 
-    arm = Arm(NoDisks(), url="https://arm")
+    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
     for path in (OLD, NEW):
         add_version(arm, path)
     names = [f"gpu-{s}-{n}" for s in range(sets) for n in range(each)]
