@@ -57,6 +57,7 @@ class World:
     events: list[tuple[float, int, Event]] = field(default_factory=list)
     over: set[tuple[str, Step, int]] = field(default_factory=set)
     order: Iterator[int] = field(default_factory=count)
+    is_red: Callable[[], bool] = lambda: False
     not_ready: set[str] = field(default_factory=set)
     lost: list[str] = field(default_factory=list)
     turned_at: float | None = None
@@ -77,7 +78,8 @@ class World:
         return 10**6
 
     def gate(self) -> Reading:
-        return Reading(requests=30_000, not_ready=len(self.not_ready))
+        throttled = 3_000 if self.is_red() else 0
+        return Reading(requests=30_000, throttled=throttled, not_ready=len(self.not_ready))
 
     def wait(self, until: float) -> Sequence[Event]:
         self._check()

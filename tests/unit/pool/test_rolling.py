@@ -12,11 +12,12 @@ from pydantic import ValidationError
 from image_builder.pool.plan.policy import Policy, Roll
 from image_builder.pool.run.driver import run
 from image_builder.pool.run.progress import apply, replay
-from image_builder.pool.run.records import Opened, Passed, Record, Turned
+from image_builder.pool.run.records import Opened, Passed, Record, Stopped, Turned
 from image_builder.pool.run.state import Progress
 from image_builder.pool.show import report as reports
 from image_builder.pool.show.view import look
 from tests.unit.pool.rolls import NEW, OLD, Fate, World, mixed_jobs, plan, roll
+from tests.unit.pool.simulation import START
 
 FATES: list[Fate] = [
     "well",
@@ -154,6 +155,26 @@ def test_the_third_alike_failure_turns_all_scale_sets_back_at_once() -> None:
     assert "failed alike: failed verify 101" in progress.stopped
     stopped = next(r.at for r in records if r.kind == "stopped")
     assert world.turned_at is not None and world.turned_at - stopped <= 30
+    check_end(world, progress)
+
+
+def test_half_of_a_zone_stays_whatever_may_be_unavailable() -> None:
+    world = World(plan(200, max_unavailable="100%", waves=("100%",)))
+    progress, _ = roll(world)
+    assert progress.finished and world.most_unavailable == 100
+    check_end(world, progress)
+
+
+def test_hosts_that_were_emptied_before_a_stop_are_freed() -> None:
+    """The control plane turns red while jobs are waited for: emptied hosts get no other image, and it stops."""
+    world = World(plan(300, max_unavailable="20%"), jobs=lambda _: 700.0)
+    world.is_red = lambda: world.time > START + 400
+    progress, records = roll(world)
+    assert "red for more than" in progress.stopped
+    stopped = next(r.at for r in records if isinstance(r, Stopped))
+    freed = [name for at, step, name in world.log if step == "free" and at >= stopped]
+    assert freed and all(world.nodes[name].build == OLD for name in freed)
+    assert not [name for name, node in world.nodes.items() if node.cordoned == "us"]
     check_end(world, progress)
 
 
