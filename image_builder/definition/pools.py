@@ -35,6 +35,8 @@ METADATA_SERVICE = "169.254.169.254"
 POOL_NAMES = frozenset(
     {
         *(IMAGE, SIZE, API_SERVERS, "pool_zone", "pool_scale_set", "pool_vm_id", CAPACITY, SUBNET),
+        "pool_scale_set_id",
+        "pool_instance_id",
         "pool_power_state",
         "pool_azure",
         *(

@@ -11,7 +11,7 @@ from image_builder.definition import Inventory, load_inventory
 from image_builder.definition.pools import API_SERVERS, POOL_NAMES, SUBNET
 from image_builder.errors import DefinitionError
 from image_builder.pool.plan import inventory as pool_inventory
-from image_builder.pool.plan import render
+from image_builder.pool.plan import render, template
 
 Load = Callable[..., Inventory]
 
@@ -346,4 +346,4 @@ def test_pools_read_the_names_that_count_as_theirs() -> None:
     read = {
         name for name in (*pool_inventory._READ, *render.VARIABLES) if name.startswith(("pool_", "join_"))
     }
-    assert read | {API_SERVERS, SUBNET} == POOL_NAMES, "all that is compared with an image, too"
+    assert read | {API_SERVERS, SUBNET, template.VARIABLE} == POOL_NAMES, "all that is compared with an image, too"

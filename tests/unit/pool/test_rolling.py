@@ -198,7 +198,7 @@ def test_who_asks_it_to_stop_goes_on_later() -> None:
     check_end(world, progress)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     fates=st.lists(st.sampled_from(FATES), min_size=40, max_size=40),
     seed=st.integers(0, 1000),
