@@ -78,6 +78,10 @@ class Instance:
     code: str = ""
     has_latest_model: bool = False
 
+    @property
+    def is_at_rest(self) -> bool:
+        return self.state.lower() in ("succeeded", "failed")
+
     def runs(self, version: str) -> bool:
         return self.image.lower() == version.lower()
 

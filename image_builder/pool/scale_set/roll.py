@@ -6,6 +6,7 @@ what may have been sent, finds out what came of it, and goes on from there.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -40,7 +41,7 @@ class Patience:
     long a scale set is held. ``repetitions``: how often a request that never arrived is sent again.
     """
 
-    look: float = 10.0
+    look: float = 30.0
     settle: float = SETTLE_SECONDS
     request: float = 1800.0
     boot: float = 1800.0
@@ -79,6 +80,10 @@ class Drive:
     held_until: float = 0.0
     # Two operations of a whole scale set preempt each other, and an upgrade is one.
     upgrading: threading.Lock = field(default_factory=threading.Lock)
+    # One list of its instances, for all that are in work: Azure counts each look at one of them.
+    reading: threading.Lock = field(default_factory=threading.Lock)
+    listed: dict[str, Instance] = field(default_factory=dict)
+    listed_at: float = -math.inf
 
     def append(self, record: Record) -> None:
         self.journal.append(record)
@@ -91,6 +96,18 @@ class Drive:
         )
         self.append(record)
         return record
+
+    def instance(self, number: str, since: float = -math.inf) -> Instance | None:
+        """Return an instance as it was read after ``since``, and a look ago at most; None where it isn't there.
+
+        Raises FetchError.
+        """
+        with self.reading:
+            now = self.client.now()
+            if self.listed_at <= since or now - self.listed_at >= self.patience.look:
+                self.listed = {instance.id: instance for instance in self.client.instances(self.path)}
+                self.listed_at = now
+            return self.listed.get(number)
 
     def requests(self, number: str) -> list[Request]:
         return requests(self.records, self.path, number)
@@ -168,7 +185,7 @@ def roll_instance(
         last = history[-1] if history else None
         if ending := _ending(history, drive.patience):
             return ending
-        instance = drive.client.instance(drive.path, number)
+        instance = drive.instance(number)
         if instance is None or instance.vm_id != vm_id.lower():
             return Ending("gone", "it was deleted, or is another machine")
         reading = node()
@@ -284,8 +301,9 @@ def _settle(drive: Drive, request: Request, node: Callable[[], Node | None]) -> 
     client, sent = drive.client, request.sent
     began, looks = client.now(), list[Look]()
     while True:
-        operation = client.operation(request.operation)
-        instance = client.instance(drive.path, sent.instance)
+        instance = drive.instance(sent.instance, since=sent.at)
+        # Its own address is asked for the error, once the list shows an end.
+        operation = client.operation(request.operation) if instance and instance.is_at_rest else None
         looks.append(Look(client.now(), instance, node()))
         verdict = judge(sent, operation, looks, drive.patience.settle)
         if verdict in ("running", "unknown") and client.now() - began <= drive.patience.request:

@@ -20,7 +20,6 @@ Verdict = Literal["done", "running", "not accepted", "failed", "gone", "unknown"
 # Seconds that an instance has to be read as untouched: a list may lag behind what was accepted.
 SETTLE_SECONDS = 60.0
 _PREEMPTED = "OperationPreempted"
-_AT_REST = ("succeeded", "failed")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def judge(
         if operation.status.lower() != "succeeded":
             return "failed"
         return "done" if instance.runs(sent.version) else "unknown"
-    if instance.state.lower() not in _AT_REST:
+    if not instance.is_at_rest:
         return "running"
     if _shows(sent, last):
         return "done"

@@ -223,7 +223,7 @@ def test_an_id_that_another_machine_has_is_not_touched(rolling: Rolling) -> None
 
 def test_an_operation_that_another_preempts_is_settled_by_reading(rolling: Rolling) -> None:
     def scale_out(request: Request) -> None:
-        if request.path.startswith("/operations/") and not grown:
+        if request.path.endswith("/virtualMachines") and not grown:
             grown.append(True)
             rolling.fleet.scale_sets.scale(rolling.fleet.path, 4)
 
