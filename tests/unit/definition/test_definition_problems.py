@@ -346,4 +346,6 @@ def test_pools_read_the_names_that_count_as_theirs() -> None:
     read = {
         name for name in (*pool_inventory._READ, *render.VARIABLES) if name.startswith(("pool_", "join_"))
     }
-    assert read | {API_SERVERS, SUBNET, template.VARIABLE} == POOL_NAMES, "all that is compared with an image, too"
+    assert read | {API_SERVERS, SUBNET, template.VARIABLE} == POOL_NAMES, (
+        "all that is compared with an image, too"
+    )
