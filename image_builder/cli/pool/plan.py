@@ -15,6 +15,7 @@ from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.text import columns, human_seconds
 
 if TYPE_CHECKING:
+    from image_builder.pool.plan.inventory import Fleet
     from image_builder.pool.plan.model import Host, Target
     from image_builder.pool.plan.plan import Plan
     from image_builder.pool.plan.policy import Policy
@@ -73,7 +74,13 @@ def plan(
     _keep_begun(out, rollout_plan)
     with writing(out):
         save(rollout_plan, out)
-    result = {
+    result = _summary(out, rollout_plan, fleet)
+    show(result, "\n".join([*fleet.warnings, _plan_text(out, rollout_plan)]), as_json=as_json)
+    return 0
+
+
+def _summary(out: Path, rollout_plan: Plan, fleet: Fleet) -> dict[str, Any]:
+    return {
         "plan": os.fspath(out),
         "digest": rollout_plan.digest,
         "inventory": rollout_plan.inventory.digest,
@@ -93,8 +100,6 @@ def plan(
         "budget": rollout_plan.budget,
         "max_unavailable": rollout_plan.max_unavailable,
     }
-    show(result, "\n".join([*fleet.warnings, _plan_text(out, rollout_plan)]), as_json=as_json)
-    return 0
 
 
 def _target(hosts: Sequence[Host], to: str | None, policy: Policy, endpoint: str | None) -> Target | None:

@@ -40,7 +40,11 @@ def after_drain(progress: Progress, status: HostStatus, record: Result) -> None:
         move(progress, status.host.name, "drained")
     elif record.outcome.ok:
         conclude(progress, status, ended("skipped", STOPPED), record.at)
-    elif record.outcome.kind not in UNREACHED or not again(progress, status, record.at, "ready"):
+    elif (
+        progress.stopped
+        or record.outcome.kind not in UNREACHED
+        or not again(progress, status, record.at, "ready")
+    ):
         conclude(progress, status, record.outcome, record.at)
 
 
@@ -52,7 +56,7 @@ def after_reimage(progress: Progress, status: HostStatus, record: Result) -> Non
         move(progress, status.host.name, "joined")
     elif record.joined == "no" and outcome.kind in (*UNREACHED, "skipped"):
         # Nothing was sent: no request arrived, or the host was not empty any more.
-        if not again(progress, status, record.at, "ready"):
+        if progress.stopped or not again(progress, status, record.at, "ready"):
             _settle(progress, status, outcome)
     elif outcome.kind in (*UNREACHED, "unknown"):
         status.row = 0

@@ -29,7 +29,15 @@ REIMAGE, BOOT = 360.0, 480.0
 # What can go wrong with a host: a new image that never comes, that fails its preflight or its checks, an answer that is
 # lost although the request was accepted, a request that is lost, a node that comes back with its old image once.
 Fate = Literal[
-    "well", "never back", "preflight", "checks", "answer lost", "request lost", "old once", "foreign cordon"
+    "well",
+    "never back",
+    "preflight",
+    "checks",
+    "answer lost",
+    "request lost",
+    "old once",
+    "foreign cordon",
+    "busy late",
 ]
 
 
@@ -151,6 +159,9 @@ class World:
         assert node.cordoned == "us" and self.turned_at is None
         if fate == "request lost" and node.reimages[NEW] == 0 and w.attempt == 1:
             self._later(30.0, w, "reimage", ended("timeout", "no answer"), "no")
+            return
+        if fate == "busy late":
+            self._later(2000.0, w, "reimage", ended("skipped", "a pod runs on it"), "no")
             return
         self.models[w.host.scale_set] = NEW
         self._replace(w, node, NEW)

@@ -129,6 +129,17 @@ def test_a_canary_that_fails_stops_the_run_and_everything_goes_back() -> None:
     check_end(world, progress)
 
 
+def test_a_host_that_was_not_empty_any_more_is_freed_after_a_stop() -> None:
+    rolled = plan(300)
+    broken, busy, *_ = rolled.waves[0].hosts
+    world = World(rolled, {broken: "preflight", busy: "busy late"})
+    progress, _ = roll(world)
+    assert progress.stopped and not world.nodes[busy].cordoned
+    outcome = progress.hosts[busy].outcome
+    assert outcome and outcome.kind == "skipped" and world.nodes[busy].build == OLD
+    check_end(world, progress)
+
+
 def test_what_can_not_be_restored_stays_cordoned() -> None:
     rolled = plan(300)
     canary = rolled.waves[0].hosts[0]
