@@ -95,6 +95,8 @@ def test_a_snapshot_is_what_a_plan_is_made_from(azure: Cloud, out: Path) -> None
         zone="2",
         image="worker_h100",
         vm_id=azure.list(f"{first}/virtualMachines")[3]["properties"]["vmId"].lower(),
+        scale_set_id=first,
+        instance="3",
     )
     assert [(s.name, s.capacity, s.hosts) for s in fleet.pools[0].scale_sets] == [
         ("gpu-a", 7, 7),
@@ -118,7 +120,12 @@ def test_variables_tell_of_the_machine(azure: Cloud, out: Path) -> None:
     pools = document["all"]["children"]["pools"]
     assert pools["vars"]["pool_snapshot_taken"].endswith("Z")
     group = pools["children"]["h100"]["children"]["h100_gpu_a"]
-    assert group["vars"] == {"pool_capacity": 2, "pool_image": "worker_h100", "pool_scale_set": "gpu-a"}
+    assert group["vars"] == {
+        "pool_capacity": 2,
+        "pool_image": "worker_h100",
+        "pool_scale_set": "gpu-a",
+        "pool_scale_set_id": path,
+    }
     assert group["hosts"]["gpu-a000001"] == {
         "ansible_host": "10.0.0.5",
         "pool_build_id": "3f9c2a71d0b4",
