@@ -101,7 +101,8 @@ def run(
         typer.Option(
             "--sign-key",
             metavar="KEY",
-            help="sign a statement about the build: a private key's file (PEM), or the URI of a key of a KMS or an HSM",
+            help="sign a statement about the build: a private key's file (PEM), or the URI of a key of a KMS or an HSM "
+            "(the inventory's image_gallery.sign_key)",
         ),
     ] = "",
     public_key: Annotated[
@@ -133,8 +134,9 @@ def run(
         artefact = _artefact(output, image, build, unverified=bool(unverified))
         path = _journal(output, target, artefact)
         with open_journal(path, _say_who) as journal, _service(target, endpoint) as service:
-            if sign_key:
-                envelope = statements.sign(statements.statement(artefact), sign_key, public_key)
+            if key := sign_key or target.settings.sign_key:
+                public = public_key or target.public_key
+                envelope = statements.sign(statements.statement(artefact), key, public)
                 files.write(statement_of(path), envelope)
             records = () if restart else journal.records
             made_plan = publishing.plan(service, target, artefact, records, unverified)
@@ -194,7 +196,9 @@ def promote(
     public_key: Annotated[
         Path | None,
         typer.Option(
-            "--public-key", metavar="FILE", help="require the statement that this key (PEM) has signed"
+            "--public-key",
+            metavar="FILE",
+            help="require the statement that this key (PEM) has signed (the inventory's image_gallery.public_key)",
         ),
     ] = None,
     output: Output = Path("output"),
@@ -219,8 +223,8 @@ def promote(
     with _service(target, endpoint) as service:
         survey.require_rights(service, target, "promote")
         current = versions.find(service, target, version)
-        if public_key:
-            _require_statement(target, output, current, public_key)
+        if key := public_key or target.public_key:
+            _require_statement(target, output, current, key)
         if proof:
             because = proofs.require(proof, current)
         versions.promote(service, target, version, because, datetime.now(UTC))

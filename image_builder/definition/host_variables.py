@@ -72,10 +72,10 @@ def read_host_variables(source: engine.Source, name: str) -> HostVariables:
 
 
 def builder_variables(
-    name: str, variables: HostVariables, host: Place
+    name: str, variables: HostVariables, host: Place, magic: Mapping[str, JSON]
 ) -> tuple[BuilderVariables | None, list[Problem]]:
-    """Template and check an image's ``image_*`` variables."""
-    evaluator = engine.Evaluator(variables.plain)
+    """Template and check an image's ``image_*`` variables. ``magic`` are those that Ansible makes."""
+    evaluator = engine.Evaluator({**variables.plain, **magic})
     values: dict[str, JSON] = {}
     problems: list[Problem] = []
     for key in sorted(BUILDER_NAMES & variables.plain.keys()):

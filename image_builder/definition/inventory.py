@@ -119,7 +119,8 @@ class Inventory:
 
     def _checked(self, name: str) -> tuple[ImageDefinition | None, tuple[Problem, ...]]:
         variables = self.variables(name)
-        builder, problems = builder_variables(name, variables, self._source.host_place(name))
+        magic = MappingProxyType(self._source.magic(name))
+        builder, problems = builder_variables(name, variables, self._source.host_place(name), magic)
         problems += variable_problems(variables, self.roots)
         problems += check_problems(self.roots[0])
         if not _NAME.fullmatch(name):
@@ -145,7 +146,7 @@ class Inventory:
             extra_variables=MappingProxyType(
                 {k: v for k, v in variables.plain.items() if k in self._source.extra}
             ),
-            magic=MappingProxyType(self._source.magic(name)),
+            magic=magic,
             hostvars=self._hostvars,
             place_of=variables.place_of,
         )

@@ -218,6 +218,14 @@ class ImageGallery(Strict):
         ("SCSI", "NVMe"), min_length=1, description="Disk controllers that the image boots from."
     )
     prices: GalleryPrices | None = Field(None, description="For `publish plan` to say what a version costs.")
+    sign_key: str = Field(
+        "",
+        description="What `publish run` signs its statement with: a private key's file (PEM), or the URI of a key of a "
+        "KMS or an HSM.",
+    )
+    public_key: str = Field(
+        "", description="File of its public key (PEM). With it `publish promote` requires the signed statement."
+    )
 
     @field_validator("regions")
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 from image_builder.bake.formats.vhd import FOOTER_SIZE
@@ -101,6 +102,11 @@ class Target:
     @property
     def location(self) -> str:
         return self.settings.regions[0].name
+
+    @property
+    def public_key(self) -> Path | None:
+        """Return the file of the key that the inventory wants statements verified with."""
+        return Path(self.settings.public_key) if self.settings.public_key else None
 
     def version(self, name: str) -> str:
         return f"{self.definition}/versions/{name}"

@@ -63,6 +63,16 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
+def _tree(root: int) -> list[int]:
+    """Return a process and all that it started, by way of others too."""
+    pids = [root]
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):
+                pids += [int(child) for child in task.read_text().split()]
+    return pids
+
+
 def _interrupt(
     workplace: Workplace,
     number: signal.Signals,
@@ -70,15 +80,21 @@ def _interrupt(
     delay: float,
     *argv: str | Path,
     locked: bool = True,
+    to_all: bool = False,
 ) -> None:
-    """Send a build a signal ``delay`` seconds after a line of a stage; it must end as told, and clean."""
+    """Send a build a signal ``delay`` seconds after a line of a stage; it must end as told, and clean.
+
+    ``to_all`` sends it to every process of the build at once, as a service manager does.
+    """
     groups = _control_groups()
     child = workplace.start(*(("--locked", workplace.lock) if locked else ()), *argv)
     assert wait_for_line(child, lambda told: line in " ".join(told.split()))
     time.sleep(delay)
     assert child.poll() is None
     started = time.monotonic()
-    child.send_signal(number)
+    for pid in _tree(child.pid) if to_all else (child.pid,):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
     status = child.wait(timeout=60)
     seconds = time.monotonic() - started
     print(f"{line}: {seconds:.2f} s")
@@ -142,13 +158,14 @@ def test_in_the_stages_that_compile(
     workplace = copies(whole_worker)
     stages = ("lab_images", "build_root", "kubelet_build")
     workplace.forget(*stages)
-    for number, stage, delay in (
-        (signal.SIGINT, "lab_images", 5.0),
-        (signal.SIGTERM, "build_root", 2.0),
+    for number, stage, delay, to_all in (
+        (signal.SIGINT, "lab_images", 5.0, False),
+        (signal.SIGTERM, "build_root", 2.0, False),
         # Unpacking takes a while, and then as many compilers run as there are processors.
-        (signal.SIGINT, "kubelet_build", 60.0),
+        (signal.SIGINT, "kubelet_build", 60.0, False),
+        (signal.SIGTERM, "kubelet_build", 60.0, True),
     ):
-        _interrupt(workplace, number, f" {stage} started", delay, "--stop-after", stage)
+        _interrupt(workplace, number, f" {stage} started", delay, "--stop-after", stage, to_all=to_all)
         workplace.restore(whole_worker, stage)
 
 

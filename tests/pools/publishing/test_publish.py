@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -50,13 +51,38 @@ def test_a_build_becomes_a_version_by_the_calls_of_its_plan(
     assert azure.changes() == before
 
 
-def test_a_version_is_promoted_with_a_reason_and_a_signed_statement_and_withdrawn_for_good(
-    azure: Place, publish: Publisher, tmp_path: Path
-) -> None:
-    private, public = tmp_path / "key.pem", tmp_path / "key.pub"
+def _write_keys(folder: Path) -> tuple[Path, Path]:
+    """Write a pair of keys; return the private one's file and the public one's."""
+    private, public = folder / "key.pem", folder / "key.pub"
     key = Ed25519PrivateKey.generate()
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return private, public
+
+
+def test_keys_of_the_inventory_sign_and_are_required(
+    azure: Place, publish: Publisher, inventory: Path, tmp_path: Path
+) -> None:
+    reason = ("--because", "canaries are well")
+    name = publish("run")["version"].rsplit("/", 1)[1]
+    _write_keys(tmp_path)
+    document = yaml.safe_load(inventory.read_text())
+    keys = {"sign_key": "{{ inventory_dir }}/key.pem", "public_key": "{{ inventory_dir }}/key.pub"}
+    document["images"]["hosts"]["worker"]["image_gallery"] |= keys
+    inventory.write_text(yaml.safe_dump(document))
+    publish("promote", name, *reason, status=PublishError.exit_code)
+    assert "no signed statement" in publish.output
+    publish("run")
+    publish("promote", name, *reason)
+    assert [v["in_latest"] for v in publish("status")["versions"]] == [True]
+    _write_keys(tmp_path)  # others
+    publish("promote", name, *reason, status=PublishError.exit_code)
+
+
+def test_a_version_is_promoted_with_a_reason_and_a_signed_statement_and_withdrawn_for_good(
+    azure: Place, publish: Publisher, tmp_path: Path
+) -> None:
+    private, public = _write_keys(tmp_path)
     name = publish("run", "--sign-key", str(private))["version"].rsplit("/", 1)[1]
     reason = ("--because", "canaries are well")
     publish("promote", name, "--public-key", str(public), *reason)
