@@ -224,7 +224,8 @@ class ImageGallery(Strict):
         "KMS or an HSM.",
     )
     public_key: str = Field(
-        "", description="File of its public key (PEM). With it `publish promote` requires the signed statement."
+        "",
+        description="File of its public key (PEM). With it `publish promote` requires the signed statement.",
     )
 
     @field_validator("regions")
