@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from image_builder.definition.model import (
     PreloadedImage,
     parse_builder_variables,
 )
-from image_builder.definition.values import VAULT_HINT, VAULT_KEY, Place, is_vaulted, join_path
+from image_builder.definition.values import VAULT_HINT, VAULT_KEY, Place, is_vaulted, join_path, strings
 from image_builder.errors import Problem, VaultError
 from image_builder.text import did_you_mean
 
@@ -72,10 +72,20 @@ def read_host_variables(source: engine.Source, name: str) -> HostVariables:
 
 
 def builder_variables(
-    name: str, variables: HostVariables, host: Place, magic: Mapping[str, JSON]
+    name: str,
+    variables: HostVariables,
+    host: Place,
+    magic: Mapping[str, JSON],
+    hostvars: Callable[[], Mapping[str, JSON]],
 ) -> tuple[BuilderVariables | None, list[Problem]]:
-    """Template and check an image's ``image_*`` variables. ``magic`` are those that Ansible makes."""
-    evaluator = engine.Evaluator({**variables.plain, **magic})
+    """Template and check an image's ``image_*`` variables.
+
+    ``magic`` are variables that Ansible makes; ``hostvars`` returns those of every host, for values that name it.
+    """
+    known = {**variables.plain, **magic}
+    if any("hostvars" in text for value in variables.plain.values() for text in strings(value)):
+        known["hostvars"] = hostvars()
+    evaluator = engine.Evaluator(known)
     values: dict[str, JSON] = {}
     problems: list[Problem] = []
     for key in sorted(BUILDER_NAMES & variables.plain.keys()):

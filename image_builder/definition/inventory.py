@@ -120,7 +120,8 @@ class Inventory:
     def _checked(self, name: str) -> tuple[ImageDefinition | None, tuple[Problem, ...]]:
         variables = self.variables(name)
         magic = MappingProxyType(self._source.magic(name))
-        builder, problems = builder_variables(name, variables, self._source.host_place(name), magic)
+        place = self._source.host_place(name)
+        builder, problems = builder_variables(name, variables, place, magic, self._hostvars)
         problems += variable_problems(variables, self.roots)
         problems += check_problems(self.roots[0])
         if not _NAME.fullmatch(name):

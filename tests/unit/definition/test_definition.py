@@ -204,7 +204,10 @@ def test_what_ansible_itself_makes_is_known(load: Load, tmp_path: Path) -> None:
         runtime_version: "{{ hostvars['plain'].version }}"
         system_packages: ["{{ playbook_dir | basename }}", "{{ vars['site'] }}", "v{{ ansible_version.major }}"]
         site: here
-        image_kernel_args: ["from={{ inventory_dir | basename }}", "first={{ groups['workers'] | first }}"]
+        image_kernel_args:
+          - "from={{ inventory_dir | basename }}"
+          - "first={{ groups['workers'] | first }}"
+          - "other={{ hostvars['plain'].version }}"
         """
     both = {"group_vars__images": dedent(BOTH) + 'version: "1.2"\n', "group_vars__workers": text}
     definition = load(**both).define("worker")
@@ -212,7 +215,7 @@ def test_what_ansible_itself_makes_is_known(load: Load, tmp_path: Path) -> None:
     assert repository.signed_by == str(tmp_path / "inventory/keys/worker.asc")
     assert resolved_variables(definition)["runtime_version"] == "1.2"
     assert resolved_variables(definition)["system_packages"] == ["layers", "here", "v2"]
-    assert definition.kernel_args == ("from=inventory", "first=worker")
+    assert definition.kernel_args == ("from=inventory", "first=worker", "other=1.2")
 
 
 def test_second_load_sees_new_files(load: Load) -> None:
