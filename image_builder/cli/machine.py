@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
+LocalDisks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--local-disk",
+        metavar="SIZE",
+        help="a blank local disk such as 16G; repeatable  [default: one for an image with the layer `node`]",
+    ),
+]
+
+
 @register(app)
 def boot(
     artefact: Annotated[
@@ -40,14 +50,7 @@ def boot(
     secure_boot: Annotated[
         bool, typer.Option("--secure-boot", help="use firmware that enforces Secure Boot")
     ] = False,
-    local_disk: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--local-disk",
-            metavar="SIZE",
-            help="a blank local disk such as 16G; repeatable  [default: one for an image with the layer `node`]",
-        ),
-    ] = None,
+    local_disk: LocalDisks = None,
     no_local_disk: Annotated[bool, typer.Option("--no-local-disk", help="boot without local disks")] = False,
     facts: Facts = None,
     output: Output = Path("output"),

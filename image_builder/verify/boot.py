@@ -130,16 +130,15 @@ def boot(
 ) -> BootResult:
     """Boot ``artefact`` (a disk, or the directory of one build) and end the machine again.
 
-    With ``verify`` the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``,
-    ``boot.json`` and ``console.log``; failed checks are part of the result (``require_passed``). Where all passed, the
-    machine is then broken to show that the user's own can fail, unless it is to be kept. ``facts`` is
-    the suite's facts.json, by default the one beside the disk; ``pause_archive`` gives the pod's image to one that
-    doesn't preload it. Without ``verify``, or with ``keep``, the
-    machine stays until it powers itself off or KeyboardInterrupt comes. ``secure_boot`` None means: as the
-    image declares (``image_secure_boot``); ``extra_disks`` None: a blank local disk where the image has the layer
-    ``node``. ``then`` is called with the machine, after the result was written and
-    before it is switched off. Raises BootError, CommandError, HostError, and VerifyError for a
-    run of the suite, or a check of the user's own, that proves nothing.
+    With ``verify`` the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``, ``boot.json``
+    and ``console.log``; failed checks are part of the result (``require_passed``). Where all passed, the machine is then
+    broken to show that the user's own can fail, unless it is to be kept. Without ``verify``, or with ``keep``, the
+    machine stays until it powers itself off or KeyboardInterrupt comes.
+
+    ``facts`` is the suite's facts.json, by default the one beside the disk; ``pause_archive`` gives the pod's image to
+    one that doesn't preload it. ``secure_boot`` None: as the image declares; ``extra_disks`` None: a blank local disk
+    where it has the layer ``node``. ``then`` is called with the machine before it is switched off. Raises BootError,
+    CommandError, HostError, and VerifyError for a run of the suite, or a check of the user's own, that proves nothing.
     """
     disk = find_disk(artefact)
     facts = facts or disk.parent / "facts.json"

@@ -70,7 +70,18 @@ class ImportHost:
 def import_host(store: Store) -> Iterator[ImportHost]:
     """Serve the import host until the block ends; the store's addresses lead there."""
     host = ImportHost(store)
-    upstream = urlsplit(store.url).netloc
+    server = PatientServer(("127.0.0.1", 0), _handler(host, urlsplit(store.url).netloc))
+    store.host = f"http://127.0.0.1:{server.server_port}"
+    with running(server):
+        try:
+            yield host
+        finally:
+            host.ended.set()
+            store.host = ""
+
+
+def _handler(host: ImportHost, upstream: str) -> type[BaseHTTPRequestHandler]:
+    """Return what answers for the import host: refusals and faults by itself, all else by the store at ``upstream``."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -135,14 +146,7 @@ def import_host(store: Store) -> Iterator[ImportHost]:
         def log_message(self, *_: object) -> None:
             return
 
-    server = PatientServer(("127.0.0.1", 0), Handler)
-    store.host = f"http://127.0.0.1:{server.server_port}"
-    with running(server):
-        try:
-            yield host
-        finally:
-            host.ended.set()
-            store.host = ""
+    return Handler
 
 
 def _page(headers: Message) -> Page | None:
