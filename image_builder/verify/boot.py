@@ -131,8 +131,8 @@ def boot(
     """Boot ``artefact`` (a disk, or the directory of one build) and end the machine again.
 
     With ``verify`` the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``, ``boot.json``
-    and ``console.log``; failed checks are part of the result (``require_passed``). Where all passed, the machine is then
-    broken to show that the user's own can fail, unless it is to be kept. Without ``verify``, or with ``keep``, the
+    and ``console.log``; failed checks are part of the result (``require_passed``). Where all passed, the machine is
+    then broken to show that the user's own can fail, unless it is to be kept. Without ``verify``, or with ``keep``, the
     machine stays until it powers itself off or KeyboardInterrupt comes.
 
     ``facts`` is the suite's facts.json, by default the one beside the disk; ``pause_archive`` gives the pod's image to
