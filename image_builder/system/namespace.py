@@ -40,8 +40,8 @@ _MNT_DETACH = 2
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SI_KERNEL = 0x80  # siginfo's code of a signal that no process sent: here, a key at the terminal
-# The time that a worker has to clean up after a signal; the kernel and the command clean up the rest. A build
-# ends within five seconds, and with more programs than processors that rest has taken two of them.
+# The time that a worker has to clean up after a signal; the kernel and the command clean up the rest. A build's
+# programs end within five seconds, and with more of them than processors the kernel has taken two for its part.
 _GRACE_SECONDS = 2.0
 # A signal to the whole group comes twice, by itself and passed on. One that comes later than this is a second one.
 _ECHO_SECONDS = 1.0

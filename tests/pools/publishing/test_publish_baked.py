@@ -1,14 +1,17 @@
-"""A VHD that was really baked becomes a version: what Azurite has of it in the end is the file, byte for byte."""
+"""A VHD that was baked, booted and verified becomes a version: in the end Azurite has the file, byte for byte."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
+from image_builder.errors import PublishError
 from image_builder.gallery import pages
 from image_builder.settings import DEFAULT_STORE
 from tests.support.arm import kills
@@ -49,7 +52,12 @@ def test_a_baked_vhd_is_published_byte_for_byte(azure: Place, inventory: Path, t
 
     azure.arm.faults.append(compare)
     publish = Publisher(azure, inventory, place.output, IMAGE)
-    result = publish("run", "--unverified", "no machine was booted")
+    publish("run", status=PublishError.exit_code)
+    assert f"boot {IMAGE} --verify" in publish.output and azure.changes() == []
+    arguments = ["boot", IMAGE, "--verify", "--output", str(place.output), "--store", str(place.store)]
+    boot = subprocess.run([REPO / "image-builder", *arguments], check=False, capture_output=True, text=True)
+    assert boot.returncode == 0, boot.stderr
+    result = publish("run")
     assert copies == [True]
     # What is a hole in the file was not sent.
     data = sum(end - start for start, end in pages.data_ranges(disk))
@@ -57,6 +65,4 @@ def test_a_baked_vhd_is_published_byte_for_byte(azure: Place, inventory: Path, t
     tags = azure.arm.resources[result["version"].lower()].content["tags"]
     manifest = json.loads((place.artefact / "manifest.json").read_bytes())
     assert tags["image-builder-build"] == manifest["build_id"][:12]
-    assert (
-        tags["image-builder-suite"].startswith("offline ") and "booted missing" in tags["image-builder-suite"]
-    )
+    assert re.fullmatch(r"offline (\d+)/\1, booted (\d+)/\2", tags["image-builder-suite"])
