@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from textwrap import dedent
 from typing import Any
 
+from click import Context
 from typer.main import get_command
 
 from image_builder import __version__
@@ -58,19 +60,22 @@ def _paragraphs(text: str) -> Iterator[str]:
     for paragraph in text.split("\n\n"):
         yield ".PP"
         if paragraph.startswith(_UNWRAPPED):
-            yield from (".RS", ".nf", _text(paragraph.removeprefix(_UNWRAPPED)), ".fi", ".RE")
+            yield from (".RS 4", ".nf", _text(dedent(paragraph.removeprefix(_UNWRAPPED))), ".fi", ".RE")
         else:
             yield _text(paragraph)
 
 
 def _parameters(command: Any) -> Iterator[str]:
+    """Yield each parameter with what ``--help`` says of it: its default and its variable, too."""
+    context = Context(command)
     for parameter in command.params:
         is_option = parameter.param_type_name == "option"
         names = ", ".join((*parameter.opts, *parameter.secondary_opts)) if is_option else ""
         value = "" if getattr(parameter, "is_flag", False) else parameter.metavar or parameter.name.upper()
+        _, text = parameter.get_help_record(context)
         yield ".TP"
-        yield f"\\fB{_text(names)}\\fR \\fI{_text(value)}\\fR" if names else f"\\fI{_text(value)}\\fR"
-        yield _text(parameter.help or "")
+        yield " ".join(f"\\f{font}{_text(word)}\\fR" for font, word in (("B", names), ("I", value)) if word)
+        yield _text(text)
 
 
 def _variables(command: Any) -> Iterator[str]:
