@@ -68,6 +68,7 @@ def test_a_roll_around_jobs(fleet: World) -> None:
     assert admin.request("GET", path_of_node("gpu-0-3"))["spec"]["unschedulable"] is True
     assert fleet.models() == {NEW}
     fleet.require_clean_sets()
+    fleet.require_invariants(rolled)
 
 
 def test_a_canary_that_fails_takes_everything_back(fleet: World) -> None:
@@ -84,6 +85,7 @@ def test_a_canary_that_fails_takes_everything_back(fleet: World) -> None:
     assert not any(fleet.is_ours(host.name) for host in fleet.hosts)
     assert {fleet.build(host.name) for host in fleet.hosts if host.name not in others} == {BUILDS[OLD]}
     fleet.require_clean_sets()
+    fleet.require_invariants(rolled)
 
 
 def test_a_driver_that_is_killed_again_and_again(fleet: World) -> None:
@@ -111,3 +113,4 @@ def test_a_driver_that_is_killed_again_and_again(fleet: World) -> None:
     # An intent whose request never left is followed by another one.
     assert len(posts) == 16 <= len(intents)
     fleet.require_clean_sets()
+    fleet.require_invariants(rolled)
