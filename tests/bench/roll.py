@@ -1,6 +1,7 @@
 """What a roll of a thousand nodes costs its driver, the API server and Azure.
 
-    .venv/bin/python tests/bench/roll.py [--nodes 1000] [--sets 12] [--speed 60] [--json]
+    .venv/bin/python tests/bench/roll.py [--nodes 1000] [--sets 12] [--speed 60] [--away 10%]
+        [--only roll|back] [--json]
 
 The API server, scheduler and controllers are real, kubelets and Azure are simulated; Azure's delays, and all pauses and
 patience of the driver, are a sixtieth of what they are in a data center, so that a node is looked at as often as there.
@@ -64,19 +65,23 @@ def _patience(speed: float) -> Patience:
     real = Patience()
     # A scale set's mark lasts as long as it does, or a slow machine would lose it.
     return Patience(
-        look=real.look / speed, settle=real.settle / speed, request=real.request, boot=real.boot, hold=real.hold
+        look=real.look / speed,
+        settle=real.settle / speed,
+        request=real.request,
+        boot=real.boot,
+        hold=real.hold,
     )
 
 
-def _policy(speed: float) -> dict[str, Any]:
+def _policy(speed: float, share: str) -> dict[str, Any]:
     drain = DrainPolicy(
         settle_seconds=_DRAIN.settle_seconds / speed,
         poll_seconds=_DRAIN.poll_seconds / speed,
         looks_per_second=_DRAIN.looks_per_second * speed,
     )
     return {
-        "waves": ("10%",),
-        "roll": Roll(max_unavailable="10%", drain=drain),
+        "waves": (share,),
+        "roll": Roll(max_unavailable=share, drain=drain),
         "deadlines": {"probe": 120.0},
         "wave_budget": "2%",
         "budget": "2%",
@@ -95,11 +100,11 @@ def drive(folder: Path, url: str, account: Path, speed: float) -> None:
     )
 
 
-def measure(nodes: int, sets: int, speed: float, folder: Path) -> dict[str, Any]:
+def measure(nodes: int, sets: int, speed: float, share: str, folder: Path) -> dict[str, Any]:
     seconds = {name: value / speed for name, value in _AZURE.items()}
     with rolls.world(sets, nodes // sets, folder, seconds) as world:
         os.environ.update(world.served.environment)
-        rolled = rolls.plan(world, **_policy(speed))
+        rolled = rolls.plan(world, **_policy(speed, share))
         save(rolled, folder / "plan.json")
         account = world.account()
         began = time.monotonic()
@@ -172,6 +177,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--sets", type=int, default=12)
     parser.add_argument("--speed", type=float, default=60.0)
+    parser.add_argument("--away", default="10%", help="hosts that may be away at once")
     parser.add_argument("--only", choices=("roll", "back"))
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--driver", nargs=3, help=argparse.SUPPRESS)
@@ -185,7 +191,7 @@ def main() -> int:
         for name in ("roll", "back"):
             (Path(work) / name).mkdir()
         if options.only != "back":
-            figures |= measure(options.nodes, options.sets, options.speed, Path(work) / "roll")
+            figures |= measure(options.nodes, options.sets, options.speed, options.away, Path(work) / "roll")
         if options.only != "roll":
             figures |= back(Path(work) / "back")
     if options.json:

@@ -111,7 +111,9 @@ class RollFleet(Fleet):
         self._is_turned = False
 
     def __enter__(self) -> Self:
-        """Raises PoolError for a version that isn't there, ImageBuilderError for a journal that can't be written."""
+        """Raises PoolError for a version that isn't there, for a set that another roll drives, and ImageBuilderError for
+        a journal that can't be written.
+        """
         try:
             self._read_azure()
             self._journal = _Journal(self._stack.enter_context(records.open_journal(self._change.journal)))
@@ -135,6 +137,7 @@ class RollFleet(Fleet):
             self._versions[path] = version
         for path, before in target.before.items():
             self._planned[path] = self._change.azure.scale_set(path)
+            self._change.azure.require_free(self._planned[path], self._change.run)
             if (image := self._planned[path].image) not in (before, target.version):
                 raise PoolError(f"the model of {path} names {image} since the plan", hint="make a new plan")
 

@@ -155,7 +155,9 @@ def models_under_a_condition(log: Log) -> Iterator[str]:
             yield f"PATCH of {sent.scale_set} without If-Match"
         if sent.verb == "tags":
             continue
-        image = (sent.body or {}).get("properties", {}).get("virtualMachineProfile", {}).get("storageProfile", {})
+        image = (
+            (sent.body or {}).get("properties", {}).get("virtualMachineProfile", {}).get("storageProfile", {})
+        )
         version = image.get("imageReference", {}).get("id")
         only = {"imageReference": {"id": version}}
         if sent.body != {"properties": {"virtualMachineProfile": {"storageProfile": only}}} or not version:

@@ -324,9 +324,7 @@ class Recorder:
 
     def _noted(self, path: str, item: Json, take: Callable[[Json, bool], None], *, is_gone: bool) -> None:
         take(item, is_gone)
-        self._versions[path] = max(
-            self._versions.get(path, 0), int(item["metadata"]["resourceVersion"])
-        )
+        self._versions[path] = max(self._versions.get(path, 0), int(item["metadata"]["resourceVersion"]))
 
     def _node(self, item: Json, is_gone: bool) -> None:
         conditions = item.get("status", {}).get("conditions") or ()
@@ -353,7 +351,11 @@ def audited(path: Path, agent: str, since: float) -> Iterator[Mapping[str, Any]]
         if agent not in line:
             continue
         event = json.loads(line)
-        if event.get("userAgent") == agent and event["stage"] == "ResponseComplete" and moment(event) >= since:
+        if (
+            event.get("userAgent") == agent
+            and event["stage"] == "ResponseComplete"
+            and moment(event) >= since
+        ):
             yield event
 
 

@@ -74,7 +74,8 @@ GENEROUS: dict[str, Any] = {"wave_budget": "50%", "budget": "50%", "same_least":
 class World:
     """The cluster, Azure, and who answers for the nodes.
 
-    ``broken`` are hosts whose checks fail with the new image, ``silent`` ones that don't come back with it. ``boots``
+    ``broken`` are hosts whose checks fail with the new image, ``silent`` ones that don't come back with it,
+    ``boots_never`` with no new disk at all. ``boots``
     is what a version runs instead of its own build. ``up_at`` is when the last boot
     of each is over, ``began`` when what is looked at began.
     """
@@ -89,6 +90,7 @@ class World:
     broken: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
     boots: dict[str, str] = field(default_factory=dict)
+    boots_never: set[str] = field(default_factory=set)
     up_at: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
 
@@ -148,10 +150,16 @@ class World:
         if not request.path.startswith(_NODES):
             return None
         name = request.path.removeprefix(_NODES)
-        machine = self.machine(self.host(name))
+        if not any(host.name == name for host in self.hosts):
+            return None
+        machine = self.scale_sets.sets[self.host(name).scale_set_id.lower()].machines.get(
+            self.host(name).instance
+        )
+        if machine is None:
+            return Answer(404, {})
         is_new = machine.disk == NEW
         is_down = machine.state == "Updating" or time.time() < self.up_at.get(name, 0.0)
-        if is_down or (is_new and name in self.silent):
+        if is_down or (is_new and name in self.silent) or (machine.reimages and name in self.boots_never):
             return Answer(404, {})
         build = self.boots.get(machine.disk, BUILDS[machine.disk])
         is_broken = name in self.broken and build == BUILDS[NEW]
@@ -159,6 +167,14 @@ class World:
 
     def models(self) -> set[str]:
         return {group.image for group in self.scale_sets.sets.values()}
+
+    def models_of(self, rolled: Plan) -> set[str]:
+        """Return the versions that the scale sets of a plan name."""
+        return {self.scale_sets.sets[host.scale_set_id.lower()].image for host in rolled.hosts}
+
+    def reimages_of(self, rolled: Plan) -> int:
+        """Return how many disks of a plan's hosts were replaced."""
+        return sum(self.machine(host).reimages for host in rolled.hosts)
 
     def node(self, name: str) -> dict[str, object]:
         return self.admin.request("GET", path_of_node(name))
