@@ -31,7 +31,8 @@ from image_builder.pool.scale_set.records import (
 )
 from image_builder.pool.scale_set.verdict import SETTLE_SECONDS, Look, Node, judge, shows
 
-# While a node boots, its instance is read once in so many looks.
+# Of what takes minutes, and of an instance whose node boots, so many looks are one: Azure counts them all.
+_LOOKS: dict[Verb, int] = {"upgrade": 1, "reimage": 4}
 _RARELY = 10
 # What acts on instances by itself: the former replaces what doesn't answer, the latter moves machines between zones.
 SERVICES = ("AutomaticRepairs", "AutomaticZoneRebalancing")
@@ -215,6 +216,9 @@ def roll_instance(
             # Others' upgrades may have taken long: what was read before them doesn't count any more.
             if not drive.is_still(instance):
                 continue
+            drive.renew()
+            if step == "upgrade":
+                _require_model(drive, version)
             if reason := busy():
                 return Ending("busy", reason)
             _send(drive, step, instance, version, reading)
@@ -275,12 +279,15 @@ def _lost(history: Iterable[Request], verb: Verb) -> int:
     )
 
 
-def _send(drive: Drive, verb: Verb, instance: Instance, version: Version, reading: Node | None) -> None:
-    """Send a request for an instance, once; raises PoolError where the model names another version."""
-    client = drive.client
-    drive.renew()
-    if verb == "upgrade" and client.scale_set(drive.path).image.lower() != version.id.lower():
+def _require_model(drive: Drive, version: Version) -> None:
+    """Raise PoolError where the model of a scale set names another version."""
+    if drive.client.scale_set(drive.path).image.lower() != version.id.lower():
         raise PoolError(f"the model of {drive.path} doesn't name {version.name}", hint="nothing was sent")
+
+
+def _send(drive: Drive, verb: Verb, instance: Instance, version: Version, reading: Node | None) -> None:
+    """Send a request for an instance, once, as soon as it is in the journal: its host was just looked at."""
+    client = drive.client
     drive.append(
         Replacement(
             at=client.now(),
@@ -310,15 +317,20 @@ def _settle(drive: Drive, request: Request, node: Callable[[], Node | None]) -> 
     """Find out what became of a request, journal it and return it; raises FetchError."""
     client, sent = drive.client, request.sent
     began, looks = client.now(), list[Look]()
+    pause = drive.patience.look * _LOOKS[sent.verb]
+    # Who has just sent it knows that it isn't over.
+    client.wait(min(pause, max(0.0, sent.at + drive.patience.look - began)))
     while True:
         instance = drive.instance(sent.instance, since=sent.at)
-        looks.append(Look(client.now(), instance, node()))
+        # A node whose instance is in work says nothing that counts.
+        is_at_rest = instance is not None and instance.is_at_rest
+        looks.append(Look(client.now(), instance, node() if is_at_rest else None))
         # Its own address is asked for the error, once the list shows an end that isn't what was asked for.
-        is_open = instance is None or not instance.is_at_rest or shows(sent, looks[-1])
-        operation = None if is_open else client.operation(request.operation)
+        is_asked = is_at_rest and not shows(sent, looks[-1])
+        operation = client.operation(request.operation) if is_asked else None
         verdict = judge(sent, operation, looks, drive.patience.settle)
         if verdict in ("running", "unknown") and client.now() - began <= drive.patience.request:
-            client.wait(drive.patience.look)
+            client.wait(pause)
             continue
         detail = ""
         if verdict == "failed":

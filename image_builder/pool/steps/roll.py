@@ -111,7 +111,7 @@ class RollFleet(Fleet):
         self._is_turned = False
 
     def __enter__(self) -> Self:
-        """Raises PoolError for a version that isn't there, for a set that another roll drives, and ImageBuilderError for
+        """Raises PoolError for a version that isn't there and for a set that another roll drives, ImageBuilderError for
         a journal that can't be written.
         """
         try:
