@@ -119,6 +119,8 @@ def test_azure_is_throttled_and_away(fleet: World) -> None:
 
 def test_three_hosts_of_a_later_wave_fail_alike(fleet: World) -> None:
     """R27: the run stops, models go back first, then the hosts that failed; the canaries keep the new image."""
+    # Of one zone, half of which is three hosts.
+    fleet.hosts = tuple(host.model_copy(update={"zone": ""}) for host in fleet.hosts)
     rolled = plan(fleet, wave_budget="100%", budget="100%", same_least=3, same_share="1%")
     canaries = rolled.waves[0].hosts
     fleet.broken |= {host.name for host in fleet.hosts} - {*canaries}
@@ -148,6 +150,26 @@ def test_a_node_that_never_comes_back_is_quarantined(fleet: World) -> None:
     assert progress.stopped and status.restored is False and status.outcome and status.outcome.is_failure
     assert fleet.is_ours(canary)
     assert fleet.models_of(rolled) == {OLD}
+    fleet.require_invariants(rolled)
+
+
+def test_a_host_that_failed_and_has_a_pod_does_not_go_back(fleet: World) -> None:
+    """I2 holds on the way back as well: what tolerates everything runs on a host that failed, and isn't lost."""
+    rolled = plan(fleet)
+    canary = rolled.waves[0].hosts[0]
+    fleet.broken.add(canary)
+    pods: list[str] = []
+
+    def bind(request: Request) -> None:
+        if request.method == "PATCH" and NEW in fleet.models_of(rolled) and fleet.stopped() and not pods:
+            tolerant = workloads.pod("tolerant", canary, tolerations=[{"operator": "Exists"}])
+            workloads.create(fleet.admin, "work", tolerant)
+            pods.append("tolerant")
+
+    with faulty(fleet, bind):
+        progress = fleet.drive(rolled)
+    assert pods and progress.hosts[canary].restored is False
+    assert fleet.build(canary) == BUILDS[NEW]
     fleet.require_invariants(rolled)
 
 

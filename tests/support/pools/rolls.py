@@ -39,6 +39,7 @@ from image_builder.pool.run import driver
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.journal import open_journal
 from image_builder.pool.run.journal import read_journal as read_run
+from image_builder.pool.run.records import Stopped
 from image_builder.pool.run.resume import take_up
 from image_builder.pool.run.state import Progress
 from image_builder.pool.scale_set.client import HOLD_TAG, Client
@@ -172,6 +173,10 @@ class World:
     def models(self) -> set[str]:
         return {group.image for group in self.scale_sets.sets.values()}
 
+    def stopped(self) -> bool:
+        """Tell whether the roll has stopped by itself."""
+        return any(isinstance(record, Stopped) for record in read_run(self.folder / "run.jsonl"))
+
     def models_of(self, rolled: Plan) -> set[str]:
         """Return the versions that the scale sets of a plan name."""
         return {self.scale_sets.sets[host.scale_set_id.lower()].image for host in rolled.hosts}
@@ -208,15 +213,25 @@ class SimulatedFleet(RollFleet):
     """The real one, but for what a machine would answer: that comes from where Azure is simulated, at ``url``."""
 
     url: str
-    _connections = threading.local()
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._local = threading.local()
+        self._connections: list[http.client.HTTPSConnection] = []
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for connection in self._connections:
+            connection.close()
 
     def _ask_simulator(self, host: Host) -> Mapping[str, Any]:
         # Not by Azure's SDK, which costs ten times as much.
-        if not hasattr(self._connections, "open"):
+        if not hasattr(self._local, "connection"):
             context = ssl.create_default_context(cafile=os.environ["REQUESTS_CA_BUNDLE"])
             address = urlsplit(self.url).netloc
-            self._connections.open = http.client.HTTPSConnection(address, context=context, timeout=30)
-        connection: http.client.HTTPSConnection = self._connections.open
+            self._local.connection = http.client.HTTPSConnection(address, context=context, timeout=30)
+            self._connections.append(self._local.connection)
+        connection: http.client.HTTPSConnection = self._local.connection
         connection.request("GET", f"{_NODES}{host.name}", headers={"Authorization": f"Bearer {TOKEN}"})
         answer = connection.getresponse()
         content: Mapping[str, Any] = json.loads(answer.read())

@@ -237,6 +237,20 @@ def test_an_operation_that_another_preempts_is_settled_by_reading(rolling: Rolli
     rolling.require_clean()
 
 
+def test_one_list_is_for_all_instances_of_a_set(rolling: Rolling) -> None:
+    rolling.fleet.scale_sets.page = 1000
+    with (
+        open_journal(rolling.journal) as journal,
+        driving(rolling.client, rolling.fleet.path, "run-1", journal, patience=PATIENCE) as drive,
+    ):
+        before = rolling.fleet.arm.reads
+        assert all(drive.instance(number) for number in ("0", "1", "2"))
+        assert rolling.fleet.arm.reads == before + 1
+        rolling.clock.wait(PATIENCE.look)
+        assert drive.instance("0", looks=10) and rolling.fleet.arm.reads == before + 1
+        assert drive.instance("0") and rolling.fleet.arm.reads == before + 2
+
+
 class Queue:
     """The wait for the other upgrades of a set, in which ``meanwhile`` happens."""
 
