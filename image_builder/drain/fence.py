@@ -117,23 +117,27 @@ def uncordon(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     return patch
 
 
-def send(client: Client, name: str, patch: list[dict[str, Any]]) -> bool:
-    """Send a patch of a Node; tell whether it was still what the patch tests. Raises KubeError for all else."""
+def send(client: Client, name: str, patch: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Send a patch of a Node; return it as it is then, None if it wasn't what the patch tests. Raises KubeError."""
     try:
-        client.request("PATCH", path_of_node(name), patch, JSON_PATCH)
+        return client.request("PATCH", path_of_node(name), patch, JSON_PATCH)
     except KubeError as error:
         if error.status in CHANGED:
-            return False
+            return None
         raise
-    return True
 
 
-def free(client: Client, name: str, run: str) -> bool:
-    """Take our cordon away, whatever happens meanwhile; tell whether there was one of this run. Raises KubeError."""
-    while (document := client.find(path_of_node(name))) is not None:
+def free(client: Client, name: str, run: str, seen: dict[str, Any] | None = None) -> bool:
+    """Take our cordon away, whatever happens meanwhile; tell whether there was one of this run. Raises KubeError.
+
+    ``seen`` is the Node as it was last read: it is read once more only where it has changed.
+    """
+    document = seen or client.find(path_of_node(name))
+    while document is not None:
         record = record_of(document)
         if record is None or record.run != run:
             return False
         if send(client, name, uncordon(document)):
             return True
+        document = client.find(path_of_node(name))
     return False

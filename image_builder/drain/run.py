@@ -31,13 +31,14 @@ _chance: Callable[[], float] = random.random
 class Outcome:
     """How the drain of a host ended: ``empty`` and cordoned, or ``skipped`` without our cordon.
 
-    ``tenants`` are the pods that it was skipped for.
+    ``tenants`` are the pods that it was skipped for, ``node`` is the Node that was empty.
     """
 
     host: str
     state: State
     reason: str = ""
     tenants: tuple[Tenant, ...] = ()
+    node: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass
@@ -45,6 +46,8 @@ class _Visit:
     """What is remembered of a host while it is drained; seconds are monotonic."""
 
     began: float
+    # The Node as it was last read, which a patch tests.
+    node: dict[str, Any] | None = None
     node_uid: str = ""
     record: Record | None = None
     fenced: float | None = None
@@ -138,7 +141,7 @@ class Drain:
             is_over = waited >= self._policy.max_wait_seconds
             return Host(name, visit.began, obstacle="its Node object is gone") if is_over else None
         obstacle = self._settle_cordon(name, visit, document)
-        visit.node_uid = document["metadata"]["uid"]
+        visit.node, visit.node_uid = document, document["metadata"]["uid"]
         tenants = tuple(self._with_attempt(name, t) for t in self._looker.tenants(name, self._wall()))
         visit.idle_since = None if tenants else now if visit.idle_since is None else visit.idle_since
         visit.due = self._settled(visit)
@@ -216,7 +219,7 @@ class Drain:
                 for tenant in action.tenants:
                     self._evict(host.name, tenant)
             case "empty":
-                self._end(Outcome(host.name, "empty"))
+                self._end(Outcome(host.name, "empty", node=self._visits[host.name].node))
             case "skip":
                 fence.free(self._client, host.name, self._run)
                 self._end(Outcome(host.name, "skipped", action.reason, host.tenants))
@@ -226,9 +229,10 @@ class Drain:
         self._tell(f"{outcome.host}: {outcome.state}{f', {outcome.reason}' if outcome.reason else ''}")
 
     def _fence(self, name: str) -> None:
-        document, visit = self._looker.node(name), self._visits[name]
-        # What it was decided from, or the next turn decides from what it is now.
-        if document is None or document["metadata"]["uid"] != visit.node_uid or fence.record_of(document):
+        visit = self._visits[name]
+        document = visit.node
+        # The patch tests what it was decided from; the next turn decides from what it is now.
+        if document is None or fence.record_of(document):
             return
         if fence.is_cordoned(document) and not self._policy.take_cordoned:
             return

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -16,12 +22,16 @@ from image_builder.pool.plan.plan import save
 from image_builder.pool.scale_set.records import Replacement, read_journal
 from image_builder.pool.show.report import counts
 from tests.support.arm.fleet import BUILDS, NEW, OLD
+from tests.support.arm.model import Request
 from tests.support.arm.serving import found_by
 from tests.support.control_plane import workloads
 from tests.support.control_plane.gates import in_background, wait_until
 from tests.support.control_plane.workloads import daemon_set, job
 from tests.support.images.builds import REPO
+from tests.support.pools import invariants
 from tests.support.pools.rolls import GENEROUS, World, plan, world
+
+KILLS = 50
 
 pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
@@ -31,6 +41,39 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with world(2, 4, tmp_path) as state:
         found_by(state.served.environment, monkeypatch)
         yield state
+
+
+@contextmanager
+def driver(fleet: World, last: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """Begin a driver of a fleet's plan in a process of its own, which dies after so many records of its journals."""
+    arguments = [os.fspath(fleet.folder), fleet.served.url, os.fspath(fleet.account()), str(last)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.pools.rolls", *arguments],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        yield process
+
+
+def killed_at(fleet: World, number: int, effect: Literal["drop", "lose"]) -> int:
+    """Run a driver, and kill it as its request to Azure of a number that changes something arrives; how it ended."""
+    numbers = itertools.count(1)
+    with driver(fleet) as process:
+
+        def fault(request: Request) -> Literal["drop", "lose"] | None:
+            if request.method == "GET" or next(numbers) != number:
+                return None
+            process.kill()
+            process.wait()
+            return effect
+
+        # After the recorder, which looks at everything.
+        fleet.served.arm.faults.insert(1, fault)
+        process.communicate(timeout=120)
+        fleet.served.arm.faults.remove(fault)
+    return process.returncode
 
 
 def test_a_roll_around_jobs(fleet: World) -> None:
@@ -68,6 +111,7 @@ def test_a_roll_around_jobs(fleet: World) -> None:
     assert admin.request("GET", path_of_node("gpu-0-3"))["spec"]["unschedulable"] is True
     assert fleet.models() == {NEW}
     fleet.require_clean_sets()
+    fleet.require_invariants(rolled)
 
 
 def test_a_canary_that_fails_takes_everything_back(fleet: World) -> None:
@@ -84,24 +128,17 @@ def test_a_canary_that_fails_takes_everything_back(fleet: World) -> None:
     assert not any(fleet.is_ours(host.name) for host in fleet.hosts)
     assert {fleet.build(host.name) for host in fleet.hosts if host.name not in others} == {BUILDS[OLD]}
     fleet.require_clean_sets()
+    fleet.require_invariants(rolled)
 
 
 def test_a_driver_that_is_killed_again_and_again(fleet: World) -> None:
     """Each takes up what the one before left, wherever that was: in a drain, between a request and its answer."""
     rolled = plan(fleet, **GENEROUS)
     save(rolled, fleet.folder / "plan.json")
-    words = [os.fspath(fleet.folder), fleet.served.url, os.fspath(fleet.account())]
     for last in (6, 9, 14, 22, 16, 19):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.support.pools.rolls", *words, str(last)],
-            cwd=REPO,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == -signal.SIGKILL, done.stdout
+        with driver(fleet, last) as process:
+            output, _ = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, output
     progress = fleet.drive(rolled)
     assert progress.finished and counts(progress.hosts.values())["ok"] == 8
     assert [fleet.machine(host).reimages for host in fleet.hosts] == [1] * 8
@@ -111,3 +148,41 @@ def test_a_driver_that_is_killed_again_and_again(fleet: World) -> None:
     # An intent whose request never left is followed by another one.
     assert len(posts) == 16 <= len(intents)
     fleet.require_clean_sets()
+    fleet.require_invariants(rolled)
+
+
+@pytest.mark.nightly
+def test_fifty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL at fifty points, by turns after a record, before a request arrives, and before its answer does.
+
+    What may never be is looked for after each; what must be in the end after each roll, of which there are as many as
+    it takes.
+    """
+    drawn, kills = random.Random(20), 0
+    with world(8, 3, tmp_path) as whole:
+        found_by(whole.served.environment, monkeypatch)
+        while kills < KILLS:
+            assert whole.hosts, f"{kills} kills"
+            folder = tmp_path / f"roll-{len(whole.hosts)}"
+            folder.mkdir()
+            part = replace(whole, hosts=whole.hosts[:6], folder=folder, began=time.time())
+            whole.hosts = whole.hosts[6:]
+            whole.served.arm.faults.append(part.answer)
+            rolled = plan(part, **GENEROUS)
+            save(rolled, folder / "plan.json")
+            status = -signal.SIGKILL
+            while status == -signal.SIGKILL and kills < KILLS:
+                if kills % 3:
+                    status = killed_at(part, drawn.randint(1, 8), "drop" if kills % 3 == 1 else "lose")
+                else:
+                    with driver(part, drawn.randint(3, 14)) as process:
+                        output, _ = process.communicate(timeout=120)
+                    status = process.returncode
+                    assert status in (0, -signal.SIGKILL), output
+                kills += status == -signal.SIGKILL
+                assert invariants.violations(part.log(rolled)) == [], kills
+            progress = part.drive(rolled)
+            assert progress.finished and counts(progress.hosts.values())["ok"] == 6
+            assert part.reimages_of(rolled) == 6
+            part.require_invariants(rolled)
+    assert kills == KILLS

@@ -166,16 +166,21 @@ class Client:
         value = f"{holder} until {datetime.fromtimestamp(until, UTC).isoformat(timespec='seconds')}"
 
         def change(present: ScaleSet) -> Json | None:
+            self.require_free(present, holder)
             mark = present.tags.get(HOLD_TAG, "")
-            other, _, end = mark.rpartition(" until ")
-            if mark and other != holder and _seconds(end) > self.now():
-                raise PoolError(
-                    f"{path} is driven by {mark}",
-                    hint="one rollout drives a scale set: wait for it, or abort it",
-                )
             return None if mark == value else {"tags": {**present.tags, HOLD_TAG: value}}
 
         self._patch(path, change)
+
+    def require_free(self, present: ScaleSet, holder: str) -> None:
+        """Raise PoolError where a scale set, as it was read, is driven by another than ``holder``."""
+        mark = present.tags.get(HOLD_TAG, "")
+        other, _, end = mark.rpartition(" until ")
+        if mark and other != holder and _seconds(end) > self.now():
+            raise PoolError(
+                f"{present.id} is driven by {mark}",
+                hint="one rollout drives a scale set: wait for it, or abort it",
+            )
 
     def release(self, path: str, holder: str) -> None:
         """Take the mark of ``holder`` off a scale set, if it is there; raises PoolError, FetchError."""

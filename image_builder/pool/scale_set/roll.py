@@ -29,8 +29,11 @@ from image_builder.pool.scale_set.records import (
     requests,
     suspended,
 )
-from image_builder.pool.scale_set.verdict import SETTLE_SECONDS, Look, Node, judge
+from image_builder.pool.scale_set.verdict import SETTLE_SECONDS, Look, Node, judge, shows
 
+# Of what takes minutes, and of an instance whose node boots, so many looks are one: Azure counts them all.
+_LOOKS: dict[Verb, int] = {"upgrade": 1, "reimage": 4}
+_RARELY = 10
 # What acts on instances by itself: the former replaces what doesn't answer, the latter moves machines between zones.
 SERVICES = ("AutomaticRepairs", "AutomaticZoneRebalancing")
 
@@ -97,17 +100,21 @@ class Drive:
         self.append(record)
         return record
 
-    def instance(self, number: str, since: float = -math.inf) -> Instance | None:
-        """Return an instance as it was read after ``since``, and a look ago at most; None where it isn't there.
+    def instance(self, number: str, since: float = -math.inf, *, looks: int = 1) -> Instance | None:
+        """Return an instance as it was read after ``since``, and some looks ago at most; None where it isn't there.
 
         Raises FetchError.
         """
         with self.reading:
             now = self.client.now()
-            if self.listed_at <= since or now - self.listed_at >= self.patience.look:
+            if self.listed_at <= since or now - self.listed_at >= self.patience.look * looks:
                 self.listed = {instance.id: instance for instance in self.client.instances(self.path)}
                 self.listed_at = now
             return self.listed.get(number)
+
+    def is_still(self, instance: Instance) -> bool:
+        """Tell whether an instance is as it was read, at most a look ago; raises FetchError."""
+        return self.instance(instance.id) == instance
 
     def requests(self, number: str) -> list[Request]:
         return requests(self.records, self.path, number)
@@ -176,7 +183,7 @@ def roll_instance(
     Raises PoolError where another took the scale set or changed its model, FetchError where Azure can't be reached; the
     same call goes on.
     """
-    began = drive.client.now()
+    began, looks = drive.client.now(), 1
     while True:
         history = _settled(drive, number, node)
         if history and history[-1].settled and history[-1].settled.outcome == "unknown":
@@ -185,7 +192,7 @@ def roll_instance(
         last = history[-1] if history else None
         if ending := _ending(history, drive.patience):
             return ending
-        instance = drive.instance(number)
+        instance = drive.instance(number, looks=looks)
         if instance is None or instance.vm_id != vm_id.lower():
             return Ending("gone", "it was deleted, or is another machine")
         reading = node()
@@ -198,15 +205,22 @@ def roll_instance(
             step = "reimage"
         if isinstance(step, Ending):
             return step
+        looks = _RARELY if step == "wait" else 1
         if step == "wait":
             drive.client.wait(drive.patience.look)
             continue
         is_late = drive.client.now() - began > drive.patience.request
         if is_late and last and last.settled and last.settled.outcome == "refused":
             return Ending("failed", f"refused: {last.settled.detail}")
-        if reason := busy():
-            return Ending("busy", reason)
         with drive.upgrading if step == "upgrade" else nullcontext():
+            # Others' upgrades may have taken long: what was read before them doesn't count any more.
+            if not drive.is_still(instance):
+                continue
+            drive.renew()
+            if step == "upgrade":
+                _require_model(drive, version)
+            if reason := busy():
+                return Ending("busy", reason)
             _send(drive, step, instance, version, reading)
             _settled(drive, number, node)
 
@@ -265,12 +279,15 @@ def _lost(history: Iterable[Request], verb: Verb) -> int:
     )
 
 
-def _send(drive: Drive, verb: Verb, instance: Instance, version: Version, reading: Node | None) -> None:
-    """Send a request for an instance, once; raises PoolError where the model names another version."""
-    client = drive.client
-    drive.renew()
-    if verb == "upgrade" and client.scale_set(drive.path).image.lower() != version.id.lower():
+def _require_model(drive: Drive, version: Version) -> None:
+    """Raise PoolError where the model of a scale set names another version."""
+    if drive.client.scale_set(drive.path).image.lower() != version.id.lower():
         raise PoolError(f"the model of {drive.path} doesn't name {version.name}", hint="nothing was sent")
+
+
+def _send(drive: Drive, verb: Verb, instance: Instance, version: Version, reading: Node | None) -> None:
+    """Send a request for an instance, once, as soon as it is in the journal: its host was just looked at."""
+    client = drive.client
     drive.append(
         Replacement(
             at=client.now(),
@@ -300,14 +317,20 @@ def _settle(drive: Drive, request: Request, node: Callable[[], Node | None]) -> 
     """Find out what became of a request, journal it and return it; raises FetchError."""
     client, sent = drive.client, request.sent
     began, looks = client.now(), list[Look]()
+    pause = drive.patience.look * _LOOKS[sent.verb]
+    # Who has just sent it knows that it isn't over.
+    client.wait(min(pause, max(0.0, sent.at + drive.patience.look - began)))
     while True:
         instance = drive.instance(sent.instance, since=sent.at)
-        # Its own address is asked for the error, once the list shows an end.
-        operation = client.operation(request.operation) if instance and instance.is_at_rest else None
-        looks.append(Look(client.now(), instance, node()))
+        # A node whose instance is in work says nothing that counts.
+        is_at_rest = instance is not None and instance.is_at_rest
+        looks.append(Look(client.now(), instance, node() if is_at_rest else None))
+        # Its own address is asked for the error, once the list shows an end that isn't what was asked for.
+        is_asked = is_at_rest and not shows(sent, looks[-1])
+        operation = client.operation(request.operation) if is_asked else None
         verdict = judge(sent, operation, looks, drive.patience.settle)
         if verdict in ("running", "unknown") and client.now() - began <= drive.patience.request:
-            client.wait(drive.patience.look)
+            client.wait(pause)
             continue
         detail = ""
         if verdict == "failed":

@@ -73,7 +73,7 @@ def judge(
         return "done" if instance.runs(sent.version) else "unknown"
     if not instance.is_at_rest:
         return "running"
-    if _shows(sent, last):
+    if shows(sent, last):
         return "done"
     if instance.state.lower() == "failed":
         return "failed"
@@ -83,7 +83,7 @@ def judge(
     return "unknown"
 
 
-def _shows(sent: Replacement, look: Look) -> bool:
+def shows(sent: Replacement, look: Look) -> bool:
     """Tell whether a look shows what the request was to bring about. It wasn't so before the request."""
     if sent.verb == "upgrade":
         return look.instance is not None and look.instance.runs(sent.version)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from image_builder.drain import bar, fence
 from image_builder.drain import run as drains
@@ -104,12 +104,16 @@ class RollFleet(Fleet):
         self._ending = threading.Event()
         self._versions: dict[str, Version] = {}
         self._planned: dict[str, ScaleSet] = {}
+        # Nodes as they were last read or changed, so that the next change needs no reading.
+        self._nodes: dict[str, dict[str, Any]] = {}
         # Scale sets whose models this process has had name the new version.
         self._changed: set[str] = set()
         self._is_turned = False
 
     def __enter__(self) -> Self:
-        """Raises PoolError for a version that isn't there, ImageBuilderError for a journal that can't be written."""
+        """Raises PoolError for a version that isn't there and for a set that another roll drives, ImageBuilderError for
+        a journal that can't be written.
+        """
         try:
             self._read_azure()
             self._journal = _Journal(self._stack.enter_context(records.open_journal(self._change.journal)))
@@ -133,6 +137,7 @@ class RollFleet(Fleet):
             self._versions[path] = version
         for path, before in target.before.items():
             self._planned[path] = self._change.azure.scale_set(path)
+            self._change.azure.require_free(self._planned[path], self._change.run)
             if (image := self._planned[path].image) not in (before, target.version):
                 raise PoolError(f"the model of {path} names {image} since the plan", hint="make a new plan")
 
@@ -244,7 +249,7 @@ class RollFleet(Fleet):
     def _reimage(self, host: Host, key: Key) -> tuple[Outcome, Joined]:
         kube = self._change.kube()
         try:
-            bar.bar(kube, host.name, self._change.run)
+            self._bar(kube, host, self._drains.nodes.pop(host.name, None))
             self._ending.wait(self._change.settle_seconds)
             drive = self._drive(host.scale_set_id)
             version = self._versions[self._change.target.version]
@@ -254,7 +259,7 @@ class RollFleet(Fleet):
             )
             if outcome.ok:
                 # What runs on each node must be there again before it is verified; the cordon stays.
-                bar.lift(kube, host.name)
+                self._nodes[host.name] = bar.lift(kube, host.name, self._nodes.pop(host.name, None)) or {}
             return outcome, joined
         finally:
             kube.close()
@@ -269,15 +274,28 @@ class RollFleet(Fleet):
     def _restore(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
         drive = self._drive(host.scale_set_id)
         version = self._versions[self._change.target.before[host.scale_set_id]]
-        outcome, joined = _outcome(self._bring(drive, host, version, lambda: ""))
+        kube = self._change.kube()
+        try:
+            is_there = self._bar(kube, host)
+            self._ending.wait(self._change.settle_seconds)
+            busy = partial(self._occupied, kube, host, barred=True) if is_there else lambda: ""
+            outcome, joined = _outcome(self._bring(drive, host, version, busy))
+        finally:
+            kube.close()
         return self._free(host, _key) if outcome.ok else (outcome, joined)
+
+    def _bar(self, kube: Kube, host: Host, seen: dict[str, Any] | None = None) -> bool:
+        """Let no pod onto an empty host; tell whether there is a Node of it."""
+        node = bar.bar(kube, host.name, self._change.run, seen)
+        self._nodes[host.name] = node or {}
+        return node is not None
 
     def _free(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
         self._drains.drop(host.name)
         kube = self._change.kube()
         try:
-            bar.lift(kube, host.name)
-            fence.free(kube, host.name, self._change.run)
+            node = bar.lift(kube, host.name, self._nodes.pop(host.name, None))
+            fence.free(kube, host.name, self._change.run, node)
         finally:
             kube.close()
         return OK, "unknown"
@@ -294,6 +312,10 @@ class RollFleet(Fleet):
         """Return what a request would cost: the last look, right before it is sent."""
         if self._is_turned or self._ending.is_set() or key in self._over:
             return "the run goes back, or ends"
+        return self._occupied(kube, host, barred=True)
+
+    def _occupied(self, kube: Kube, host: Host, *, barred: bool = False) -> str:
+        """Return why a host isn't empty and ours alone; nothing where it is."""
         looker = Looker(kube, self._change.policy)
         document = looker.node(host.name)
         if document is None:
@@ -301,8 +323,9 @@ class RollFleet(Fleet):
         record = fence.record_of(document)
         if record is None or record.run != self._change.run or not fence.is_cordoned(document):
             return "somebody uncordoned it"
-        if not bar.is_barred(document, self._change.run):
+        if barred and not bar.is_barred(document, self._change.run):
             return "somebody took its taint away"
+        self._nodes[host.name] = document
         tenants = looker.tenants(host.name, time.time())
         return f"{tenants[0].pod} runs on it" if tenants else ""
 
@@ -353,6 +376,8 @@ class _Drains:
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._over: set[Key] = set()
+        # Nodes of hosts that are empty, as they were then.
+        self.nodes: dict[str, dict[str, Any]] = {}
         self._thread = threading.Thread(target=self._run, name="drains")
 
     def start(self) -> None:
@@ -429,6 +454,8 @@ class _Drains:
             key = keys.pop(name, None)
             if key and key not in self._over:
                 is_empty = outcome.state == "empty"
+                if outcome.node:
+                    self.nodes[name] = outcome.node
                 self._report(key, OK if is_empty else ended("skipped", why(outcome)))
 
     def _fail(self, work: Iterable[tuple[Drain, dict[str, Key]]], error: KubeError) -> None:

@@ -125,14 +125,19 @@ class Limits:
         """Return buckets that are never empty, for tests whose minutes take a second."""
         return Limits(dict.fromkeys(_documented(), Policy(1e9, 1e9)), tells=False)
 
-    def _of(self, request: Request) -> Iterator[tuple[tuple[str, str], Bucket]]:
-        before, _, name = request.path.lower().partition(_SCALE_SET)
-        keys = [(_KINDS.get(request.method, "writes"), "")]
+    @staticmethod
+    def keys_of(method: str, path: str) -> list[tuple[str, str]]:
+        """Return the buckets of a request: each policy, and its scope."""
+        before, _, name = path.lower().partition(_SCALE_SET)
+        keys = [(_KINDS.get(method, "writes"), "")]
         if name.endswith("/virtualmachines"):
             keys += [("Instances", before + name), ("AllInstances", "")]
         elif name:
             keys += [("ScaleSet", before + name.partition("/")[0]), ("ScaleSets", "")]
-        for key in keys:
+        return keys
+
+    def _of(self, request: Request) -> Iterator[tuple[tuple[str, str], Bucket]]:
+        for key in self.keys_of(request.method, request.path):
             if key not in self.buckets:
                 policy = self.policies[key[0]]
                 self.buckets[key] = Bucket(policy, policy.size, self.clock())

@@ -84,6 +84,8 @@ class Arm:
     limits: Limits = field(default_factory=Limits)
     log: list[Logged] = field(default_factory=list)
     reads: int = 0
+    # Called with every request once it was answered, None for an answer that nobody got.
+    observers: list[Callable[[Request, Answer | None], None]] = field(default_factory=list)
     # What answers for kinds of resources that have a module of their own; None for any other.
     providers: list[Callable[[Request], Answer | None]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -129,6 +131,8 @@ class Arm:
             )
         else:
             self.reads += 1
+        for observe in self.observers:
+            observe(request, answer)
         return answer
 
     def _true(self, request: Request) -> Answer:

@@ -1,7 +1,8 @@
 """Kubelets of any number of nodes in one process: what the API server sees of them, and nothing that runs.
 
 Each node is registered, says that it is Ready and renews its lease; each pod that is bound to one runs at once, is
-deleted when its grace period is over, and ends when it is told to. As kwok has it, in as much as a drain needs.
+deleted when its grace period is over, and ends when it is told to; one that doesn't tolerate a node's taints
+``NoExecute`` is refused. As kwok has it, in as much as a drain needs.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class Kubelets:
             self._later(grace, lambda: self._remove(meta))
         elif pod.get("status", {}).get("phase") == "Pending" and meta["uid"] not in self._started:
             self._started.add(meta["uid"])
-            self._later(0, lambda: self._start(meta))
+            self._later(0, lambda: self._start(pod))
 
     def _later(self, seconds: float, work: Callable[[], object]) -> None:
         with self._lock:
@@ -191,11 +192,22 @@ class Kubelets:
             if not error.status:
                 self._later(1.0, work)
 
-    def _start(self, meta: Mapping[str, Any]) -> None:
+    def _start(self, pod: Mapping[str, Any]) -> None:
+        meta = pod["metadata"]
+        if self._refuses(pod):
+            self.finish(meta["namespace"], meta["name"], "Failed")
+            return
         conditions = [self._condition(kind, "True") for kind in ("Initialized", "ContainersReady", "Ready")]
         status = {"phase": "Running", "startTime": _now(), "conditions": conditions}
         path = f"{path_of_pod(meta['namespace'], meta['name'])}/status"
         self._client.request("PATCH", path, {"status": status}, STRATEGIC_MERGE)
+
+    def _refuses(self, pod: Mapping[str, Any]) -> bool:
+        """Tell whether a taint keeps a pod from being started, as a kubelet's own admission does."""
+        node = self._client.find(path_of_node(pod["spec"]["nodeName"])) or {"spec": {}}
+        keys = [t["key"] for t in node["spec"].get("taints") or () if t["effect"] == "NoExecute"]
+        tolerations = pod["spec"].get("tolerations") or ()
+        return not all(any(t.get("key") in (None, key) for t in tolerations) for key in keys)
 
     def _remove(self, meta: Mapping[str, Any]) -> None:
         options = {"gracePeriodSeconds": 0, "preconditions": {"uid": meta["uid"]}}

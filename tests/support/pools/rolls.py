@@ -6,9 +6,12 @@ and the suite, come from the simulator too: no machine is there to be asked.
 
 from __future__ import annotations
 
+import http.client
 import itertools
+import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -19,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import urlsplit
 
 from image_builder.drain import bar, fence
 from image_builder.drain.policy import Policy as DrainPolicy
@@ -34,9 +38,12 @@ from image_builder.pool.reach.reach import Access
 from image_builder.pool.run import driver
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.journal import open_journal
+from image_builder.pool.run.journal import read_journal as read_run
+from image_builder.pool.run.records import Stopped
 from image_builder.pool.run.resume import take_up
 from image_builder.pool.run.state import Progress
 from image_builder.pool.scale_set.client import HOLD_TAG, Client
+from image_builder.pool.scale_set.records import read_journal as read_requests
 from image_builder.pool.scale_set.roll import Patience
 from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.scale_set.verdict import Node
@@ -50,11 +57,13 @@ from tests.support.arm.limits import Limits
 from tests.support.arm.model import SUBSCRIPTION, Answer, Request
 from tests.support.arm.scale_sets import SERVICES, Machine, ScaleSets, SetState
 from tests.support.arm.service import Arm
-from tests.support.arm.serving import Served
+from tests.support.arm.serving import TOKEN, Served
 from tests.support.control_plane.gates import Cluster, give_rights, running
 from tests.support.control_plane.kubelets import AGENT, Kubelets
 from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.images.builds import REPO
+from tests.support.pools import invariants
+from tests.support.pools.recorder import Log, Recorder, audited
 
 ACCOUNT = "system:serviceaccount:kube-system:image-builder-roll"
 RIGHTS = REPO / "deploy/roll.yml"
@@ -62,23 +71,67 @@ RUN_AGENT = "image-builder-roll"
 QUICK = DrainPolicy(settle_seconds=1.0, poll_seconds=0.3, max_wait_seconds=15.0)
 _NODES = "/nodes/"
 PATIENCE = Patience(look=0.2, settle=2.0, request=60.0, boot=20.0)
+SECONDS = {"upgrade": 0.5, "reimage": 1.0, "service": 0.1}
 GENEROUS: dict[str, Any] = {"wave_budget": "50%", "budget": "50%", "same_least": 100}
 
 
 @dataclass
 class World:
-    """The cluster, Azure, and who answers for the nodes. ``broken`` are hosts whose checks fail with the new image."""
+    """The cluster, Azure, and who answers for the nodes.
+
+    ``broken`` are hosts whose checks fail with the new image, ``silent`` ones that don't come back with it,
+    ``boots_never`` with no new disk at all. ``boots``
+    is what a version runs instead of its own build. ``up_at`` is when the last boot
+    of each is over, ``began`` when what is looked at began.
+    """
 
     cluster: Cluster
     kubelets: Kubelets
     served: Served
     scale_sets: ScaleSets
+    recorder: Recorder
     folder: Path
     hosts: tuple[Host, ...] = ()
     broken: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    boots: dict[str, str] = field(default_factory=dict)
+    boots_never: set[str] = field(default_factory=set)
+    up_at: dict[str, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.time)
 
     def account(self) -> Path:
         return self.cluster.kubeconfig(ACCOUNT, "system:serviceaccounts")
+
+    def log(self, rolled: Plan) -> Log:
+        """Return what has happened by now to the hosts of a plan."""
+        self.recorder.catch_up(self.admin)
+        sets = {host.scale_set_id.lower() for host in rolled.hosts}
+        names = {host.name for host in rolled.hosts}
+        journal, sent = self.folder / "run.jsonl", self.folder / "requests.jsonl"
+        recorder, since = self.recorder, self.began
+        return Log(
+            plan=rolled,
+            run_id=run_id(rolled),
+            sent=[each for each in recorder.sent if each.scale_set in sets and each.at >= since],
+            disks=[each for each in recorder.disks if each.scale_set in sets and each.at >= since],
+            nodes=[state for state in recorder.nodes if state.name in names],
+            pods=[pod for pod in recorder.pods if pod.node in names],
+            audit=list(audited(self.cluster.work / "audit.log", RUN_AGENT, since)),
+            run=read_run(journal) if journal.exists() else [],
+            requests=read_requests(sent) if sent.exists() else [],
+            machines={
+                (path, number): machine
+                for path in sets
+                for number, machine in self.scale_sets.sets[path].machines.items()
+            },
+            services={path: self.scale_sets.sets[path].services for path in sets},
+            versions={path: resource.content for path, resource in self.served.arm.resources.items()},
+            files=[path for path in self.folder.glob("*") if path.suffix in (".json", ".jsonl", ".log")],
+            boots=self.boots,
+        )
+
+    def require_invariants(self, rolled: Plan) -> None:
+        invariants.require(self.log(rolled))
 
     def drive(self, rolled: Plan) -> Progress:
         """Drive a roll to its end, in this process."""
@@ -102,15 +155,35 @@ class World:
         if not request.path.startswith(_NODES):
             return None
         name = request.path.removeprefix(_NODES)
-        machine = self.machine(self.host(name))
-        if machine.state == "Updating":
+        if not any(host.name == name for host in self.hosts):
+            return None
+        machine = self.scale_sets.sets[self.host(name).scale_set_id.lower()].machines.get(
+            self.host(name).instance
+        )
+        if machine is None:
             return Answer(404, {})
-        build = BUILDS[machine.disk]
+        is_new = machine.disk == NEW
+        is_down = machine.state == "Updating" or time.time() < self.up_at.get(name, 0.0)
+        if is_down or (is_new and name in self.silent) or (machine.reimages and name in self.boots_never):
+            return Answer(404, {})
+        build = self.boots.get(machine.disk, BUILDS[machine.disk])
         is_broken = name in self.broken and build == BUILDS[NEW]
         return Answer(200, {"boot_id": machine.boot_id, "build": build, "is_broken": is_broken})
 
     def models(self) -> set[str]:
         return {group.image for group in self.scale_sets.sets.values()}
+
+    def stopped(self) -> bool:
+        """Tell whether the roll has stopped by itself."""
+        return any(isinstance(record, Stopped) for record in read_run(self.folder / "run.jsonl"))
+
+    def models_of(self, rolled: Plan) -> set[str]:
+        """Return the versions that the scale sets of a plan name."""
+        return {self.scale_sets.sets[host.scale_set_id.lower()].image for host in rolled.hosts}
+
+    def reimages_of(self, rolled: Plan) -> int:
+        """Return how many disks of a plan's hosts were replaced."""
+        return sum(self.machine(host).reimages for host in rolled.hosts)
 
     def node(self, name: str) -> dict[str, object]:
         return self.admin.request("GET", path_of_node(name))
@@ -137,12 +210,32 @@ class World:
 
 
 class SimulatedFleet(RollFleet):
-    """The real one, but for what a machine would answer: that comes from where Azure is simulated."""
+    """The real one, but for what a machine would answer: that comes from where Azure is simulated, at ``url``."""
 
-    manager: ResourceManager
+    url: str
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._local = threading.local()
+        self._connections: list[http.client.HTTPSConnection] = []
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for connection in self._connections:
+            connection.close()
 
     def _ask_simulator(self, host: Host) -> Mapping[str, Any]:
-        return self.manager.get(f"{_NODES}{host.name}", "1") or {}
+        # Not by Azure's SDK, which costs ten times as much.
+        if not hasattr(self._local, "connection"):
+            context = ssl.create_default_context(cafile=os.environ["REQUESTS_CA_BUNDLE"])
+            address = urlsplit(self.url).netloc
+            self._local.connection = http.client.HTTPSConnection(address, context=context, timeout=30)
+            self._connections.append(self._local.connection)
+        connection: http.client.HTTPSConnection = self._local.connection
+        connection.request("GET", f"{_NODES}{host.name}", headers={"Authorization": f"Bearer {TOKEN}"})
+        answer = connection.getresponse()
+        content: Mapping[str, Any] = json.loads(answer.read())
+        return content if answer.status == 200 else {}
 
     def read(self, host: Host) -> Node | None:
         answer = self._ask_simulator(host)
@@ -159,8 +252,11 @@ class SimulatedFleet(RollFleet):
 
 
 @contextmanager
-def world(sets: int, each: int, folder: Path) -> Iterator[World]:
-    """Run a control plane and Azure's simulator with scale sets of so many nodes each; all run the old image."""
+def world(sets: int, each: int, folder: Path, seconds: Mapping[str, float] = SECONDS) -> Iterator[World]:
+    """Run a control plane and Azure's simulator with scale sets of so many nodes each; all run the old image.
+
+    ``seconds`` are those of Azure's operations, and of a node's ``boot`` from its new disk.
+    """
     from tests.support.arm.serving import served
 
     arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
@@ -178,13 +274,16 @@ def world(sets: int, each: int, folder: Path) -> Iterator[World]:
             kubelets.register(names)
 
             def reimaged(group: SetState, machine: Machine) -> None:
-                name = group.content["name"]
-                threading.Thread(target=kubelets.boot, args=(f"{name}-{machine.id}",)).start()
+                recorder.reimaged(group, machine)
+                name = f"{group.content['name']}-{machine.id}"
+                boot = seconds.get("boot", 0.0)
+                state.up_at[name] = time.time() + boot
+                if name not in state.silent or machine.disk != NEW:
+                    threading.Timer(boot, kubelets.boot, (name,)).start()
 
-            scale_sets = ScaleSets(
-                arm, seconds={"upgrade": 0.5, "reimage": 1.0, "service": 0.1}, reimaged=reimaged
-            )
-            state = World(cluster, kubelets, service, scale_sets, folder)
+            scale_sets = ScaleSets(arm, seconds=dict(seconds), reimaged=reimaged)
+            recorder = Recorder(lambda: Kube(access, agent="recorder"), scale_sets)
+            state = World(cluster, kubelets, service, scale_sets, recorder, folder)
             arm.faults.append(state.answer)
             for number in range(sets):
                 path = scale_sets.add(f"gpu-{number}", OLD, each)
@@ -204,7 +303,8 @@ def world(sets: int, each: int, folder: Path) -> Iterator[World]:
                     )
                     for machine in group.machines.values()
                 )
-            yield state
+            with recorder:
+                yield state
 
 
 def plan(world: World, **policy: Any) -> Plan:
@@ -230,8 +330,19 @@ def plan(world: World, **policy: Any) -> Plan:
     return make_plan(inventory, pools, world.hosts, rolled, target=target)
 
 
+def run_id(rolled: Plan) -> str:
+    return f"roll-{rolled.digest[:12]}"
+
+
 def drive(
-    folder: Path, url: str, rolled: Plan, account: Path, on_record: Callable[[], None] = lambda: None
+    folder: Path,
+    url: str,
+    rolled: Plan,
+    account: Path,
+    on_record: Callable[[], None] = lambda: None,
+    *,
+    patience: Patience = PATIENCE,
+    settle_seconds: float = 1.0,
 ) -> Progress:
     """Drive a roll, from its journal if it has one; ``on_record`` is called after each record of either journal."""
     key, authorities = folder / "key", folder / "authorities"
@@ -249,16 +360,16 @@ def drive(
     with ResourceManager(SUBSCRIPTION, endpoint=url) as manager:
         change = Change(
             target=rolled.target,
-            run=f"roll-{rolled.digest[:12]}",
+            run=run_id(rolled),
             kube=lambda: Kube(access, agent=RUN_AGENT),
-            azure=Client(manager, wait=lambda seconds: time.sleep(min(seconds, 0.3))),
+            azure=Client(manager, wait=lambda seconds: time.sleep(min(seconds, patience.look))),
             journal=folder / "requests.jsonl",
             policy=rolled.policy.rolls.drain,
-            patience=PATIENCE,
-            settle_seconds=1.0,
+            patience=patience,
+            settle_seconds=settle_seconds,
         )
         fleet = SimulatedFleet(setup, change, folder / "work")
-        fleet.manager = manager
+        fleet.url = url
         append = Journal.append
 
         def appended(journal: Any, record: Any) -> None:
@@ -276,7 +387,7 @@ def drive(
 
 
 def drive_and_die(folder: Path, url: str, account: Path, last: int) -> None:
-    """Drive the roll of a folder's plan in this process, which SIGKILL ends after so many records."""
+    """Drive the roll of a folder's plan in this process, which SIGKILL ends after so many records; 0: it doesn't."""
     records = itertools.count(1)
 
     def count() -> None:

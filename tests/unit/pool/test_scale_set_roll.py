@@ -237,6 +237,65 @@ def test_an_operation_that_another_preempts_is_settled_by_reading(rolling: Rolli
     rolling.require_clean()
 
 
+def test_one_list_is_for_all_instances_of_a_set(rolling: Rolling) -> None:
+    rolling.fleet.scale_sets.page = 1000
+    with (
+        open_journal(rolling.journal) as journal,
+        driving(rolling.client, rolling.fleet.path, "run-1", journal, patience=PATIENCE) as drive,
+    ):
+        before = rolling.fleet.arm.reads
+        assert all(drive.instance(number) for number in ("0", "1", "2"))
+        assert rolling.fleet.arm.reads == before + 1
+        rolling.clock.wait(PATIENCE.look)
+        assert drive.instance("0", looks=10) and rolling.fleet.arm.reads == before + 1
+        assert drive.instance("0") and rolling.fleet.arm.reads == before + 2
+
+
+class Queue:
+    """The wait for the other upgrades of a set, in which ``meanwhile`` happens."""
+
+    def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.is_over, self._meanwhile = False, meanwhile
+
+    def __enter__(self) -> None:
+        self._meanwhile()
+        self.is_over = True
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def queued(rolling: Rolling, queue: Queue, busy: Callable[[], str]) -> Ending:
+    """Bring an instance to the new version, after other instances of its set."""
+    path, client = rolling.fleet.path, rolling.client
+    with (
+        open_journal(rolling.journal) as journal,
+        driving(client, path, "run-1", journal, patience=PATIENCE) as drive,
+    ):
+        drive.upgrading = queue  # type: ignore[assignment]  # as much of a lock as is used
+        drive.set_image(client.scale_set(path), NEW)
+        version = client.version(NEW)
+        assert version is not None
+        vm_id = rolling.fleet.machine("1").vm_id
+        return roll_instance(drive, "1", vm_id, version, rolling.fleet.node("1"), busy)
+
+
+def test_the_last_look_comes_after_the_wait_for_others_upgrades(rolling: Rolling) -> None:
+    queue = Queue()
+    assert queued(rolling, queue, lambda: "a pod came meanwhile" if queue.is_over else "").kind == "busy"
+    assert rolling.replacements() == []
+
+
+def test_a_machine_that_is_replaced_while_others_are_upgraded_is_gone(rolling: Rolling) -> None:
+    def replaced() -> None:
+        rolling.clock.wait(10 * PATIENCE.look)
+        machine = rolling.fleet.machine("1")
+        machine.vm_id = "8d10da13-8125-4ba9-a717-bf7490507b3d"
+
+    assert queued(rolling, Queue(replaced), lambda: "").kind == "gone"
+    assert rolling.replacements() == []
+
+
 def _in_upgrade(rolling: Rolling, act: Callable[[Request], None]) -> Fault:
     def fault(request: Request) -> None:
         if any(machine.state == "Updating" for machine in rolling.fleet.group.machines.values()):

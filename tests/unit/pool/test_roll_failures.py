@@ -1,0 +1,308 @@
+"""The matrix of what can go wrong in a roll: how it is made to happen, what comes of it, which test shows it.
+
+A row without a test says what is missing. Numbers are those of the specification.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+_LIVE = "tests/pools/test_roll_failures.py"
+_ROLL = "tests/pools/test_roll.py"
+_DRAIN = "tests/pools/test_drain.py"
+_INSTANCE = "tests/unit/pool/test_scale_set_roll.py"
+_SET = "tests/unit/pool/test_scale_set.py"
+_REFUSED = "tests/unit/pool/test_scale_set_refusals.py"
+_WAVES = "tests/unit/pool/test_rolling.py"
+
+
+class Row(NamedTuple):
+    """A failure; ``tests`` are `FILE::FUNCTION`, ``missing`` is what none of them shows."""
+
+    number: int
+    failure: str
+    expected: str
+    tests: tuple[str, ...]
+    missing: str = ""
+
+
+MATRIX = (
+    Row(
+        1,
+        "the policy isn't Manual, upgrades by itself, Flexible, `latest`, ephemeral; or flips between plan and PATCH",
+        "refused in the plan, and again right before the PATCH",
+        (
+            f"{_REFUSED}::test_azure_must_not_replace_instances_by_itself",
+            f"{_REFUSED}::test_a_policy_that_flips_is_seen_right_before_the_model_is_changed",
+        ),
+    ),
+    Row(
+        2,
+        "another changes the set between reading and PATCH (412)",
+        "read again; sent once more, unless image or mode differ",
+        (
+            f"{_SET}::test_another_field_that_somebody_changed_meanwhile_is_kept",
+            f"{_SET}::test_an_image_or_a_mode_that_somebody_changed_meanwhile_stops",
+        ),
+    ),
+    Row(
+        3,
+        "the autoscaler's operation preempts ours, or refuses it (409)",
+        "waited for with back-off, settled by reading",
+        (
+            f"{_INSTANCE}::test_an_operation_that_another_preempts_is_settled_by_reading",
+            f"{_INSTANCE}::test_a_refusal_that_passes_is_waited_for",
+            f"{_INSTANCE}::test_a_refusal_that_never_passes_ends",
+        ),
+    ),
+    Row(
+        4,
+        "429 to reimages",
+        "hosts wait, empty and cordoned",
+        (f"{_LIVE}::test_azure_is_throttled_and_away",),
+    ),
+    Row(
+        5,
+        "the answer to a POST is lost, which was accepted",
+        "found out by reading; one reimage",
+        (
+            f"{_LIVE}::test_lost_requests",
+            f"{_INSTANCE}::test_a_lost_answer_is_never_answered_by_sending_again",
+        ),
+    ),
+    Row(
+        6,
+        "a POST is lost, and never arrived",
+        "sent again after two looks at an untouched instance",
+        (
+            f"{_LIVE}::test_lost_requests",
+            f"{_INSTANCE}::test_a_request_that_never_arrived_is_sent_again_after_two_looks_a_minute_apart",
+        ),
+    ),
+    Row(
+        7,
+        "an operation fails with a code",
+        "the code is the failure's signature; three of a kind stop the run",
+        (
+            f"{_INSTANCE}::test_an_operation_that_fails_is_the_signature_of_the_failure",
+            f"{_WAVES}::test_the_third_alike_failure_turns_all_scale_sets_back_at_once",
+        ),
+    ),
+    Row(
+        8,
+        "a node comes back with the old build",
+        "one repetition, then broken",
+        (f"{_INSTANCE}::test_a_node_that_comes_back_with_the_old_build_is_repeated_once",),
+    ),
+    Row(
+        9,
+        "a node never comes back",
+        "broken, cordoned, in the budget",
+        (f"{_LIVE}::test_a_node_that_never_comes_back_is_quarantined",),
+    ),
+    Row(
+        10,
+        "a node's preflight or suite fails",
+        "broken with its code; goes back",
+        (
+            f"{_ROLL}::test_a_canary_that_fails_takes_everything_back",
+            f"{_WAVES}::test_one_host_of_a_large_wave_has_a_fate",
+        ),
+    ),
+    Row(
+        11,
+        "an instance is deleted, or is another machine",
+        "gone; nothing is sent to the new one",
+        (
+            f"{_INSTANCE}::test_an_instance_that_is_deleted_or_replaced_meanwhile_is_gone",
+            f"{_INSTANCE}::test_an_id_that_another_machine_has_is_not_touched",
+            f"{_INSTANCE}::test_a_machine_that_is_replaced_while_others_are_upgraded_is_gone",
+        ),
+    ),
+    Row(
+        12,
+        "a budget never allows an eviction",
+        "skipped at the end of its patience, the budget named",
+        (f"{_DRAIN}::test_a_budget_that_never_allows_it",),
+    ),
+    Row(
+        13,
+        "evictions are refused for good, or by a namespace that ends; a pod reappears",
+        "skipped, or waited for, with the pod's name",
+        (
+            f"{_DRAIN}::test_evictions_that_are_refused",
+            f"{_DRAIN}::test_a_namespace_that_is_deleted_is_waited_for",
+        ),
+    ),
+    Row(
+        14,
+        "a gang is on hosts of which some aren't drained",
+        "all or none",
+        (
+            f"{_DRAIN}::test_a_gang_is_fenced_whole_or_not_at_all",
+            f"{_DRAIN}::test_a_gang_is_evicted_whole_or_not_at_all",
+        ),
+    ),
+    Row(
+        15,
+        "a pod is bound after the cordon, or after the last look",
+        "waited for, or never started",
+        (
+            f"{_DRAIN}::test_a_pod_that_is_bound_after_the_cordon_is_waited_for",
+            f"{_LIVE}::test_a_pod_that_is_bound_after_the_last_look_never_starts",
+        ),
+    ),
+    Row(
+        16,
+        "a human uncordons a host in work",
+        "skipped; not cordoned again",
+        (
+            f"{_LIVE}::test_a_human_uncordons_a_host_that_is_drained",
+            f"{_DRAIN}::test_a_host_that_a_human_uncordons",
+        ),
+    ),
+    Row(
+        17,
+        "a human has cordoned a host before",
+        "skipped, and still cordoned",
+        (f"{_ROLL}::test_a_roll_around_jobs", f"{_DRAIN}::test_a_foreign_cordon_is_never_taken_away"),
+    ),
+    Row(
+        18,
+        "the API server is away for a while",
+        "what runs is waited for; goes on",
+        (f"{_LIVE}::test_the_api_server_is_away_while_hosts_are_reimaged",),
+    ),
+    Row(
+        19,
+        "the API server is away for ever",
+        "the gate is red until its patience ends, and the run stops",
+        ("tests/unit/pool/test_simulation.py::test_a_control_plane_that_stays_red_stops_the_run",),
+        "that the hosts which are left cordoned then are freed by `resume`, on a real control plane",
+    ),
+    Row(20, "Azure is away", "waited for; goes on", (f"{_LIVE}::test_azure_is_throttled_and_away",)),
+    Row(
+        21,
+        "the driver is killed at fifty points",
+        "another one goes on; one reimage a host, nothing left behind",
+        (f"{_ROLL}::test_fifty_kills", f"{_ROLL}::test_a_driver_that_is_killed_again_and_again"),
+    ),
+    Row(
+        22,
+        "the driver's machine is lost with its journal",
+        "a new plan adopts what was begun",
+        (),
+        "all of it",
+    ),
+    Row(
+        23,
+        "a second roll of the same sets",
+        "refused before the first cordon, naming the holder",
+        (f"{_LIVE}::test_a_second_roll_of_a_set_is_refused",),
+        "a Lease in the cluster beside the tag on the set",
+    ),
+    Row(
+        24,
+        "hosts are added meanwhile",
+        "they have their set's image, and are adopted in a wave of their own",
+        (
+            f"{_INSTANCE}::test_an_operation_that_another_preempts_is_settled_by_reading",
+            "tests/unit/pool/test_pool_plan.py::test_an_inventory_that_moved_on_makes_a_plan_stale",
+        ),
+    ),
+    Row(
+        25,
+        "a host in work is removed",
+        "gone; nothing of it is left",
+        (f"{_LIVE}::test_a_host_in_work_is_scaled_in",),
+    ),
+    Row(
+        26,
+        "the canary of one cell fails",
+        "the run stops",
+        (f"{_ROLL}::test_a_canary_that_fails_takes_everything_back",),
+        "`stop: cell`, by which only that cell's sets would stop",
+    ),
+    Row(
+        27,
+        "three hosts of a later wave fail alike",
+        "stopped; models back first, then those hosts; healthy new ones stay",
+        (f"{_LIVE}::test_three_hosts_of_a_later_wave_fail_alike",),
+    ),
+    Row(
+        28,
+        "going back fails, too",
+        "quarantined, never a third time",
+        (
+            f"{_LIVE}::test_a_node_that_never_comes_back_is_quarantined",
+            f"{_WAVES}::test_what_can_not_be_restored_stays_cordoned",
+        ),
+    ),
+    Row(
+        29,
+        "the previous version is gone",
+        "refused in the plan; later, going back says so and ends",
+        (
+            f"{_REFUSED}::test_the_way_back_has_to_exist",
+            f"{_LIVE}::test_the_way_back_is_gone_when_it_is_needed",
+        ),
+    ),
+    Row(
+        30,
+        "the local disk has the old image's store",
+        "reset or adopted",
+        (),
+        "one VM whose OS disk is swapped",
+    ),
+    Row(
+        31,
+        "the image is larger than the OS disk",
+        "refused in the plan",
+        (f"{_REFUSED}::test_an_image_has_to_fit_its_disk",),
+    ),
+    Row(
+        32,
+        "host keys are new after a reimage",
+        "signed by the host CA; a roll without one is refused",
+        (),
+        "a login to a machine whose OS disk was swapped; see 30",
+    ),
+    Row(
+        33,
+        "the clock is set back or on",
+        "nobody waits for it; a journal is replayed",
+        ("tests/unit/pool/test_simulated_resumes.py::test_a_clock_that_was_set_back_makes_nobody_wait",),
+    ),
+    Row(
+        34,
+        "a third of the nodes falls for another reason",
+        "the gate stops the run at once",
+        ("tests/unit/pool/test_simulation.py::test_nodes_that_fall_stop_the_run_at_once",),
+        "nodes that were NotReady or cordoned before count as unavailable",
+    ),
+    Row(
+        35,
+        "no new node joins, since their certificates have expired",
+        "stopped among the canaries",
+        (
+            "tests/unit/pool/test_simulation.py::test_a_bad_image_reaches_only_the_canaries",
+            f"{_WAVES}::test_a_canary_that_fails_stops_the_run_and_everything_goes_back",
+        ),
+    ),
+)
+
+
+def test_every_failure_has_a_row() -> None:
+    assert [row.number for row in MATRIX] == list(range(1, 36))
+
+
+@pytest.mark.parametrize("row", MATRIX, ids=lambda row: f"R{row.number}")
+def test_what_shows_it_is_there(row: Row, repo_root: Path) -> None:
+    assert row.tests or row.missing
+    for test in row.tests:
+        file, _, name = test.partition("::")
+        assert re.search(rf"^def {name}\(", (repo_root / file).read_text(), re.MULTILINE), test
