@@ -184,13 +184,17 @@ def _verified(options: Options, plan_file: Path | None) -> tuple[Plan, tuple[str
 def _inventory(options: Options, plan: Plan) -> InventoryFleet:
     paths = options.inventories or tuple(Path(path) for path in plan.inventory.paths)
     try:
-        return read_fleet(paths, [pool.name for pool in plan.pools], options.vault)
+        fleet = read_fleet(paths, [pool.name for pool in plan.pools], options.vault)
     except DefinitionError as error:
         # What goes on takes the inventory as it is; no plan is made of one with a fault.
         if options.is_resumed:
             raise
         faulty = plans.older(map(str, paths), "it had none of these faults")
         raise DefinitionError([*error.problems, faulty]) from error
+    if plan.target and plan.target.undoes:
+        # Others keep what they have: a rollback takes on no hosts by itself.
+        return replace(fleet, hosts=tuple(host for host in fleet.hosts if host.name in plan.host))
+    return fleet
 
 
 def _check_journal(options: Options, plan: Plan) -> None:
@@ -396,7 +400,8 @@ def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[],
     access = kubeconfig.load(options.kubeconfig)
     change = Change(
         target=plan.target,
-        run=f"roll-{plan.digest[:12]}",
+        run=plan.run,
+        holder=plan.holder,
         kube=lambda: Client(access, agent=_AGENT),
         azure=stack.enter_context(azure(plan.hosts, options.azure)),
         journal=requests_of(options.plan),

@@ -71,15 +71,15 @@ def plan(
     target = _target(fleet.hosts, to, chosen, endpoint)
     chosen = chosen.model_copy(update={"mode": "roll"}) if target else chosen
     rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen, target=target)
-    _keep_begun(out, rollout_plan)
+    keep_begun(out, rollout_plan)
     with writing(out):
         save(rollout_plan, out)
-    result = _summary(out, rollout_plan, fleet)
-    show(result, "\n".join([*fleet.warnings, _plan_text(out, rollout_plan)]), as_json=as_json)
+    result = summary(out, rollout_plan, fleet)
+    show(result, "\n".join([*fleet.warnings, plan_text(out, rollout_plan)]), as_json=as_json)
     return 0
 
 
-def _summary(out: Path, rollout_plan: Plan, fleet: Fleet) -> dict[str, Any]:
+def summary(out: Path, rollout_plan: Plan, fleet: Fleet) -> dict[str, Any]:
     return {
         "plan": os.fspath(out),
         "digest": rollout_plan.digest,
@@ -115,7 +115,7 @@ def _target(hosts: Sequence[Host], to: str | None, policy: Policy, endpoint: str
         return read_target(client, hosts, to)
 
 
-def _keep_begun(out: Path, new_plan: Plan) -> None:
+def keep_begun(out: Path, new_plan: Plan) -> None:
     """Raise UsageError where another plan of that name has a run: without it that run could not be resumed."""
     from image_builder.pool.run.journal import journal_of, read_journal
     from image_builder.pool.run.resume import past
@@ -138,7 +138,7 @@ def _policy(path: Path | None) -> Policy:
     return settings_file.load(path, Policy, "policy") if path else Policy()
 
 
-def _plan_text(out: Path, rollout_plan: Plan) -> str:
+def plan_text(out: Path, rollout_plan: Plan) -> str:
     rows: list[tuple[str, ...]] = [("wave", "hosts", "slices", "verified", "may fail", "soak")]
     for w in rollout_plan.waves:
         counts = (len(w.hosts), len(w.slices), len(w.verify), w.budget)

@@ -12,8 +12,8 @@ from image_builder.pool.scale_set.client import Client
 from image_builder.pool.scale_set.refusals import refusals
 
 
-def read_target(client: Client, hosts: Iterable[Host], version: str) -> Target:
-    """Return the target of a roll, as Azure has it now.
+def read_target(client: Client, hosts: Iterable[Host], version: str, more: Iterable[str] = ()) -> Target:
+    """Return the target of a roll, as Azure has it now: for the scale sets of hosts, and ``more`` of them.
 
     Raises DefinitionError with every reason against it, FetchError where Azure can't be read.
     """
@@ -27,7 +27,7 @@ def read_target(client: Client, hosts: Iterable[Host], version: str) -> Target:
     if target is None:
         problems.append(Problem("", "--to", f"there is no version {version}"))
     before: dict[str, str] = {}
-    for path in sorted({host.scale_set_id for host in hosts if host.scale_set_id}):
+    for path in sorted({*more, *(host.scale_set_id for host in hosts if host.scale_set_id)}):
         scale_set = client.scale_set(path)
         before[path] = scale_set.image
         if target:

@@ -249,7 +249,8 @@ def drive(
     with ResourceManager(SUBSCRIPTION, endpoint=url) as manager:
         change = Change(
             target=rolled.target,
-            run=f"roll-{rolled.digest[:12]}",
+            run=rolled.run,
+            holder=rolled.holder,
             kube=lambda: Kube(access, agent=RUN_AGENT),
             azure=Client(manager, wait=lambda seconds: time.sleep(min(seconds, 0.3))),
             journal=folder / "requests.jsonl",
