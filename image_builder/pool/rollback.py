@@ -59,7 +59,7 @@ def plan_rollback(
     omitted |= {host.name: f"its scale set named {target.before[host.scale_set_id]}" for host in others}
     hosts = [host for host in hosts if host not in others]
     models = [path for path in named_it if client.scale_set(path).image.lower() == target.version.lower()]
-    goal = read_target(client, hosts, version, models)
+    goal = read_target(client, hosts, version, more=models)
     broken = sorted(s.host.name for s in touched if s.outcome and s.outcome.is_failure)
     goal = goal.model_copy(
         update={"undoes": before.run, "broken": tuple(name for name in broken if name not in omitted)}

@@ -136,6 +136,8 @@ class Target(Strict):
 
     A rollback ``undoes`` a roll: the nodes' marks of that run are its own, and all models go first. ``broken`` are
     hosts that failed in it, and that it left cordoned.
+
+    Any other roll has the version's signed ``statement`` (a DSSE envelope), or the reason to do without: ``unproven``.
     """
 
     version: str
@@ -143,6 +145,8 @@ class Target(Strict):
     before: dict[str, str]
     undoes: str = Field(default="", exclude_if=_is_empty)
     broken: tuple[str, ...] = Field(default=(), exclude_if=_is_empty)
+    statement: str = Field(default="", exclude_if=_is_empty)
+    unproven: str = Field(default="", exclude_if=_is_empty)
 
 
 class ScaleSet(Strict):
