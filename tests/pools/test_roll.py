@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from image_builder.pool.plan.plan import save
 from image_builder.pool.rollback import plan_rollback
 from image_builder.pool.scale_set.client import Client
 from image_builder.pool.scale_set.records import Replacement, read_journal
+from image_builder.pool.show.calls import UNTIL, calls
 from image_builder.pool.show.report import counts
 from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.fleet import BUILDS, NEW, OLD
@@ -154,3 +158,22 @@ def test_a_rollback_takes_models_first_and_then_every_host(fleet: World) -> None
     disks = [n for n, e in enumerate(changes) if e.path.endswith(("/manualupgrade", "/reimage"))]
     assert len(models) == 2 and max(models) < min(disks)
     fleet.require_clean_sets()
+
+
+def test_a_run_sends_what_its_plan_says(fleet: World) -> None:
+    rolled = plan(fleet, **GENEROUS)
+    with ResourceManager(SUBSCRIPTION, endpoint=fleet.served.url) as manager:
+        said = calls(rolled, Client(manager))
+    progress = fleet.drive(rolled)
+    assert progress.finished and counts(progress.hosts.values())["ok"] == 8
+
+    def request(method: str, path: str, body: object) -> tuple[str, str, str]:
+        return method, path, re.sub(r"until [^\"]*", f"until {UNTIL}", json.dumps(body, ensure_ascii=False))
+
+    assert Counter(request(e.method, e.path, e.body) for e in fleet.served.arm.log) == Counter(
+        request(call.method, call.path, call.body) for call in said if call.to == "azure"
+    )
+    events = [event for event in fleet.changes() if event["responseStatus"]["code"] < 300]
+    assert Counter((event["verb"].upper(), event["requestURI"]) for event in events) == Counter(
+        (call.method, call.path) for call in said if call.to == "kubernetes"
+    )

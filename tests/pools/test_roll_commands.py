@@ -187,6 +187,18 @@ def test_a_roll_without_a_proof_says_why_it_has_none(desk: Desk) -> None:
     assert f"{NEW} is unproven: the signing service is down" in done.stdout
 
 
+def test_a_plan_shows_each_request_of_its_run(desk: Desk) -> None:
+    status, answer, _ = desk.plan("--unproven", "a test", "--calls")
+    listed = json.loads(answer)["calls"]
+    assert status == 0 and len(listed) == 7 + 4 * 6
+    assert {call["host"] for call in listed} == {"", *(f"gpu-{number}" for number in range(4))}
+    (body,) = [call["body"] for call in listed if call["purpose"] == "name the version"]
+    assert body["properties"]["virtualMachineProfile"]["storageProfile"]["imageReference"] == {"id": NEW}
+    assert desk.service.arm.log == [], "nothing was sent"
+    status, _, err = desk.pool("plan", "gpu", "-i", "hosts.yml", "--out", "other.json", "--calls")
+    assert status == errors.UsageError.exit_code and "--calls is for a roll" in err
+
+
 def ran(desk: Desk) -> Plan:
     """Let the plan have been run, so far that one host has the new version; return it."""
     rolled = load(desk.folder / "roll.json")

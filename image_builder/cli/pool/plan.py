@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from image_builder.pool.run.records import Record
     from image_builder.pool.run.state import Progress
     from image_builder.pool.scale_set.model import Version
+    from image_builder.pool.show.calls import Call
 
 app = typer.Typer()
 
@@ -73,6 +74,12 @@ def plan(
             "--unproven", metavar="REASON", help="roll without a statement; the report has the reason"
         ),
     ] = "",
+    calls: Annotated[
+        bool,
+        typer.Option(
+            "--calls", help="of a roll: show each request that its run sends to Azure and the cluster"
+        ),
+    ] = False,
     endpoint: Endpoint = None,
     vault: VaultIds = None,
     as_json: AsJson = False,
@@ -85,7 +92,10 @@ def plan(
     """
     from image_builder.pool.plan.inventory import read_fleet
     from image_builder.pool.plan.plan import Faults, make_plan, save
+    from image_builder.pool.show.calls import rows as call_rows
 
+    if calls and to is None:
+        raise UsageError("--calls is for a roll", hint="give its version with --to")
     faults = Faults()
     chosen = faults.collect("--policy", lambda: _policy(policy))
     if chosen is None:
@@ -100,8 +110,22 @@ def plan(
     with writing(out):
         save(rollout_plan, out)
     result = summary(out, rollout_plan, fleet)
-    show(result, "\n".join([*fleet.warnings, plan_text(out, rollout_plan)]), as_json=as_json)
+    lines = [*fleet.warnings, plan_text(out, rollout_plan)]
+    if calls:
+        listed = _calls(rollout_plan, endpoint)
+        result["calls"] = [call.as_json() for call in listed]
+        lines.append(columns(call_rows(listed)))
+    show(result, "\n".join(lines), as_json=as_json)
     return 0
+
+
+def _calls(rollout_plan: Plan, endpoint: str | None) -> list[Call]:
+    """Return the requests of a roll's run; raises FetchError."""
+    from image_builder.pool.rollout import azure
+    from image_builder.pool.show.calls import calls
+
+    with azure(rollout_plan.hosts, endpoint) as client:
+        return calls(rollout_plan, client)
 
 
 def summary(out: Path, rollout_plan: Plan, fleet: Fleet) -> dict[str, Any]:

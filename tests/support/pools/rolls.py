@@ -7,6 +7,7 @@ and the suite, come from the simulator too: no machine is there to be asked.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -126,6 +127,13 @@ class World:
         for group in self.scale_sets.sets.values():
             assert group.services == dict.fromkeys(SERVICES, "Running")
             assert HOLD_TAG not in (group.content.get("tags") or {})
+
+    def changes(self) -> list[Mapping[str, Any]]:
+        """Return the requests of the roll that changed something in the cluster, as the API server has them."""
+        events = map(json.loads, (self.cluster.work / "audit.log").read_text().splitlines())
+        return [
+            e for e in events if e["userAgent"] == RUN_AGENT and e["verb"] not in ("get", "list", "watch")
+        ]
 
     def reimages(self) -> list[str]:
         """Return the requests that replace disks, as they arrived."""
