@@ -27,7 +27,7 @@ from image_builder.cli.command import (
     register,
     show,
 )
-from image_builder.errors import DefinitionError, Problem, PublishError, UsageError
+from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.settings import DEFAULT_STORE
 from image_builder.text import columns, human_bytes, human_seconds
 
@@ -394,13 +394,7 @@ def _require_statement(target: Target, output: Path, version: Version, key: Path
 
     settings = target.settings
     journal = journal_of(output.absolute(), settings.gallery, settings.definition, version.build)
-    try:
-        envelope = statement_of(journal).read_bytes()
-    except OSError as error:
-        hint = "it was written where the version was published, with --sign-key"
-        raise PublishError(
-            f"no signed statement: {statement_of(journal)}: {error.strerror}", hint=hint
-        ) from error
+    envelope = statements.read(statement_of(journal))
     statements.require_same(statements.verified(envelope, key), version.sha256, version.build)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from image_builder.errors import FetchError
 from image_builder.gallery.azure import Service
-from image_builder.gallery.plan import DEFINITION_TAG, DISK_API, SHA256_TAG, Call, Target
+from image_builder.gallery.plan import DISK_API, Call, Target
+from image_builder.gallery.tags import DEFINITION_TAG, SHA256_TAG
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,13 @@ from image_builder.definition.model import ImageGallery
 from image_builder.errors import PublishError
 from image_builder.gallery.artefact import Artefact
 from image_builder.gallery.pages import Range
+from image_builder.gallery.tags import BUILD_TAG, DEFINITION_TAG, LOCK_TAG, SHA256_TAG, SUITE_TAG
 
 GALLERY_API, DISK_API = "2024-03-03", "2024-03-02"
 # Until an upload's signed address ends; then another one is asked for.
 ACCESS_SECONDS = 4 * 3600
 # Bytes in a second that Azure writes to a Standard HDD of up to 64 GiB, which an upload's disk is.
 _DISK_SPEED = 60 << 20
-BUILD_TAG = "image-builder-build"
-SHA256_TAG = "image-builder-vhd-sha256"
-LOCK_TAG = "image-builder-lock-sha256"
-SUITE_TAG = "image-builder-suite"
-DEFINITION_TAG = "image-builder-definition"
 _PREFIX = "image-builder"
 
 Step = Literal["definition", "disk", "access", "pages", "footer", "release", "version", "clean"]

@@ -19,7 +19,6 @@ from image_builder.gallery.journal import Done, Failed, Finished, Intent, Journa
 from image_builder.gallery.plan import (
     DISK_API,
     GALLERY_API,
-    SHA256_TAG,
     Call,
     Pages,
     Plan,
@@ -29,6 +28,7 @@ from image_builder.gallery.plan import (
     require_free,
 )
 from image_builder.gallery.survey import look
+from image_builder.gallery.tags import SHA256_TAG
 from image_builder.gallery.upload import Upload
 
 # A resource that was just made may be read as missing, its old state as the present one.

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from image_builder.canonical import canonical
 from image_builder.errors import HostError, PublishError, UsageError
-from image_builder.gallery.artefact import Artefact
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
+
+    from image_builder.gallery.artefact import Artefact
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _STATEMENT, _PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
@@ -129,6 +130,15 @@ def _trusted(signers: Any, key: Path) -> Any:
         return signers.SSlibKey.from_crypto(public)
     except (OSError, ValueError) as error:
         raise UsageError(f"{key} is no public key: {error}") from error
+
+
+def read(file: Path) -> bytes:
+    """Return the envelope in a file; raises PublishError where there is none."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        hint = "it was written where the version was published, with --sign-key"
+        raise PublishError(f"no signed statement: {file}: {error.strerror}", hint=hint) from error
 
 
 def verified(envelope: bytes, key: Path) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from image_builder.gallery.azure import Service
 from image_builder.gallery.plan import (
     DISK_API,
     GALLERY_API,
-    SHA256_TAG,
     Target,
     definition_problems,
     definition_properties,
 )
+from image_builder.gallery.tags import SHA256_TAG
 
 _GROUP_API, _LOCATION_API, _PERMISSION_API = "2021-04-01", "2022-12-01", "2022-04-01"
 # Azure refuses tokens and signed addresses of a clock that is further off.

@@ -10,10 +10,16 @@ from typing import Any
 from image_builder.canonical import JSON
 from image_builder.errors import PublishError
 from image_builder.gallery.azure import Service
-from image_builder.gallery.plan import BUILD_TAG, GALLERY_API, LOCK_TAG, SHA256_TAG, Call, Target
+from image_builder.gallery.plan import GALLERY_API, Call, Target
+from image_builder.gallery.tags import (
+    BUILD_TAG,
+    LOCK_TAG,
+    PROMOTED_TAG,
+    SHA256_TAG,
+    UNVERIFIED_TAG,
+    WITHDRAWN_TAG,
+)
 
-PROMOTED_TAG, WITHDRAWN_TAG = "image-builder-promoted", "image-builder-withdrawn"
-UNVERIFIED_TAG = "image-builder-unverified"
 # What Azure allows as a tag's value.
 _LONGEST_TAG = 256
 

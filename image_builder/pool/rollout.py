@@ -22,7 +22,7 @@ from image_builder.node.net.kube import Client
 from image_builder.pool.plan import plan as plans
 from image_builder.pool.plan.inventory import Fleet as InventoryFleet
 from image_builder.pool.plan.inventory import read_fleet
-from image_builder.pool.plan.model import Host
+from image_builder.pool.plan.model import Host, Target
 from image_builder.pool.plan.plan import Faults, Plan, make_plan, named
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.waves import plan_waves
@@ -42,6 +42,7 @@ from image_builder.pool.run.records import Opened, Record
 from image_builder.pool.run.resume import past, take_up
 from image_builder.pool.run.state import Progress
 from image_builder.pool.scale_set import client as scale_set
+from image_builder.pool.scale_set.target import changes
 from image_builder.pool.show.report import report
 from image_builder.pool.steps.ansible import read_configurations
 from image_builder.pool.steps.control_plane import ControlPlane, Kubernetes, Unwatched
@@ -61,7 +62,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Options(NamedTuple):
     """What the command line says. ``facts`` are ``IMAGE=FILE``, or FILE for the image that it names itself.
 
-    ``azure`` is the address of Resource Manager, where it isn't that of the cloud.
+    ``azure`` is the address of Resource Manager, where it isn't that of the cloud, ``public_key`` that of who signs
+    statements about versions.
     """
 
     plan: Path
@@ -76,6 +78,7 @@ class Options(NamedTuple):
     kubeconfig: Path | None = None
     vault: tuple[VaultId, ...] = ()
     azure: str | None = None
+    public_key: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ def prepare(options: Options) -> Rollout:
         faults.add("workers", f"a slice takes only one private key to its worker: {', '.join(keys)}")
     sample = {name for wave in plan.waves for name in wave.verify}
     suite = _suite(faults, options, [host for host in hosts if host.name in sample or options.is_resumed])
+    if suite and plan.target:
+        _check_facts(faults, suite, plan.target)
     configurations = faults.collect("--node-configs", lambda: _configurations(options, hosts)) or {}
     policy = plan.policy
     workers = faults.collect(
@@ -171,6 +176,27 @@ def _check_roll(faults: Faults, options: Options, plan: Plan) -> None:
         faults.add("--kubeconfig", "is needed: hosts are drained before they get another image")
     if not isinstance(options.access.host_keys, CertificateAuthority):
         faults.add("--host-ca", "is needed: a host has another key after it got another image")
+    if plan.target:
+        faults.collect("--to", partial(_check_target, faults, options, plan, plan.target))
+
+
+def _check_target(faults: Faults, options: Options, plan: Plan, target: Target) -> None:
+    """Look once more at the version, and at the proof of it; raises FetchError, HostError."""
+    is_proven = not (target.undoes or target.unproven)
+    if is_proven and options.public_key is None:
+        faults.add(
+            "--public-key", "is needed: who signed the statement about the version is checked once more"
+        )
+    with azure(plan.hosts, options.azure) as client:
+        for reason in changes(client, target, options.public_key if is_proven else None):
+            faults.add("plan", reason)
+
+
+def _check_facts(faults: Faults, suite: Suite, target: Target) -> None:
+    """Look whether hosts would be held to the build that they get."""
+    for image, build in suite.builds.items():
+        if not build.startswith(target.build):
+            faults.add("--facts", f"{image}: they are of build {build}, the version is {target.build}")
 
 
 def _verified(options: Options, plan_file: Path | None) -> tuple[Plan, tuple[str, ...]]:
@@ -184,13 +210,17 @@ def _verified(options: Options, plan_file: Path | None) -> tuple[Plan, tuple[str
 def _inventory(options: Options, plan: Plan) -> InventoryFleet:
     paths = options.inventories or tuple(Path(path) for path in plan.inventory.paths)
     try:
-        return read_fleet(paths, [pool.name for pool in plan.pools], options.vault)
+        fleet = read_fleet(paths, [pool.name for pool in plan.pools], options.vault)
     except DefinitionError as error:
         # What goes on takes the inventory as it is; no plan is made of one with a fault.
         if options.is_resumed:
             raise
         faulty = plans.older(map(str, paths), "it had none of these faults")
         raise DefinitionError([*error.problems, faulty]) from error
+    if plan.target and plan.target.undoes:
+        # Others keep what they have: a rollback takes on no hosts by itself.
+        return replace(fleet, hosts=tuple(host for host in fleet.hosts if host.name in plan.host))
+    return fleet
 
 
 def _check_journal(options: Options, plan: Plan) -> None:
@@ -396,7 +426,8 @@ def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[],
     access = kubeconfig.load(options.kubeconfig)
     change = Change(
         target=plan.target,
-        run=f"roll-{plan.digest[:12]}",
+        run=plan.run,
+        holder=plan.holder,
         kube=lambda: Client(access, agent=_AGENT),
         azure=stack.enter_context(azure(plan.hosts, options.azure)),
         journal=requests_of(options.plan),

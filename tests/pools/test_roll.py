@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,18 +21,23 @@ from typing import Literal
 import pytest
 
 from image_builder.node.net.kube import MERGE_PATCH, path_of_node
+from image_builder.pool.plan.inventory import Fleet as InventoryFleet
 from image_builder.pool.plan.plan import save
+from image_builder.pool.rollback import plan_rollback
+from image_builder.pool.scale_set.client import Client
 from image_builder.pool.scale_set.records import Replacement, read_journal
+from image_builder.pool.show.calls import UNTIL, calls
 from image_builder.pool.show.report import counts
+from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.fleet import BUILDS, NEW, OLD
-from tests.support.arm.model import Request
+from tests.support.arm.model import SUBSCRIPTION, Request
 from tests.support.arm.serving import found_by
 from tests.support.control_plane import workloads
 from tests.support.control_plane.gates import in_background, wait_until
 from tests.support.control_plane.workloads import daemon_set, job
 from tests.support.images.builds import REPO
 from tests.support.pools import invariants
-from tests.support.pools.rolls import GENEROUS, World, plan, world
+from tests.support.pools.rolls import GENEROUS, World, drive, plan, world
 
 KILLS = 50
 
@@ -186,3 +194,60 @@ def test_fifty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert part.reimages_of(rolled) == 6
             part.require_invariants(rolled)
     assert kills == KILLS
+
+
+def test_a_rollback_takes_models_first_and_then_every_host(fleet: World) -> None:
+    """One host failed with the new version and was left cordoned, one has a job that is waited for."""
+    rolled = plan(fleet, **GENEROUS)
+    broken = rolled.waves[-1].hosts[-1]
+    fleet.broken.add(broken)
+    progress = fleet.drive(rolled)
+    assert counts(progress.hosts.values())["ok"] == 7 and fleet.is_ours(broken)
+    workloads.namespace(fleet.admin, "work")
+    busy = next(name for name in rolled.waves[-1].hosts if name != broken)
+    workloads.create(fleet.admin, "work", job("ends", 1, [busy], gpus=True))
+    workloads.await_running(fleet.admin, "work", 1)
+    inventory = InventoryFleet(rolled.inventory, rolled.pools, fleet.hosts)
+    with ResourceManager(SUBSCRIPTION, endpoint=fleet.served.url) as manager:
+        back = plan_rollback(progress, inventory, Client(manager), only_failed=False).plan
+    assert len(back.hosts) == 8 and back.target and back.target.broken == (broken,)
+    sent = len(fleet.served.arm.log)
+
+    def finish(_stop: object) -> None:
+        if wait_until(lambda: fleet.is_ours(busy), 60):
+            for item in workloads.pods_of(fleet.admin, "work", "ends"):
+                fleet.kubelets.finish("work", item["metadata"]["name"])
+
+    folder = fleet.folder / "back"
+    folder.mkdir()
+    with in_background(finish):
+        progress = drive(folder, fleet.served.url, back, fleet.account())
+    assert progress.finished and counts(progress.hosts.values())["ok"] == 8
+    assert fleet.models() == {OLD}
+    assert {fleet.build(host.name) for host in fleet.hosts} == {BUILDS[OLD]}
+    assert not any(fleet.is_ours(host.name) for host in fleet.hosts)
+    assert [fleet.machine(host).reimages for host in fleet.hosts] == [2] * 8
+    changes = [entry for entry in fleet.served.arm.log[sent:] if entry.method in ("PATCH", "POST")]
+    models = [n for n, e in enumerate(changes) if "virtualMachineProfile" in str(e.body)]
+    disks = [n for n, e in enumerate(changes) if e.path.endswith(("/manualupgrade", "/reimage"))]
+    assert len(models) == 2 and max(models) < min(disks)
+    fleet.require_clean_sets()
+
+
+def test_a_run_sends_what_its_plan_says(fleet: World) -> None:
+    rolled = plan(fleet, **GENEROUS)
+    with ResourceManager(SUBSCRIPTION, endpoint=fleet.served.url) as manager:
+        said = calls(rolled, Client(manager))
+    progress = fleet.drive(rolled)
+    assert progress.finished and counts(progress.hosts.values())["ok"] == 8
+
+    def request(method: str, path: str, body: object) -> tuple[str, str, str]:
+        return method, path, re.sub(r"until [^\"]*", f"until {UNTIL}", json.dumps(body, ensure_ascii=False))
+
+    assert Counter(request(e.method, e.path, e.body) for e in fleet.served.arm.log) == Counter(
+        request(call.method, call.path, call.body) for call in said if call.to == "azure"
+    )
+    events = [event for event in fleet.changes() if event["responseStatus"]["code"] < 300]
+    assert Counter((event["verb"].upper(), event["requestURI"]) for event in events) == Counter(
+        (call.method, call.path) for call in said if call.to == "kubernetes"
+    )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from image_builder.cli.command import AsJson, Endpoint, VaultIds, register, show
 from image_builder.errors import ImageBuilderError, UsageError
+from image_builder.settings import Settings
 from image_builder.text import columns, human_seconds
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from image_builder.pool.plan.policy import Policy
     from image_builder.pool.run.records import Record
     from image_builder.pool.run.state import Progress
+    from image_builder.pool.scale_set.model import Version
+    from image_builder.pool.show.calls import Call
 
 app = typer.Typer()
 
@@ -31,6 +35,12 @@ Inventory = Annotated[
     ),
 ]
 USER_HELP = "log in to the hosts as NAME  [default: ansible_user, else root]"
+PublicKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--public-key", metavar="FILE", help="of a roll: the key (PEM) that signed the version's statement"
+    ),
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="the file that `pool plan` wrote")]
 
 
@@ -49,6 +59,27 @@ def plan(
             metavar="VERSION", help="roll running hosts to this version of a gallery's image, an id"
         ),
     ] = None,
+    public_key: PublicKey = None,
+    statement: Annotated[
+        Path | None,
+        typer.Option(
+            "--statement",
+            metavar="FILE",
+            help="the version's statement  [default: where `publish run` wrote it, below output]",
+        ),
+    ] = None,
+    unproven: Annotated[
+        str,
+        typer.Option(
+            "--unproven", metavar="REASON", help="roll without a statement; the report has the reason"
+        ),
+    ] = "",
+    calls: Annotated[
+        bool,
+        typer.Option(
+            "--calls", help="of a roll: show each request that its run sends to Azure and the cluster"
+        ),
+    ] = False,
     endpoint: Endpoint = None,
     vault: VaultIds = None,
     as_json: AsJson = False,
@@ -61,25 +92,43 @@ def plan(
     """
     from image_builder.pool.plan.inventory import read_fleet
     from image_builder.pool.plan.plan import Faults, make_plan, save
+    from image_builder.pool.show.calls import rows as call_rows
 
+    if calls and to is None:
+        raise UsageError("--calls is for a roll", hint="give its version with --to")
     faults = Faults()
     chosen = faults.collect("--policy", lambda: _policy(policy))
     if chosen is None:
         faults.collect("inventory", lambda: read_fleet(inventory, pools, vault or ()))
         raise faults.all()
     fleet = read_fleet(inventory, pools, vault or ())
-    target = _target(fleet.hosts, to, chosen, endpoint)
+    proof = Proof(public_key, statement, unproven)
+    target = _target(fleet.hosts, to, chosen, endpoint, proof)
     chosen = chosen.model_copy(update={"mode": "roll"}) if target else chosen
     rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen, target=target)
-    _keep_begun(out, rollout_plan)
+    keep_begun(out, rollout_plan)
     with writing(out):
         save(rollout_plan, out)
-    result = _summary(out, rollout_plan, fleet)
-    show(result, "\n".join([*fleet.warnings, _plan_text(out, rollout_plan)]), as_json=as_json)
+    result = summary(out, rollout_plan, fleet)
+    lines = [*fleet.warnings, plan_text(out, rollout_plan)]
+    if calls:
+        listed = _calls(rollout_plan, endpoint)
+        result["calls"] = [call.as_json() for call in listed]
+        lines.append(columns(call_rows(listed)))
+    show(result, "\n".join(lines), as_json=as_json)
     return 0
 
 
-def _summary(out: Path, rollout_plan: Plan, fleet: Fleet) -> dict[str, Any]:
+def _calls(rollout_plan: Plan, endpoint: str | None) -> list[Call]:
+    """Return the requests of a roll's run; raises FetchError."""
+    from image_builder.pool.rollout import azure
+    from image_builder.pool.show.calls import calls
+
+    with azure(rollout_plan.hosts, endpoint) as client:
+        return calls(rollout_plan, client)
+
+
+def summary(out: Path, rollout_plan: Plan, fleet: Fleet) -> dict[str, Any]:
     return {
         "plan": os.fspath(out),
         "digest": rollout_plan.digest,
@@ -99,23 +148,58 @@ def _summary(out: Path, rollout_plan: Plan, fleet: Fleet) -> dict[str, Any]:
         ],
         "budget": rollout_plan.budget,
         "max_unavailable": rollout_plan.max_unavailable,
+        "unproven": rollout_plan.target.unproven if rollout_plan.target else "",
     }
 
 
-def _target(hosts: Sequence[Host], to: str | None, policy: Policy, endpoint: str | None) -> Target | None:
+class Proof(NamedTuple):
+    """What the command line says of why a version may be rolled."""
+
+    public_key: Path | None
+    statement: Path | None
+    unproven: str
+
+
+def _target(
+    hosts: Sequence[Host], to: str | None, policy: Policy, endpoint: str | None, proof: Proof
+) -> Target | None:
     """Return what hosts are rolled to; raises UsageError, DefinitionError with all that is against it."""
     if to is None:
         if policy.mode == "roll":
             raise UsageError("a roll needs a version to go to", hint="give it with --to")
         return None
+    if (proof.public_key is None) == (not proof.unproven):
+        raise UsageError(
+            "give exactly one of --public-key and --unproven",
+            hint="a version is rolled with the statement that `publish run --sign-key` wrote",
+        )
     from image_builder.pool.rollout import azure
     from image_builder.pool.scale_set.target import read_target
 
     with azure(hosts, endpoint) as client:
-        return read_target(client, hosts, to)
+        if proof.public_key is None:
+            return read_target(client, hosts, to).model_copy(update={"unproven": proof.unproven})
+        return read_target(
+            client, hosts, to, prove=partial(_statement, key=proof.public_key, file=proof.statement)
+        )
 
 
-def _keep_begun(out: Path, new_plan: Plan) -> None:
+def _statement(version: Version, key: Path, file: Path | None) -> str:
+    """Return the statement that a key signed about a version; raises PublishError."""
+    from image_builder.gallery import statement as statements
+    from image_builder.gallery.journal import journal_of, statement_of
+    from image_builder.pool.scale_set.target import require_proof
+
+    definition = version.id.rpartition("/versions/")[0].split("/")
+    gallery, image = definition[-3], definition[-1]
+    envelope = statements.read(
+        file or statement_of(journal_of(Settings().output, gallery, image, version.build))
+    )
+    require_proof(version, envelope, key)
+    return envelope.decode()
+
+
+def keep_begun(out: Path, new_plan: Plan) -> None:
     """Raise UsageError where another plan of that name has a run: without it that run could not be resumed."""
     from image_builder.pool.run.journal import journal_of, read_journal
     from image_builder.pool.run.resume import past
@@ -138,7 +222,7 @@ def _policy(path: Path | None) -> Policy:
     return settings_file.load(path, Policy, "policy") if path else Policy()
 
 
-def _plan_text(out: Path, rollout_plan: Plan) -> str:
+def plan_text(out: Path, rollout_plan: Plan) -> str:
     rows: list[tuple[str, ...]] = [("wave", "hosts", "slices", "verified", "may fail", "soak")]
     for w in rollout_plan.waves:
         counts = (len(w.hosts), len(w.slices), len(w.verify), w.budget)
@@ -148,7 +232,9 @@ def _plan_text(out: Path, rollout_plan: Plan) -> str:
         f"{rollout_plan.max_unavailable} may be unavailable at once; "
         f"joins at most {rollout_plan.policy.join_rate:g} hosts/s"
     )
-    return f"{columns(rows)}\n{total}\n{out}"
+    target = rollout_plan.target
+    unproven = f"\n{target.version} is unproven: {target.unproven}" if target and target.unproven else ""
+    return f"{columns(rows)}\n{total}{unproven}\n{out}"
 
 
 @register(app)

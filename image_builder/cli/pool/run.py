@@ -18,7 +18,7 @@ import typer
 
 from image_builder.cli.command import AsJson, Endpoint, VaultIds, register, show
 from image_builder.cli.pool import plan as plan_commands
-from image_builder.cli.pool.plan import USER_HELP, Inventory, PlanFile
+from image_builder.cli.pool.plan import USER_HELP, Inventory, PlanFile, PublicKey
 from image_builder.errors import EXIT_INTERRUPTED, PoolError, UsageError
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class RolloutOptions(HostOptions):
         ),
     ] = None
     endpoint: Endpoint = None
+    public_key: PublicKey = None
     reports: Annotated[
         Path | None,
         typer.Option("--reports", metavar="DIR", help="reports of failed hosts  [default: PLAN.reports]"),
@@ -130,6 +131,7 @@ class RolloutOptions(HostOptions):
             node_configs=self.node_configs,
             kubeconfig=self.kubeconfig,
             azure=self.endpoint,
+            public_key=self.public_key,
             **more,
         )
 

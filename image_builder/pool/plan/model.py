@@ -133,11 +133,20 @@ class Target(Strict):
     """What a roll brings its hosts to: a version of a gallery's image (its id), and the build that this is.
 
     ``before`` are the versions that the models of the scale sets name now, by the ids of those: the way back.
+
+    A rollback ``undoes`` a roll: the nodes' marks of that run are its own, and all models go first. ``broken`` are
+    hosts that failed in it, and that it left cordoned.
+
+    Any other roll has the version's signed ``statement`` (a DSSE envelope), or the reason to do without: ``unproven``.
     """
 
     version: str
     build: str
     before: dict[str, str]
+    undoes: str = Field(default="", exclude_if=_is_empty)
+    broken: tuple[str, ...] = Field(default=(), exclude_if=_is_empty)
+    statement: str = Field(default="", exclude_if=_is_empty)
+    unproven: str = Field(default="", exclude_if=_is_empty)
 
 
 class ScaleSet(Strict):

@@ -23,6 +23,9 @@ from image_builder.text import json_lines
 
 T = TypeVar("T")
 _NAMED = 5
+_RUN_DIGITS = 12
+# Between the run that a rollback undoes and its own name.
+BACK = "-back-"
 
 
 def _is_none(value: object) -> bool:
@@ -51,6 +54,18 @@ class Plan(Strict):
     @cached_property
     def host(self) -> dict[str, Host]:
         return {host.name: host for host in self.hosts}
+
+    @property
+    def run(self) -> str:
+        """Return what names a roll on nodes."""
+        return (self.target.undoes if self.target else "") or f"roll-{self.digest[:_RUN_DIGITS]}"
+
+    @property
+    def holder(self) -> str:
+        """Return what names a roll on scale sets. It never drives one beside the roll that it undoes."""
+        return (
+            f"{self.run}{BACK}{self.digest[:_RUN_DIGITS]}" if self.target and self.target.undoes else self.run
+        )
 
     @property
     def max_unavailable(self) -> int:

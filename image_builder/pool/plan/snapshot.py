@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_builder.errors import DefinitionError, Problem, UsageError
+from image_builder.gallery.tags import BUILD_TAG
 from image_builder.pool.plan.plan import doubles, named
 
 Json = Mapping[str, Any]
 
-# The tag of an instance, or of its scale set, that says which build of image-builder its image is.
-BUILD_TAG = "image-builder-build"
 _ID = re.compile(
     r"/subscriptions/(?P<subscription>[0-9a-f-]{36})/resourceGroups/(?P<group>[\w.()-]{1,90})"
     r"/providers/Microsoft\.Compute/virtualMachineScaleSets/(?P<name>[\w.-]{1,64})",

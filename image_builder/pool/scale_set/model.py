@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from image_builder.pool.plan.snapshot import BUILD_TAG, is_flexible
+from image_builder.gallery.tags import BUILD_TAG, SHA256_TAG, UNVERIFIED_TAG, WITHDRAWN_TAG
+from image_builder.pool.plan.snapshot import is_flexible
 
 Json = Mapping[str, Any]
 
 # The first that knows both services that act on a scale set by themselves.
 COMPUTE_API, GALLERY_API = "2025-04-01", "2024-03-03"
-# The tag of a version that was withdrawn, which says why.
-WITHDRAWN_TAG = "image-builder-withdrawn"
 _LATEST = "latest"
 
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a gallery's image. ``regions`` are the states of its replication, by short name of the region."""
+    """A version of a gallery's image. ``regions`` are the states of its replication, by short name of the region.
+
+    ``withdrawn`` and ``unverified`` are the reasons for that, from its tags.
+    """
 
     id: str
     build: str = ""
@@ -27,6 +29,8 @@ class Version:
     regions: Mapping[str, str] = field(default_factory=dict)
     end_of_life: str = ""
     withdrawn: str = ""
+    sha256: str = ""
+    unverified: str = ""
     disk_gib: int | None = None
     architecture: str = "x64"
     generation: str = ""
@@ -140,6 +144,8 @@ def version(answer: Json, definition: Json) -> Version:
         regions={_short(region["region"]): region["state"] for region in summary},
         end_of_life=(properties.get("publishingProfile") or {}).get("endOfLifeDate") or "",
         withdrawn=tags.get(WITHDRAWN_TAG, ""),
+        sha256=tags.get(SHA256_TAG, ""),
+        unverified=tags.get(UNVERIFIED_TAG, ""),
         disk_gib=((properties.get("storageProfile") or {}).get("osDiskImage") or {}).get("sizeInGB"),
         # An answer without an architecture means x64.
         architecture=definition["properties"].get("architecture") or "x64",

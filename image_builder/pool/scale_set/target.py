@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from pathlib import Path
 
-from image_builder.errors import DefinitionError, Problem
+from image_builder.errors import DefinitionError, ImageBuilderError, Problem, PublishError
+from image_builder.gallery import statement as statements
 from image_builder.pool.plan.model import Host, Target
 from image_builder.pool.plan.plan import named
 from image_builder.pool.scale_set.client import Client
+from image_builder.pool.scale_set.model import Version
 from image_builder.pool.scale_set.refusals import refusals
 
 
-def read_target(client: Client, hosts: Iterable[Host], version: str) -> Target:
-    """Return the target of a roll, as Azure has it now.
+def read_target(
+    client: Client,
+    hosts: Iterable[Host],
+    version: str,
+    *,
+    more: Iterable[str] = (),
+    prove: Callable[[Version], str] = lambda _: "",
+) -> Target:
+    """Return the target of a roll, as Azure has it now: for the scale sets of hosts, and ``more`` of them.
+
+    ``prove`` returns a version's signed statement, or raises.
 
     Raises DefinitionError with every reason against it, FetchError where Azure can't be read.
     """
@@ -26,8 +38,14 @@ def read_target(client: Client, hosts: Iterable[Host], version: str) -> Target:
     target = client.version(version)
     if target is None:
         problems.append(Problem("", "--to", f"there is no version {version}"))
+    statement = ""
+    if target:
+        try:
+            statement = prove(target)
+        except ImageBuilderError as error:
+            problems.append(Problem("", "--to", error.message))
     before: dict[str, str] = {}
-    for path in sorted({host.scale_set_id for host in hosts if host.scale_set_id}):
+    for path in sorted({*more, *(host.scale_set_id for host in hosts if host.scale_set_id)}):
         scale_set = client.scale_set(path)
         before[path] = scale_set.image
         if target:
@@ -36,4 +54,29 @@ def read_target(client: Client, hosts: Iterable[Host], version: str) -> Target:
             problems += [Problem(path, "--to", reason) for reason in wrong]
     if problems or target is None:
         raise DefinitionError(problems, hint="nothing was changed")
-    return Target(version=target.id, build=target.build, before=before)
+    return Target(version=target.id, build=target.build, before=before, statement=statement)
+
+
+def require_proof(version: Version, envelope: bytes, key: Path) -> None:
+    """Raise PublishError unless a key (PEM) signed a statement about a version: its bytes, its build, both verdicts."""
+    statements.require_same(statements.verified(envelope, key), version.sha256, version.build)
+    if version.unverified:
+        raise PublishError(f"version {version.name} was published unverified: {version.unverified}")
+
+
+def changes(client: Client, target: Target, key: Path | None) -> list[str]:
+    """Return what is against a planned target as Azure has it now; raises FetchError."""
+    version = client.version(target.version)
+    if version is None:
+        return [f"there is no version {target.version} any more"]
+    problems = []
+    if version.build != target.build:
+        problems.append(f"version {version.name} is of build {version.build or '(none)'}, not {target.build}")
+    if version.withdrawn:
+        problems.append(f"version {version.name} was withdrawn: {version.withdrawn}")
+    if key:
+        try:
+            require_proof(version, target.statement.encode(), key)
+        except PublishError as error:
+            problems.append(error.message)
+    return problems

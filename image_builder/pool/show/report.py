@@ -74,6 +74,8 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
         "gates": gates(records),
         "results": {s.host.name: _result(s, steps) for s in sorted(statuses, key=lambda s: s.host.name)},
     }
+    if plan.target:
+        document["target"] = plan.target.model_dump(mode="json", include={"version", "build", "unproven"})
     if plan.policy.mode == "roll":
         document["skipped"] = {
             s.host.name: s.outcome.detail for s in statuses if is_skipped(s) and s.outcome is not None
@@ -182,6 +184,8 @@ def text(report: dict[str, Any]) -> str:
         f"{report['budget']['failed']} failed of {report['budget']['allowed']} allowed, "
         f"{report['unavailable']['now']} unavailable of {report['unavailable']['allowed']}",
     ]
+    if unproven := report.get("target", {}).get("unproven"):
+        lines.append(f"{report['target']['version']} is unproven: {unproven}")
     for wave in report["waves"]:
         if wave["began"] is None:
             continue

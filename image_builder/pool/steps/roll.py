@@ -48,6 +48,7 @@ _ASK_SECONDS = 20.0
 _SETTLE_SECONDS = 30.0
 _TROUBLE_SECONDS = 60.0
 _TURNS, _TURNED_AT_ONCE = 10, 16
+_SILENT = ended("timeout", "it doesn't tell which image it runs")
 # Numbers of failures that have no other.
 _FAILED, _BROKEN_OFF = 1, 2
 
@@ -58,12 +59,13 @@ Key = tuple[str, Step, int]
 class Change:
     """What a roll is done with.
 
-    ``run`` names it on nodes and scale sets. ``kube`` opens a connection to the API server, for one thread each;
-    ``journal`` holds what is sent to Azure.
+    ``run`` names it on nodes, ``holder`` on scale sets. ``kube`` opens a connection to the API server, for one thread
+    each; ``journal`` holds what is sent to Azure.
     """
 
     target: Target
     run: str
+    holder: str
     kube: Callable[[], Kube]
     azure: Azure
     journal: Path
@@ -122,6 +124,11 @@ class RollFleet(Fleet):
             for path in sets:
                 if records.suspended(self._journal.records, path):
                     self._drive(path)
+            if self._change.target.undoes:
+                # Before the first host is drained: nothing new starts with the version that is left.
+                version = self._change.target.version
+                self._set_images({p: version for p, s in self._planned.items() if s.image != version})
+                self._changed |= self._planned.keys()
             super().__enter__()
         except BaseException:
             self._stack.close()
@@ -131,7 +138,7 @@ class RollFleet(Fleet):
 
     def _read_azure(self) -> None:
         target = self._change.target
-        for path in {target.version, *target.before.values()}:
+        for path in {target.version, *(() if target.undoes else target.before.values())}:
             if (version := self._change.azure.version(path)) is None:
                 raise PoolError(f"there is no version {path}", hint="nothing was changed")
             self._versions[path] = version
@@ -158,7 +165,11 @@ class RollFleet(Fleet):
             return
         keys = [self._begin(w, step) for w in work]
         if step == "drain":
-            self._drains.add(keys)
+            broken = self._change.target.broken
+            self._drains.add([key for key in keys if key[0] not in broken])
+            for w, key in zip(work, keys, strict=True):
+                if key[0] in broken:
+                    self._threads.submit(self._do, self._look_at_held, w.host, key)
             return
         does: Mapping[Step, Callable[[Host, Key], tuple[Outcome, Joined]]] = {
             "probe": self._look,
@@ -176,21 +187,24 @@ class RollFleet(Fleet):
             self._is_turned = True
             last = {r.scale_set: r.after for r in self._journal.records if isinstance(r, records.Model)}
         changed = [path for path, version in last.items() if version == self._change.target.version]
+        self._set_images({path: self._change.target.before[path] for path in changed})
+        self._changed -= set(changed)
+
+    def _set_images(self, versions: Mapping[str, str]) -> None:
+        """Have the models of scale sets name versions; raises PoolError, FetchError."""
         # Not in the threads of hosts, all of which may be at work for long.
         with ThreadPoolExecutor(_TURNED_AT_ONCE, thread_name_prefix="turn") as threads:
-            list(threads.map(self._turn, changed))
+            list(threads.map(self._turn, versions, versions.values()))
 
-    def _turn(self, path: str) -> None:
+    def _turn(self, path: str, version: str) -> None:
         for attempt in range(_TURNS):
             try:
-                before = self._change.target.before[path]
-                self._drive(path).set_image(self._change.azure.scale_set(path), before)
+                self._drive(path).set_image(self._change.azure.scale_set(path), version)
             except FetchError:
                 if attempt == _TURNS - 1:
                     raise
                 self._ending.wait(backoff(attempt, cap=_TROUBLE_SECONDS))
             else:
-                self._changed.discard(path)
                 return
 
     def give_up(self, host: str, step: Step, attempt: int) -> None:
@@ -239,12 +253,24 @@ class RollFleet(Fleet):
             if self._ending.wait(self._change.patience.look):
                 break
             node = self.read(host)
+        if node is None and host.name in self._change.target.broken:
+            return OK, "no"
         if node is None:
-            return ended("timeout", "it doesn't tell which image it runs"), "unknown"
+            return _SILENT, "unknown"
         return OK, "yes" if node.build == self._change.target.build else "no"
 
     def _was_touched(self, host: Host) -> bool:
         return bool(records.requests(list(self._journal.records), host.scale_set_id, host.instance))
+
+    def _look_at_held(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
+        """Take a host that failed in the roll that is undone as it was left: cordoned, and empty."""
+        kube = self._change.kube()
+        try:
+            reason = self._occupied(kube, host)
+            # What it waits for is nothing that ends by itself: it was empty when it failed.
+            return (ended("skipped", reason) if reason else OK), "unknown"
+        finally:
+            kube.close()
 
     def _reimage(self, host: Host, key: Key) -> tuple[Outcome, Joined]:
         kube = self._change.kube()
@@ -291,6 +317,13 @@ class RollFleet(Fleet):
         return node is not None
 
     def _free(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
+        target = self._change.target
+        if host.name in target.broken:
+            if (reading := self.read(host)) is None:
+                return _SILENT, "unknown"
+            if reading.build != target.build:
+                # As it was: it failed with what it runs.
+                return OK, "unknown"
         self._drains.drop(host.name)
         kube = self._change.kube()
         try:
@@ -336,7 +369,7 @@ class RollFleet(Fleet):
         with lock:
             if path not in self._drives:
                 change = self._change
-                context = driving(change.azure, path, change.run, self._journal, patience=change.patience)
+                context = driving(change.azure, path, change.holder, self._journal, patience=change.patience)
                 self._drives[path] = self._stack.enter_context(context)
             return self._drives[path]
 

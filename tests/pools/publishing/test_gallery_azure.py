@@ -21,7 +21,8 @@ from image_builder.events import Monitor
 from image_builder.gallery import artefact, pages, run
 from image_builder.gallery.azure import Service
 from image_builder.gallery.journal import open_journal, read_journal
-from image_builder.gallery.plan import DISK_API, SHA256_TAG, Call
+from image_builder.gallery.plan import DISK_API, Call
+from image_builder.gallery.tags import SHA256_TAG
 from image_builder.system.resource_manager import readable, remaining
 from tests.support.arm.limits import Limits, Policy
 from tests.support.arm.model import Answer, Fault, Request, error

@@ -111,7 +111,7 @@ class World:
         recorder, since = self.recorder, self.began
         return Log(
             plan=rolled,
-            run_id=run_id(rolled),
+            run_id=rolled.run,
             sent=[each for each in recorder.sent if each.scale_set in sets and each.at >= since],
             disks=[each for each in recorder.disks if each.scale_set in sets and each.at >= since],
             nodes=[state for state in recorder.nodes if state.name in names],
@@ -199,6 +199,13 @@ class World:
         for group in self.scale_sets.sets.values():
             assert group.services == dict.fromkeys(SERVICES, "Running")
             assert HOLD_TAG not in (group.content.get("tags") or {})
+
+    def changes(self) -> list[Mapping[str, Any]]:
+        """Return the requests of the roll that changed something in the cluster, as the API server has them."""
+        events = map(json.loads, (self.cluster.work / "audit.log").read_text().splitlines())
+        return [
+            e for e in events if e["userAgent"] == RUN_AGENT and e["verb"] not in ("get", "list", "watch")
+        ]
 
     def reimages(self) -> list[str]:
         """Return the requests that replace disks, as they arrived."""
@@ -330,10 +337,6 @@ def plan(world: World, **policy: Any) -> Plan:
     return make_plan(inventory, pools, world.hosts, rolled, target=target)
 
 
-def run_id(rolled: Plan) -> str:
-    return f"roll-{rolled.digest[:12]}"
-
-
 def drive(
     folder: Path,
     url: str,
@@ -360,7 +363,8 @@ def drive(
     with ResourceManager(SUBSCRIPTION, endpoint=url) as manager:
         change = Change(
             target=rolled.target,
-            run=run_id(rolled),
+            run=rolled.run,
+            holder=rolled.holder,
             kube=lambda: Kube(access, agent=RUN_AGENT),
             azure=Client(manager, wait=lambda seconds: time.sleep(min(seconds, patience.look))),
             journal=folder / "requests.jsonl",

@@ -50,6 +50,7 @@ COMMANDS = [
     ("pool", "plan"),
     ("pool", "status"),
     ("pool", "report"),
+    ("pool", "rollback"),
     ("pool", "run"),
     ("pool", "resume"),
     ("pool", "abort"),

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from image_builder.pool.plan.model import Target
+from image_builder.pool.plan.plan import PlannedFrom, make_plan
 from image_builder.pool.plan.policy import Policy, Roll
 from image_builder.pool.run.driver import run
 from image_builder.pool.run.progress import apply, replay
@@ -257,3 +259,17 @@ def test_only_a_roll_has_its_settings() -> None:
     assert rolled.most_unavailable == "2%" and rolled.deadline("drain") == 4230.0
     with pytest.raises(ValidationError, match="mode `roll`"):
         Policy(roll=Roll())
+
+
+def test_a_rollback_frees_who_already_runs_its_version() -> None:
+    """The roll that it undoes left it cordoned."""
+    target = Target(version="v", build=NEW, before={}, undoes="roll-1", broken=("gpu-00-000003",))
+    rolled = make_plan(
+        PlannedFrom(paths=(), digest=""), [], plan(8).hosts, Policy(mode="roll"), target=target
+    )
+    world = World(rolled)
+    node = world.nodes["gpu-00-000003"]
+    node.build, node.cordoned = NEW, "us"
+    progress, _ = roll(world)
+    assert progress.finished and not node.reimages and not node.cordoned
+    check_end(world, progress)

@@ -1,0 +1,15 @@
+"""The tags that publishing puts on versions and disks; machines that are made from them may have them too.
+
+They are alone here because a rollout reads them as well, which knows nothing else of publishing.
+"""
+
+from __future__ import annotations
+
+BUILD_TAG = "image-builder-build"
+SHA256_TAG = "image-builder-vhd-sha256"
+LOCK_TAG = "image-builder-lock-sha256"
+SUITE_TAG = "image-builder-suite"
+DEFINITION_TAG = "image-builder-definition"
+# Of these the value is the reason.
+PROMOTED_TAG, WITHDRAWN_TAG = "image-builder-promoted", "image-builder-withdrawn"
+UNVERIFIED_TAG = "image-builder-unverified"

@@ -1,0 +1,132 @@
+"""The plan of a way back: hosts that a roll gave a new image, and the version that their scale sets named before it.
+
+It is a roll like any other, but for three things: all models go first, the roll's cordons are taken over, and a failure
+takes nothing back again. Which hosts have the new image is asked of Azure, not of the journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
+from image_builder.pool.plan.inventory import Fleet
+from image_builder.pool.plan.model import Host, Target
+from image_builder.pool.plan.plan import Plan, make_plan, named
+from image_builder.pool.plan.waves import plan_waves
+from image_builder.pool.run.state import HostStatus, Progress
+from image_builder.pool.scale_set import records
+from image_builder.pool.scale_set.client import Client
+from image_builder.pool.scale_set.target import read_target
+
+
+class Rollback(NamedTuple):
+    """A plan, and why hosts that the roll touched are not in it."""
+
+    plan: Plan
+    omitted: dict[str, str]
+
+
+def require_ended(plan: Plan, requests: Iterable[records.Record]) -> None:
+    """Raise ImageBuilderError for a roll whose driver was killed, and left services of scale sets suspended."""
+    assert plan.target is not None
+    requests = list(requests)
+    if held := sorted(path for path in plan.target.before if records.suspended(requests, path)):
+        raise ImageBuilderError(
+            f"the driver of this roll was killed, and holds {named(held)}",
+            hint=f"image-builder pool abort --run {plan.run} lets go of them",
+        )
+
+
+def plan_rollback(
+    progress: Progress, fleet: Fleet, client: Client, *, only_failed: bool, to: str = ""
+) -> Rollback:
+    """Return the plan of a roll's way back, to the one version ``to`` where its scale sets had several.
+
+    ``fleet`` is what the inventory has now. Raises UsageError where there is no way back or no host to take it,
+    DefinitionError with everything that is against it, FetchError.
+    """
+    before = progress.plan
+    if before.target is None:
+        raise UsageError("this plan is no roll: nothing got another image")
+    if before.target.undoes:
+        raise UsageError("this plan is a rollback itself", hint="image-builder pool plan --to VERSION")
+    target = before.target
+    touched = [s for s in progress.hosts.values() if _is_touched(s, only_failed=only_failed)]
+    hosts, omitted = _present(touched, fleet.hosts, client, target.version)
+    version, named_it = _way_back(target, hosts, to)
+    others = [host for host in hosts if target.before[host.scale_set_id] != version]
+    omitted |= {host.name: f"its scale set named {target.before[host.scale_set_id]}" for host in others}
+    hosts = [host for host in hosts if host not in others]
+    models = [path for path in named_it if client.scale_set(path).image.lower() == target.version.lower()]
+    goal = read_target(client, hosts, version, more=models)
+    broken = sorted(s.host.name for s in touched if s.outcome and s.outcome.is_failure)
+    goal = goal.model_copy(
+        update={"undoes": before.run, "broken": tuple(name for name in broken if name not in omitted)}
+    )
+    return Rollback(_plan(before, fleet, hosts, goal), omitted)
+
+
+def _is_touched(status: HostStatus, *, only_failed: bool) -> bool:
+    """Tell whether a host was given the new image and not the old one again."""
+    if status.state == "gone" or not status.touched or status.restored:
+        return False
+    return not only_failed or (status.outcome is not None and status.outcome.is_failure)
+
+
+def _present(
+    touched: Iterable[HostStatus], current: Iterable[Host], client: Client, version: str
+) -> tuple[list[Host], dict[str, str]]:
+    """Return the hosts that Azure means to run a version or has failed with, and why the others are left out."""
+    inventory = {host.name: host for host in current}
+    sets: dict[str, dict[str, str]] = {}
+    hosts, omitted = list[Host](), dict[str, str]()
+    for status in touched:
+        path = status.host.scale_set_id
+        if path not in sets:
+            running = (i for i in client.instances(path) if i.runs(version) or not i.is_at_rest)
+            sets[path] = {instance.id: instance.vm_id for instance in running}
+        host = inventory.get(status.host.name)
+        if host is None or host.vm_id != status.host.vm_id:
+            omitted[status.host.name] = "the inventory doesn't have this machine any more"
+        elif sets[path].get(host.instance) == host.vm_id.lower() or _failed(status):
+            hosts.append(host)
+        else:
+            omitted[host.name] = "it has another version"
+    return hosts, omitted
+
+
+def _failed(status: HostStatus) -> bool:
+    # It is cordoned, whatever it runs.
+    return status.outcome is not None and status.outcome.is_failure
+
+
+def _way_back(target: Target, hosts: list[Host], to: str) -> tuple[str, list[str]]:
+    """Return the version that scale sets named before a roll, and those that did."""
+    if not hosts:
+        raise UsageError("no host is to go back", hint="image-builder pool status PLAN")
+    sets = {host.scale_set_id for host in hosts}
+    if unknown := sorted(path for path in sets if target.before.get(path) in (None, target.version)):
+        reason = f"didn't name another version than {target.version} before: what its hosts ran isn't known"
+        raise DefinitionError(
+            [Problem(path, "plan", reason) for path in unknown], hint="image-builder pool plan --to VERSION"
+        )
+    versions = sorted({target.before[path] for path in sets if not to or target.before[path] == to})
+    if len(versions) != 1:
+        had = ", ".join(sorted({target.before[path] for path in sets}))
+        raise UsageError(
+            f"the scale sets named {had} before", hint="one plan goes to one of them: --to VERSION"
+        )
+    return versions[0], [path for path, version in target.before.items() if version == versions[0]]
+
+
+def _plan(before: Plan, fleet: Fleet, hosts: list[Host], target: Target) -> Plan:
+    """Return a plan with a roll's own limits: as many hosts may be away, or fail, as there."""
+    rolls = before.policy.rolls
+    assert rolls is not None
+    rolls = rolls.model_copy(update={"restore": "never", "max_unavailable": str(before.max_unavailable)})
+    policy = before.policy.model_copy(update={"roll": rolls, "budget": str(before.budget)})
+    # It ran on these hosts before: no canary has to prove it.
+    cells = {host.cell for host in hosts}
+    waves = plan_waves(hosts, policy, seed=fleet.inventory.digest, covered=cells, waves_before=1)
+    return make_plan(fleet.inventory, fleet.pools, hosts, policy, waves, target)
