@@ -98,6 +98,7 @@ class RollFleet(Fleet):
         self._change = change
         self._stack = ExitStack()
         self._threads = ThreadPoolExecutor(setup.at_once, thread_name_prefix="roll")
+        self._local, self._connections = threading.local(), list[Kube]()
         self._drains = _Drains(change, self._report)
         self._guard, self._models = threading.Lock(), threading.Lock()
         self._drives: dict[str, Drive] = {}
@@ -154,6 +155,8 @@ class RollFleet(Fleet):
         self._ending.set()
         self._drains.end()
         self._threads.shutdown(cancel_futures=True)
+        for connection in self._connections:
+            connection.close()
         try:
             self._stack.close()
         finally:
@@ -264,31 +267,30 @@ class RollFleet(Fleet):
 
     def _look_at_held(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
         """Take a host that failed in the roll that is undone as it was left: cordoned, and empty."""
-        kube = self._change.kube()
-        try:
-            reason = self._occupied(kube, host)
-            # What it waits for is nothing that ends by itself: it was empty when it failed.
-            return (ended("skipped", reason) if reason else OK), "unknown"
-        finally:
-            kube.close()
+        # What it waits for is nothing that ends by itself: it was empty when it failed.
+        reason = self._occupied(self._kube(), host)
+        return (ended("skipped", reason) if reason else OK), "unknown"
+
+    def _kube(self) -> Kube:
+        """Return this thread's connection to the API server, which the next host goes on with."""
+        if not hasattr(self._local, "kube"):
+            self._local.kube = self._change.kube()
+            self._connections.append(self._local.kube)
+        kube: Kube = self._local.kube
+        return kube
 
     def _reimage(self, host: Host, key: Key) -> tuple[Outcome, Joined]:
-        kube = self._change.kube()
-        try:
-            self._bar(kube, host, self._drains.nodes.pop(host.name, None))
-            self._ending.wait(self._change.settle_seconds)
-            drive = self._drive(host.scale_set_id)
-            version = self._versions[self._change.target.version]
-            self._set_image(drive, version)
-            outcome, joined = _outcome(
-                self._bring(drive, host, version, partial(self._busy, kube, host, key))
-            )
-            if outcome.ok:
-                # What runs on each node must be there again before it is verified; the cordon stays.
-                self._nodes[host.name] = bar.lift(kube, host.name, self._nodes.pop(host.name, None)) or {}
-            return outcome, joined
-        finally:
-            kube.close()
+        kube = self._kube()
+        self._bar(kube, host, self._drains.nodes.pop(host.name, None))
+        self._ending.wait(self._change.settle_seconds)
+        drive = self._drive(host.scale_set_id)
+        version = self._versions[self._change.target.version]
+        self._set_image(drive, version)
+        outcome, joined = _outcome(self._bring(drive, host, version, partial(self._busy, kube, host, key)))
+        if outcome.ok:
+            # What runs on each node must be there again before it is verified; the cordon stays.
+            self._nodes[host.name] = bar.lift(kube, host.name, self._nodes.pop(host.name, None)) or {}
+        return outcome, joined
 
     def _set_image(self, drive: Drive, version: Version) -> None:
         """Have a scale set's model name the new version, once."""
@@ -300,14 +302,11 @@ class RollFleet(Fleet):
     def _restore(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
         drive = self._drive(host.scale_set_id)
         version = self._versions[self._change.target.before[host.scale_set_id]]
-        kube = self._change.kube()
-        try:
-            is_there = self._bar(kube, host)
-            self._ending.wait(self._change.settle_seconds)
-            busy = partial(self._occupied, kube, host, barred=True) if is_there else lambda: ""
-            outcome, joined = _outcome(self._bring(drive, host, version, busy))
-        finally:
-            kube.close()
+        kube = self._kube()
+        is_there = self._bar(kube, host)
+        self._ending.wait(self._change.settle_seconds)
+        busy = partial(self._occupied, kube, host, barred=True) if is_there else lambda: ""
+        outcome, joined = _outcome(self._bring(drive, host, version, busy))
         return self._free(host, _key) if outcome.ok else (outcome, joined)
 
     def _bar(self, kube: Kube, host: Host, seen: dict[str, Any] | None = None) -> bool:
@@ -325,12 +324,9 @@ class RollFleet(Fleet):
                 # As it was: it failed with what it runs.
                 return OK, "unknown"
         self._drains.drop(host.name)
-        kube = self._change.kube()
-        try:
-            node = bar.lift(kube, host.name, self._nodes.pop(host.name, None))
-            fence.free(kube, host.name, self._change.run, node)
-        finally:
-            kube.close()
+        kube = self._kube()
+        node = bar.lift(kube, host.name, self._nodes.pop(host.name, None))
+        fence.free(kube, host.name, self._change.run, node)
         return OK, "unknown"
 
     def _bring(self, drive: Drive, host: Host, version: Version, busy: Callable[[], str]) -> Ending:

@@ -90,7 +90,7 @@ class Kubelets:
     def boot(self, name: str) -> str:
         """Start a node's machine again; return its new boot id."""
         self.nodes[name] = str(uuid.uuid4())
-        self._report(name)
+        self._tolerant(lambda: self._report(name))
         return self.nodes[name]
 
     def _register(self, name: str, labels: Mapping[str, str]) -> None:

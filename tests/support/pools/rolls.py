@@ -223,22 +223,21 @@ class SimulatedFleet(RollFleet):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._local = threading.local()
-        self._connections: list[http.client.HTTPSConnection] = []
+        self._asking, self._opened = threading.local(), list[http.client.HTTPSConnection]()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for connection in self._connections:
+        for connection in self._opened:
             connection.close()
 
     def _ask_simulator(self, host: Host) -> Mapping[str, Any]:
         # Not by Azure's SDK, which costs ten times as much.
-        if not hasattr(self._local, "connection"):
+        if not hasattr(self._asking, "connection"):
             context = ssl.create_default_context(cafile=os.environ["REQUESTS_CA_BUNDLE"])
             address = urlsplit(self.url).netloc
-            self._local.connection = http.client.HTTPSConnection(address, context=context, timeout=30)
-            self._connections.append(self._local.connection)
-        connection: http.client.HTTPSConnection = self._local.connection
+            self._asking.connection = http.client.HTTPSConnection(address, context=context, timeout=30)
+            self._opened.append(self._asking.connection)
+        connection: http.client.HTTPSConnection = self._asking.connection
         connection.request("GET", f"{_NODES}{host.name}", headers={"Authorization": f"Bearer {TOKEN}"})
         answer = connection.getresponse()
         content: Mapping[str, Any] = json.loads(answer.read())
