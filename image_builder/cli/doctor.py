@@ -19,7 +19,7 @@ app = typer.Typer()
 Check = Callable[[], None]
 
 # Every command that needs something of the host; all others run wherever this one does.
-COMMANDS = ("lock", "plan", "build", "verify DIR", "boot", "lab", "store", "pool")
+COMMANDS = ("lock", "plan", "build", "verify DIR", "boot", "lab", "store", "pool", "pool snapshot", "publish")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def lacks(store: Path) -> list[Lack]:
         (("build", "boot"), (partial(host.check_store, store),)),
         (("build",), (partial(host.check_kernel, ("overlay",)),)),
         (("build",), (host.check_cgroups,)),
+        (("pool snapshot", "publish"), (host.check_azure,)),
     ]
     refusals = ((commands, _refusal(group)) for commands, group in checks)
     return [Lack(commands, error) for commands, error in refusals if error]

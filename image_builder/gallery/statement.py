@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from image_builder.canonical import canonical
 from image_builder.errors import HostError, PublishError, UsageError
+from image_builder.system import host
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
@@ -174,8 +175,7 @@ def require_same(content: Mapping[str, Any], sha256: str, build: str) -> None:
 
 
 def _library() -> tuple[Any, Any]:
-    try:
-        from securesystemslib import dsse, signer
-    except ImportError as error:
-        raise HostError(f"securesystemslib is missing: {error}", hint="install the extra `azure`") from error
+    host.check_azure()
+    from securesystemslib import dsse, signer
+
     return dsse, signer

@@ -6,7 +6,9 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 
 from image_builder.errors import HostError, SpaceError, StoreError
@@ -61,6 +63,14 @@ RIGHTS = (
     "--security-opt apparmor=unconfined; or with --privileged"
 )
 _TABLE = Path(__file__).with_name("host.txt")
+# Python packages of the extra `azure`, which a venv may be without.
+AZURE = (
+    "azure-identity",
+    "azure-mgmt-compute",
+    "azure-mgmt-network",
+    "azure-storage-blob",
+    "securesystemslib",
+)
 
 
 def check_host(store: Path) -> None:
@@ -115,6 +125,16 @@ def check_packages(command: str, table: Path = _TABLE) -> None:
         raise HostError(
             f"these packages are missing: {names}",
             hint=f"apt-get install --no-install-recommends {names}",
+        )
+
+
+def check_azure(packages: Iterable[str] = AZURE) -> None:
+    """Raise HostError that names the Python packages of the extra `azure` which this program's venv lacks."""
+    missing = [name for name in packages if not list(metadata.distributions(name=name))]
+    if missing:
+        raise HostError(
+            f"these Python packages are missing: {' '.join(missing)}",
+            hint=f"{sys.executable} -m pip install 'image-builder[azure]'",
         )
 
 

@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from email.utils import parsedate_to_datetime
 from typing import Any, Self
 
-from image_builder.errors import FetchError, HostError
+from image_builder.errors import FetchError
+from image_builder.system import host
 
 Json = dict[str, Any]
 
@@ -37,11 +38,10 @@ class ResourceManager:
 
     def __init__(self, subscription: str, *, endpoint: str | None = None) -> None:
         """Raises HostError where the SDK isn't installed."""
-        try:
-            from azure.identity import DefaultAzureCredential
-            from azure.mgmt.compute import ComputeManagementClient
-        except ImportError as error:
-            raise HostError(f"Azure's SDK is missing: {error}", hint="install the extra `azure`") from error
+        host.check_azure()
+        from azure.identity import DefaultAzureCredential
+        from azure.mgmt.compute import ComputeManagementClient
+
         self._open = ExitStack()
         credential = self._open.enter_context(DefaultAzureCredential())
         make: Any = ComputeManagementClient

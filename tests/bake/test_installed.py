@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.cli import init
 from image_builder.errors import HostError, UsageError
 from image_builder.settings import LAUNCHER
 from tests.support.images.builds import Workplace
@@ -61,6 +62,17 @@ def test_a_repository_of_ones_own_is_built(installed: Installed, minimal: Workpl
     assert built.returncode == 0, built.stderr
     assert json.loads(built.stdout)["build_id"] == json.loads(plan.stdout)["build_id"]
     assert (place / "output/node/latest/manifest.json").is_file()
+
+
+def test_a_repository_starts_with_the_files_of_a_checkouts(installed: Installed, place: Path) -> None:
+    started = installed.run("init", "ours", "--json", cwd=place)
+    assert started.returncode == 0, started.stderr
+    templates = (init.TEMPLATE, init.PIPELINES / "github")
+    files = {
+        os.fspath(p.relative_to(folder)) for folder in templates for p in folder.rglob("*") if p.is_file()
+    }
+    compiled = {name for name in files if "__pycache__" in name}
+    assert set(json.loads(started.stdout)["files"]) == files - compiled
 
 
 def test_missing_packages_are_named_before_anything_is_done(installed: Installed, place: Path) -> None:

@@ -79,9 +79,33 @@ def settings(host: BootedHost) -> list[str]:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_readmes_play(role: str, host: BootedHost) -> None:
+    converge(host, readme_play(role), *settings(host))
+
+
+@pytest.mark.nightly
+@pytest.mark.image("worker")
+def test_image_preload_with_docker(minimal: Workplace, worker: Workplace, tmp_path: Path) -> None:
+    """Its README's play for the other engine, of Debian's archive, as the comment there has it."""
+    play = readme_play("image_preload")
+    for name, other in (
+        ("container_runtime_engine: containerd", "container_runtime_engine: docker"),
+        ("container_runtime_containerd_root", "container_runtime_data_root"),
+    ):
+        assert name in play
+        play = play.replace(name, other)
+    with (
+        offered_packages(worker) as packages,
+        booted(minimal.trees("seal"), tmp_path / "host", {repository.MOUNT_POINT: packages}) as host,
+    ):
+        converge(host, play)
+        agents = json.loads(host.run("cat", "/etc/node-agent/preload.json").output)
+        assert agents["engine"] == "docker"
+
+
+def converge(host: BootedHost, text: str, *argv: str) -> None:
+    """Run a play in check mode, for real, and once more, when nothing is left to change."""
     play = host.folder / "play.yml"
-    play.write_text(readme_play(role))
-    argv = settings(host)
+    play.write_text(text)
     changes = []
     for check in (["--check"], [], []):
         done = host.play(play, *check, *argv, ANSIBLE_ROLES_PATH=os.fspath(REPO / "roles"))

@@ -15,8 +15,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from image_builder.errors import FetchError, HostError
+from image_builder.errors import FetchError
 from image_builder.pool.plan.snapshot import Listing, ScaleSetId, is_flexible
+from image_builder.system import host
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
@@ -80,10 +81,9 @@ class Reader:
         say: Say = lambda _: None,
     ) -> None:
         """Raises HostError where the SDK isn't installed."""
-        try:
-            from azure.identity import DefaultAzureCredential
-        except ImportError as error:
-            raise HostError(f"Azure's SDK is missing: {error}", hint="install the extra `azure`") from error
+        host.check_azure()
+        from azure.identity import DefaultAzureCredential
+
         self._credential: Any = credential or DefaultAzureCredential()
         self._is_own = credential is None
         self._endpoint, self._say = endpoint, say

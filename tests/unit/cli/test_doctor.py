@@ -23,6 +23,7 @@ CHECKS = (
     "cgroups",
     "store",
     "kernel",
+    "azure",
 )
 
 
@@ -66,10 +67,10 @@ def test_everything_is_reported_at_once_with_what_mends_it(monkeypatch: pytest.M
         "  apt-get install qemu",
         "build, boot: on an overlay",
         "  elsewhere",
-        "ready: lock, plan, pool",
+        "ready: lock, plan, pool, pool snapshot, publish",
     ]
     report = json.loads(_doctor("--json")[1])
-    assert report["ready"] == ["lock", "plan", "pool"]
+    assert report["ready"] == ["lock", "plan", "pool", "pool snapshot", "publish"]
     assert [lack["kind"] for lack in report["lacks"]] == ["HostError", "HostError", "StoreError"]
     assert report["lacks"][1]["commands"] == ["boot"]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import platform
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,16 @@ def test_too_little_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(host, "LEAST_FREE", 1 << 62)
     with pytest.raises(SpaceError, match="MiB are missing"):
         host.check_store(tmp_path / "store", proc)
+
+
+def test_python_packages_of_azure(repo_root: Path) -> None:
+    project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["azure"]
+    assert [re.split("[>=]", requirement)[0] for requirement in extra] == list(host.AZURE)
+    host.check_azure(["pytest"])
+    with pytest.raises(HostError, match="missing: no-such-package$") as refused:
+        host.check_azure(["pytest", "no-such-package"])
+    assert refused.value.hint == f"{sys.executable} -m pip install 'image-builder[azure]'"
 
 
 def test_a_kernel_without_a_filesystem(tmp_path: Path) -> None:
