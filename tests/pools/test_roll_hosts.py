@@ -1,6 +1,6 @@
 """Rolls of real hosts by the command line: planned, run, killed and resumed, and reported, as an operator does it.
 
-Each test has hosts of its own: a scale set of the simulated Azure, whose reimage gives them another boot, build and key.
+Each test has hosts of its own: a scale set of the simulated Azure, whose reimage gives them another boot, build, key.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def test_hosts_are_rolled_around_a_job(world: RealWorld, tmp_path: Path) -> None
     before = {name: world.tells(name) for name in ROLLED}
     keys = {name: world.key(name) for name in ROLLED}
     plan = world.plan(tmp_path, ROLLED, {})
-    out, _ = world.operate("run", *world.driving(plan), *world.authority, "--json", status=PoolError.exit_code)
+    out, _ = world.operate(
+        "run", *world.driving(plan), *world.authority, "--json", status=PoolError.exit_code
+    )
     report = json.loads(out)
     assert outcomes(report) == dict.fromkeys(ROLLED[:3], "ok") | {busy: "skipped"}, report["results"]
     assert report["verified"] == 3
@@ -118,7 +120,9 @@ def test_hosts_that_return_as_others(world: RealWorld, tmp_path: Path) -> None:
     world.unsigned.add(lost)
     world.stubborn.add(stubborn)
     world.pool.change_key(world.number(stranger))
-    out, _ = world.operate("run", *world.driving(plan), *world.authority, "--json", status=PoolError.exit_code)
+    out, _ = world.operate(
+        "run", *world.driving(plan), *world.authority, "--json", status=PoolError.exit_code
+    )
     report = json.loads(out)
     odd = {stranger: "host key", lost: "failed", stubborn: "failed"}
     assert outcomes(report) == dict.fromkeys(sound, "ok") | odd, report["results"]

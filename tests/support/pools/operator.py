@@ -1,7 +1,7 @@
-"""The command line in a process of its own, as an operator starts it: ``python -m tests.support.pools.operator SUITE …``.
+"""The command line in a process of its own, as an operator has it: ``python -m tests.support.pools.operator SUITE …``.
 
-It is the product's but for two things: the suite is SUITE, since the hosts of the tests have not booted, and a roll waits
-seconds where a real one waits for half a minute.
+It is the product's but for two things: the suite is SUITE, since the hosts of the tests have not booted, and a roll
+waits seconds where a real one waits for half a minute.
 """
 
 from __future__ import annotations

@@ -160,13 +160,20 @@ class RealWorld(World):
         """Plan a roll of hosts to the new version; return the plan."""
         inventory, plan = self.inventory(folder, names), folder / "roll.json"
         (folder / "policy.yml").write_text(json.dumps(POLICY | dict(policy)))
-        place = ["--policy", folder / "policy.yml", "--out", plan, "--endpoint", self.served.url]
+        place: list[str | Path] = [
+            "--policy",
+            folder / "policy.yml",
+            "--out",
+            plan,
+            "--endpoint",
+            self.served.url,
+        ]
         self.operate("plan", "gpu", "-i", inventory, "--to", NEW, *place)
         return plan
 
     def driving(self, plan: Path) -> list[str | Path]:
         """Return the arguments of ``run`` and ``resume`` besides how host keys are known."""
-        facts = ["--facts", self.facts, "--endpoint", self.served.url]
+        facts: list[str | Path] = ["--facts", self.facts, "--endpoint", self.served.url]
         return [plan, "-i", plan.with_name("hosts.json"), *self.login, "--kubeconfig", self.account(), *facts]
 
 
@@ -198,7 +205,7 @@ def suite_of_the_running(folder: Path) -> Path:
 
 @contextmanager
 def rolling(pool: Fleet, place: Workplace, sets: Sequence[int], folder: Path) -> Iterator[RealWorld]:
-    """Make scale sets of so many of a pool's hosts each, in turn; all run the old image. Call it from the main thread."""
+    """Make scale sets of so many of a pool's hosts each, all with the old image. Call it from the main thread."""
     arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
     facts = place.artefact / "facts.json"
     builds = {OLD: OLD_BUILD[:12], NEW: json.loads(facts.read_text())["build_id"][:12]}
