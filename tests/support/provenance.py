@@ -81,6 +81,11 @@ SLICES = Subject(
     "tests/e2e/slices.py",
     (_LAB, "playbooks/bootstrap.yml"),
 )
+ROLL = Subject(
+    ("image_builder/pool/rollout.py", *_node("join/command.py"), "image_builder/cluster/gate"),
+    "tests/e2e/roll.py",
+    (_LAB, "deploy/roll.yml", "tests/e2e/roll.yml", *_ROLES),
+)
 LOCAL_DISK = Subject(
     _DISK_COMMANDS, "tests/boot/matrix.py", (_LAB, "tests/boot/guest", "tests/data/ntfs", *_ROLES)
 )

@@ -48,7 +48,7 @@ _ASK_SECONDS = 20.0
 _SETTLE_SECONDS = 30.0
 _TROUBLE_SECONDS = 60.0
 _TURNS, _TURNED_AT_ONCE = 10, 16
-_SILENT = ended("timeout", "it doesn't tell which image it runs")
+_NAMELESS = "it doesn't tell which image it runs"
 # Numbers of failures that have no other.
 _FAILED, _BROKEN_OFF = 1, 2
 
@@ -243,23 +243,23 @@ class RollFleet(Fleet):
                 self._report(key, outcome, joined)
                 return
 
-    def read(self, host: Host) -> Node | None:
-        """Ask a host what it runs; None where it doesn't answer."""
+    def read(self, host: Host) -> Node | Outcome:
+        """Ask a host what it runs; return why it doesn't say, where it doesn't."""
         answer = self._reach.submit(host, ASK_IMAGE, seconds=_ASK_SECONDS).result()
         lines = answer.stdout.decode("utf-8", "replace").split()
-        return Node(lines[0], lines[1]) if answer.status == 0 and len(lines) == 2 else None
+        if answer.status == 0 and len(lines) == 2:
+            return Node(lines[0], lines[1])
+        return answer.outcome if not answer.outcome.ok else ended("timeout", _NAMELESS)
 
     def _look(self, host: Host, key: Key) -> tuple[Outcome, Joined]:
         node = self.read(host)
         # Who may be about to boot the new image is waited for, as long as that may take.
-        while node is None and self._was_touched(host) and key not in self._over:
+        while isinstance(node, Outcome) and self._was_touched(host) and key not in self._over:
             if self._ending.wait(self._change.patience.look):
                 break
             node = self.read(host)
-        if node is None and host.name in self._change.target.broken:
-            return OK, "no"
-        if node is None:
-            return _SILENT, "unknown"
+        if isinstance(node, Outcome):
+            return (OK, "no") if host.name in self._change.target.broken else (node, "unknown")
         return OK, "yes" if node.build == self._change.target.build else "no"
 
     def _was_touched(self, host: Host) -> bool:
@@ -286,7 +286,7 @@ class RollFleet(Fleet):
         drive = self._drive(host.scale_set_id)
         version = self._versions[self._change.target.version]
         self._set_image(drive, version)
-        outcome, joined = _outcome(self._bring(drive, host, version, partial(self._busy, kube, host, key)))
+        outcome, joined = self._bring(drive, host, version, partial(self._busy, kube, host, key))
         if outcome.ok:
             # What runs on each node must be there again before it is verified; the cordon stays.
             self._nodes[host.name] = bar.lift(kube, host.name, self._nodes.pop(host.name, None)) or {}
@@ -306,7 +306,7 @@ class RollFleet(Fleet):
         is_there = self._bar(kube, host)
         self._ending.wait(self._change.settle_seconds)
         busy = partial(self._occupied, kube, host, barred=True) if is_there else lambda: ""
-        outcome, joined = _outcome(self._bring(drive, host, version, busy))
+        outcome, joined = self._bring(drive, host, version, busy)
         return self._free(host, _key) if outcome.ok else (outcome, joined)
 
     def _bar(self, kube: Kube, host: Host, seen: dict[str, Any] | None = None) -> bool:
@@ -318,8 +318,8 @@ class RollFleet(Fleet):
     def _free(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
         target = self._change.target
         if host.name in target.broken:
-            if (reading := self.read(host)) is None:
-                return _SILENT, "unknown"
+            if isinstance(reading := self.read(host), Outcome):
+                return reading, "unknown"
             if reading.build != target.build:
                 # As it was: it failed with what it runs.
                 return OK, "unknown"
@@ -329,13 +329,24 @@ class RollFleet(Fleet):
         fence.free(kube, host.name, self._change.run, node)
         return OK, "unknown"
 
-    def _bring(self, drive: Drive, host: Host, version: Version, busy: Callable[[], str]) -> Ending:
+    def _bring(
+        self, drive: Drive, host: Host, version: Version, busy: Callable[[], str]
+    ) -> tuple[Outcome, Joined]:
+        silence = ""
+
         def node() -> Node | None:
+            nonlocal silence
             if self._ending.is_set():
                 raise FetchError("the run ends", hint="image-builder pool resume")
-            return self.read(host)
+            reading = self.read(host)
+            if isinstance(reading, Node):
+                silence = ""
+                return reading
+            silence = f"{reading.signature}: {reading.detail}"
+            return None
 
-        return roll_instance(drive, host.instance, host.vm_id, version, node, busy)
+        ending = roll_instance(drive, host.instance, host.vm_id, version, node, busy)
+        return _outcome(ending, silence)
 
     def _busy(self, kube: Kube, host: Host, key: Key) -> str:
         """Return what a request would cost: the last look, right before it is sent."""
@@ -374,8 +385,11 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _outcome(ending: Ending) -> tuple[Outcome, Joined]:
-    """Return how a step ended that brought an instance to a version, and whether its host runs that."""
+def _outcome(ending: Ending, silence: str) -> tuple[Outcome, Joined]:
+    """Return how a step ended that brought an instance to a version, and whether its host runs that.
+
+    ``silence`` is why the host didn't answer in the end.
+    """
     match ending.kind:
         case "ok":
             return OK, "yes"
@@ -384,7 +398,8 @@ def _outcome(ending: Ending) -> tuple[Outcome, Joined]:
         case "failed":
             # What equal failures have in common: Azure's own code.
             what = ending.reason.rpartition(": ")[2] or ending.reason
-            return failed(f"reimage {what}", _FAILED, ending.reason), "unknown"
+            detail = f"{ending.reason} ({silence})" if silence else ending.reason
+            return failed(f"reimage {what}", _FAILED, detail), "unknown"
         case _:
             return ended("unknown", ending.reason), "unknown"
 

@@ -16,6 +16,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -102,6 +103,7 @@ class Fleet:
         self.folder = folder
         self.hosts = hosts
         self._process = process
+        self._lock = threading.Lock()
         # Who was in their network from the beginning: their own process, and the calling one.
         self.bystanders = self.around()
 
@@ -229,9 +231,10 @@ class Fleet:
 
     def _ask(self, request: Mapping[str, object]) -> dict[str, Any]:
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
 
 

@@ -29,7 +29,7 @@ from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.kube import path_of_node
 from image_builder.node.net.kubeconfig import load
-from image_builder.pool.plan.model import OK, Host, Pool, ScaleSet, failed
+from image_builder.pool.plan.model import OK, Host, Outcome, Pool, ScaleSet, ended, failed
 from image_builder.pool.plan.plan import Plan, PlannedFrom, make_plan
 from image_builder.pool.plan.plan import load as load_plan
 from image_builder.pool.plan.policy import Deadlines, Policy, Roll
@@ -243,9 +243,9 @@ class SimulatedFleet(RollFleet):
         content: Mapping[str, Any] = json.loads(answer.read())
         return content if answer.status == 200 else {}
 
-    def read(self, host: Host) -> Node | None:
+    def read(self, host: Host) -> Node | Outcome:
         answer = self._ask_simulator(host)
-        return Node(answer["boot_id"], answer["build"]) if answer else None
+        return Node(answer["boot_id"], answer["build"]) if answer else ended("timeout")
 
     def verify(self, work: Sequence[Work]) -> None:
         for w in work:

@@ -81,11 +81,16 @@ def test_a_place_that_is_gone_is_an_error(checkout: Path) -> None:
         ),
         (provenance.PENDING_PODS, "image_builder/bake/pull/retry.py tests/e2e/machine.py tests/e2e/link.py"),
         (
+            provenance.ROLL,
+            "image_builder/pool/steps/roll.py image_builder/pool/scale_set/roll.py tests/e2e/roll_facts.py "
+            "tests/support/arm/scale_sets.py",
+        ),
+        (
             provenance.SLICES,
             "image_builder/pool/steps/slice.py tests/e2e/slices_run.py tests/support/slices_howto.py",
         ),
     ],
-    ids=["join", "local disk", "pending pods", "slices"],
+    ids=["join", "local disk", "pending pods", "roll", "slices"],
 )
 def test_a_page_says_that_its_record_is_of_earlier_code(subject: Subject, names: str) -> None:
     assert {REPO_ROOT / name for name in names.split()} <= subject.files()

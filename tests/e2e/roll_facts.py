@@ -1,0 +1,43 @@
+"""What a record of ``roll`` must show. Nothing here is a number of seconds: an emulated machine is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.support.arm.fleet import NEW
+from tests.support.control_plane import gates
+
+
+def broken(record: Mapping[str, Any]) -> list[str]:
+    """Return what does not hold, in words; nothing when all is as it must be."""
+    return [text for text, holds in facts(record).items() if not holds]
+
+
+def facts(record: Mapping[str, Any]) -> dict[str, bool]:
+    """Return each fact in words, and whether it holds."""
+    first, last, report = record["first"], record["last"], record["report"]
+    (result,) = report["results"].values()
+    old, new = record["builds"]
+    node = last["node"]
+    return {
+        "the host ended as ok, verified by the whole suite": result["outcome"]["kind"] == "ok"
+        and report["verified"] == 1,
+        "it returned with its old build once, and was reimaged again": record["swaps"] == 2,
+        "it told the old build, and tells the new one": f'"{old}"' in first["release"]
+        and f'"{new}"' in last["release"],
+        "it has another boot, of which the API server knows": first["boot"] != last["boot"] == node["boot"],
+        "it has another host key, which only the host CA vouches for": first["host_key"] != last["host_key"],
+        "its local disk was taken as it is": last["disk"]["state"] == "ok"
+        and last["disk"]["action"] == "mount"
+        and record["file_kept"],
+        "it has joined, with the same Node object": last["provision"]["state"] == "ok"
+        and first["node"]["uid"] == node["uid"],
+        "the gate has let it in, and no cordon or taint of the roll is left": not node["cordoned"]
+        and gates.TAINT["key"] not in node["taints"]
+        and not any("roll" in taint for taint in node["taints"]),
+        "the scale set's model names the new version, its services run, and nobody holds it": record["model"]
+        == NEW
+        and set(record["services"].values()) == {"Running"}
+        and not record["tags"],
+    }

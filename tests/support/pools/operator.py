@@ -1,0 +1,34 @@
+"""The command line in a process of its own, as an operator has it: ``python -m tests.support.pools.operator SUITE …``.
+
+It is the product's but for two things: the suite is SUITE, since the hosts of the tests have not booted, and a roll
+waits seconds where a real one waits for half a minute.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+from image_builder.cli.main import main
+from image_builder.pool import rollout
+from image_builder.pool.scale_set.roll import Patience
+from image_builder.pool.steps.roll import Change
+from image_builder.pool.steps.suite import Suite
+
+# An untouched instance is told by two looks that are `settle` apart; a host that returns is back within `boot`.
+PATIENCE = Patience(look=0.5, settle=2.0, request=60.0, boot=25.0)
+
+
+def operate(suite: Path) -> None:
+    """Run the command line of the other arguments."""
+    with (
+        mock.patch.object(rollout, "Suite", partial(Suite, folder=suite)),
+        mock.patch.object(rollout, "Change", partial(Change, patience=PATIENCE, settle_seconds=1.0)),
+    ):
+        main()
+
+
+if __name__ == "__main__":
+    operate(Path(sys.argv.pop(1)))
