@@ -432,6 +432,7 @@ def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[],
         azure=stack.enter_context(azure(plan.hosts, options.azure)),
         journal=requests_of(options.plan),
         policy=plan.policy.rolls.drain,
+        max_fenced=plan.max_fenced,
     )
     return RollFleet(rollout.setup, change, work, on_wait)
 

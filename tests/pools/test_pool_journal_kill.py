@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -68,6 +68,9 @@ class Fleet:
 
     def begin(self, step: Step, work: Sequence[Work]) -> None:
         {"probe": self.probe, "bootstrap": self.bootstrap, "verify": self.verify}[step](work)
+
+    def idle(self, _cells: Sequence[Sequence[Host]], _each: int) -> Collection[str]:
+        return ()
 
     def turn(self) -> None:
         raise AssertionError("no scale set was changed")

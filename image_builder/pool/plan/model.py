@@ -19,7 +19,8 @@ from image_builder.definition.connection import Hop
 
 # The one class that a host ends in. `dropped` is a connection that broke after it was made, `bastion` that the way to
 # the host is the fault, `failed` a phase on the host that said so itself, `unknown` that nobody can tell whether the
-# host joined. `skipped` is a host that stayed busy, or was somebody else's: as it was before, and no failure.
+# host joined. `skipped` is a host that stayed busy, or was somebody else's: as it was before, and no failure. `busy` is
+# how a step ends, and no host: it is taken later.
 Class = Literal[
     "ok",
     "refused",
@@ -32,20 +33,21 @@ Class = Literal[
     "failed",
     "unknown",
     "skipped",
+    "busy",
 ]
-CLASSES: tuple[Class, ...] = get_args(Class)
+CLASSES: tuple[Class, ...] = tuple(kind for kind in get_args(Class) if kind != "busy")
 # What says nothing about the host's own state, so that asking again may be answered otherwise.
 UNREACHED: frozenset[Class] = frozenset({"refused", "timeout", "bastion", "dropped"})
 
 # What a run does: bring nodes up; verify those that come up by themselves; verify any; bring running ones to an image.
 Mode = Literal["bootstrap", "verify", "check", "roll"]
-Step = Literal["probe", "drain", "bootstrap", "reimage", "verify", "free", "restore"]
+Step = Literal["probe", "await", "drain", "bootstrap", "reimage", "verify", "free", "restore"]
 _BRING_UP: tuple[Step, ...] = ("probe", "bootstrap", "verify")
 STEPS: dict[Mode, tuple[Step, ...]] = {
     "bootstrap": _BRING_UP,
     "verify": _BRING_UP,
     "check": _BRING_UP,
-    "roll": ("probe", "drain", "reimage", "verify", "free", "restore"),
+    "roll": ("probe", "await", "drain", "reimage", "verify", "free", "restore"),
 }
 # Whether a host is what the run makes of it, as far as a step could tell: a member of the cluster, or, in a roll, of
 # the new image.

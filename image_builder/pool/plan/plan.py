@@ -76,6 +76,16 @@ class Plan(Strict):
         return at_most(self.policy.budget, len(self.hosts))
 
     @property
+    def max_fenced(self) -> int:
+        """Return how many hosts of a roll's last wave may be cordoned while they work."""
+        return at_most(self.policy.rolls.max_fenced, len(self.hosts)) if self.policy.rolls else 0
+
+    @property
+    def skip_budget(self) -> int:
+        """Return how many skipped hosts a roll may have and be a success."""
+        return at_most(self.policy.rolls.skip_budget, len(self.hosts)) if self.policy.rolls else 0
+
+    @property
     def same(self) -> int:
         return max(self.policy.same_least, at_least(self.policy.same_share, len(self.hosts)))
 

@@ -12,7 +12,7 @@ from image_builder.pool.plan.model import Mode, Share, Step, Strict, at_least, a
 # Ansible's cost for a host and task is flat up to here, and grows beyond: measured, see docs/explanation/waves.md.
 MAX_SLICE = 500
 # A drain whose patience is over frees its hosts in less than that, unless the API server is away.
-_DRAIN_ENDS_SECONDS = 600.0
+DRAIN_ENDS_SECONDS = 600.0
 # A worker whose patience is over asks what it started to end, and then kills what is left: in less than that.
 WORKER_ENDS_SECONDS = 4.0
 
@@ -60,7 +60,20 @@ class Roll(_Limits):
         default="2%",
         description="Of a roll, in the place of the one above: of a fleet at work fewer may be away.",
     )
-    drain: DrainPolicy = DrainPolicy()
+    drain: DrainPolicy = Field(
+        default=DrainPolicy(max_wait_seconds=600.0),
+        description="Of a host in its wave. Who is busy for longer is taken in the wave `rest`.",
+    )
+    max_wait_seconds: Positive = Field(
+        default=432_000.0,
+        description="How long a host of the wave `rest` may take to become idle; then it is skipped.",
+    )
+    max_fenced: Share = Field(
+        default="50%",
+        description="Most hosts of the wave `rest` that are cordoned while they still work, so that nothing begins"
+        " there when that ends.",
+    )
+    skip_budget: Share = Field(default="2%", description="Skipped hosts with which a roll is a success.")
     reimage_seconds: Positive = Field(
         default=2700.0, description="From the request for a new image to a node that runs it."
     )
@@ -166,7 +179,8 @@ class Policy(_Limits):
         return {
             "probe": self.deadlines.probe,
             # The drain ends by itself before, and says for what it waited.
-            "drain": roll.drain.max_wait_seconds + roll.drain.settle_seconds + _DRAIN_ENDS_SECONDS,
+            "drain": roll.drain.max_wait_seconds + roll.drain.settle_seconds + DRAIN_ENDS_SECONDS,
+            "await": roll.max_wait_seconds + DRAIN_ENDS_SECONDS,
             "bootstrap": self.deadlines.bootstrap,
             "reimage": roll.reimage_seconds,
             "verify": self.deadlines.verify,

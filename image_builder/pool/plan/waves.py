@@ -15,6 +15,8 @@ from pydantic import Field
 from image_builder.pool.plan.model import Cell, Host, Strict, at_least, at_most, rank
 from image_builder.pool.plan.policy import Policy
 
+_CANARIES, _REST = "canaries", "rest"
+
 
 class Wave(Strict):
     """Hosts that are brought up together, cut into slices of one Ansible process each.
@@ -34,6 +36,16 @@ class Wave(Strict):
     @property
     def hosts(self) -> tuple[str, ...]:
         return tuple(name for part in self.slices for name in part)
+
+    @property
+    def is_canary(self) -> bool:
+        """Whether its hosts stand for their cells."""
+        return self.name.startswith(_CANARIES)
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether its hosts were busy in their own waves, and each is taken when it is idle."""
+        return self.name == _REST
 
 
 def plan_waves(
@@ -64,6 +76,12 @@ def plan_waves(
         sample = names if is_canary else _sample(names, policy, seed)
         waves.append(_wave(number, names, policy, sample, is_canary=is_canary))
     return tuple(waves)
+
+
+def rest_wave(number: int, names: Sequence[str], policy: Policy, seed: str) -> Wave:
+    """Return the last wave of a roll: hosts that were busy in their own."""
+    wave = _wave(number, names, policy, _sample(names, policy, seed), is_canary=False)
+    return wave.model_copy(update={"name": _REST})
 
 
 def choose_canaries(ordered: Iterable[Host], each: int, covered: Collection[Cell] = ()) -> list[Host]:
@@ -105,7 +123,7 @@ def _wave(
     count = -(-size // policy.slice_hosts)
     bounds = [size * n // count for n in range(count + 1)]
     return Wave(
-        name=("canaries" if not number else f"canaries {number}") if is_canary else f"wave {number}",
+        name=(_CANARIES if not number else f"{_CANARIES} {number}") if is_canary else f"wave {number}",
         slices=tuple(tuple(names[a:b]) for a, b in pairwise(bounds)),
         verify=tuple(sample),
         budget=at_most(policy.wave_budget, size),

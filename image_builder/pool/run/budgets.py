@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from image_builder.pool.plan.model import STEPS, Step, quantile
+from image_builder.pool.plan.model import STEPS, Cell, Step, quantile
 from image_builder.pool.run.records import Passed
 from image_builder.pool.run.state import IN_WORK, OPEN, RUNNING, Progress, WaveStatus
 
@@ -29,19 +29,51 @@ def admitted(progress: Progress, names: Iterable[str]) -> list[str]:
 
     A zone of which more is NotReady is one that Kubernetes itself takes for broken (node-monitor's 55 %).
     """
-    left = room(progress)
+    names = list(names)
+    if not names:
+        return names
     of_zone = Counter(host.zone for host in progress.plan.hosts)
-    away = progress.zones.copy()
+    # Those that are being drained may be empty at any moment.
+    emptying = Counter(
+        status.host.zone
+        for wave in progress.waves[: progress.began]
+        for status in map(progress.hosts.__getitem__, wave.names("draining"))
+        if not status.unavailable
+    )
+    away = progress.zones + emptying
+    left = room(progress) - emptying.total()
     chosen = []
     for name in names:
         status = progress.hosts[name]
         zone = status.host.zone
-        if status.touched:
+        if status.unavailable:
             chosen.append(name)
-        elif left and away[zone] < max(1, of_zone[zone] // 2):
+        elif left > 0 and away[zone] < max(1, of_zone[zone] // 2):
             left -= 1
             away[zone] += 1
             chosen.append(name)
+    return chosen
+
+
+def proven(progress: Progress, names: Iterable[str]) -> list[str]:
+    """Return those of a roll's empty hosts that may get another image now.
+
+    Of a cell in which no host is fine with it yet, no more than its canaries: who was to be one may have been busy.
+    """
+    in_trial: Counter[Cell] | None = None
+    chosen = []
+    for name in names:
+        cell = progress.hosts[name].host.cell
+        if cell not in progress.proven:
+            if in_trial is None:
+                in_trial = Counter(
+                    s.host.cell for s in progress.hosts.values() if s.touched and s.state in OPEN
+                )
+            if not progress.hosts[name].touched:
+                if in_trial[cell] >= progress.plan.policy.canaries:
+                    continue
+                in_trial[cell] += 1
+        chosen.append(name)
     return chosen
 
 
@@ -102,7 +134,7 @@ def _hosts(count: int) -> str:
 
 
 def _to_start(progress: Progress) -> int:
-    return sum(wave.count("waiting", "ready") for wave in progress.waves)
+    return sum(wave.count("waiting", "ready", "resting") for wave in progress.waves)
 
 
 def decide(progress: Progress, number: int, now: float) -> Passed | None:

@@ -7,16 +7,28 @@ is the same. Whatever is learnt becomes a record first and changes the state the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, ended
-from image_builder.pool.plan.waves import join_delays
+from image_builder.pool.plan.model import Host, Joined, Outcome, Step, ended
+from image_builder.pool.plan.policy import DRAIN_ENDS_SECONDS
+from image_builder.pool.plan.waves import join_delays, rest_wave
 from image_builder.pool.run import budgets, gates, rolling
 from image_builder.pool.run.gates import Reading
 from image_builder.pool.run.progress import apply
-from image_builder.pool.run.records import Began, Finished, Gated, Intent, Record, Result, Stopped, Turned
+from image_builder.pool.run.records import (
+    Began,
+    Chosen,
+    Finished,
+    Gated,
+    Intent,
+    Record,
+    Rested,
+    Result,
+    Stopped,
+    Turned,
+)
 from image_builder.pool.run.state import RUNNING, Progress, WaveStatus
 
 # Hosts that came back after a repetition, or for which there was no room, are started when there are as many as
@@ -24,14 +36,20 @@ from image_builder.pool.run.state import RUNNING, Progress, WaveStatus
 _WORTH_A_SLICE = 10
 # A control plane that takes longer for one reading needs no more nodes.
 _READING_SECONDS = 15.0
+# What ends when the jobs of a host do.
+_WAITING_FOR_JOBS: tuple[Step, ...] = ("await", "drain")
 
 
 class Work(NamedTuple):
-    """A step on a host. ``delay`` is the join slot: so many seconds pass before the host joins."""
+    """A step on a host. ``delay`` is the join slot: so many seconds pass before the host joins.
+
+    ``until`` is when a host that is not idle is waited for no longer.
+    """
 
     host: Host
     attempt: int
     delay: float = 0.0
+    until: float = 0.0
 
 
 class Event(NamedTuple):
@@ -64,12 +82,18 @@ class Steps(Protocol):
 
         `probe` finds out whether they answer, and whether they joined, or run the new image; `verify` checks them:
         neither changes anything. `bootstrap` makes hosts of one slice join, `reimage` gives them the new image: neither
-        is idempotent. `drain` lets nothing more onto a host and waits until it is empty, `free` takes that back:
-        both may be repeated. `restore` gives a host that failed its previous image and frees it.
+        is idempotent. `drain` lets nothing more onto a host and waits until it is empty, `await` waits until it is
+        idle and keeps its next work off it, `free` takes both back: all three may be repeated. `restore` gives a host
+        that failed its previous image and frees it.
         """
 
     def turn(self) -> None:
         """Let scale sets name the previous image again, as the run stopped; before any host is restored."""
+
+    def idle(self, cells: Sequence[Sequence[Host]], each: int) -> Collection[str] | None:
+        """Return the first ``each`` hosts of each cell that are idle, None while they are sought; ``wait`` returns once
+        that is known.
+        """
 
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         """Take back a step whose deadline is over; what still comes of it is not waited for."""
@@ -203,9 +227,27 @@ def _turn_waves(r: _Run, now: float) -> None:
     if due is None or now < due:
         return
     if progress.began < len(progress.waves):
-        r.note(Began(at=now, wave=progress.began))
+        if _canaries_chosen(r, now):
+            r.note(Began(at=now, wave=progress.began))
     elif not any(wave.unfinished for wave in progress.waves):
-        r.note(Finished(at=now))
+        if names := rolling.deferred(progress):
+            plan = progress.plan
+            r.note(Rested(at=now, wave=rest_wave(len(progress.waves), names, plan.policy, plan.digest)))
+            r.note(Began(at=now, wave=progress.began))
+        else:
+            r.note(Finished(at=now))
+
+
+def _canaries_chosen(r: _Run, now: float) -> bool:
+    """Tell whether the canaries of a roll are hosts that were idle a moment ago, where there are any."""
+    progress = r.progress
+    if progress.plan.policy.mode != "roll" or progress.began or progress.chosen:
+        return True
+    idle = r.steps.idle(rolling.cells(progress), progress.plan.policy.canaries)
+    if idle is None:
+        return False
+    r.note(Chosen(at=now, places=rolling.busy_canaries(progress, idle)))
+    return True
 
 
 def _dispatch(r: _Run, now: float) -> None:
@@ -217,16 +259,25 @@ def _dispatch(r: _Run, now: float) -> None:
         _begin(r, "verify", _fitting(r, "verify", wave.names("joined"), now), now)
         _begin(r, "free", _fitting(r, "free", wave.names("settled"), now), now)
         _begin(r, "restore", _fitting(r, "restore", wave.names("broken"), now), now)
-        if r.progress.stopped or r.progress.verdict != "go":
-            continue
+        may_start = not r.progress.stopped and r.progress.verdict == "go"
         if r.progress.plan.policy.mode == "roll":
-            _begin(r, "reimage", _fitting(r, "reimage", wave.names("drained"), now), now)
-            _begin(
-                r, "drain", budgets.admitted(r.progress, _fitting(r, "drain", wave.names("ready"), now)), now
-            )
-            continue
-        for part in wave.wave.slices:
-            _start_slice(r, wave, part, now)
+            if may_start:
+                _roll(r, wave, now)
+            if wave.wave.is_rest and not r.progress.stopped:
+                # Who is idle and can't be taken now may work until it can.
+                awaited = [name for name in wave.names("ready") if r.progress.hosts[name].awaited]
+                _begin(r, "free", _fitting(r, "free", awaited, now), now)
+        elif may_start:
+            for part in wave.wave.slices:
+                _start_slice(r, wave, part, now)
+
+
+def _roll(r: _Run, wave: WaveStatus, now: float) -> None:
+    """Begin what takes hosts out of work, as far as that may be."""
+    progress = r.progress
+    _begin(r, "reimage", _fitting(r, "reimage", budgets.proven(progress, wave.names("drained")), now), now)
+    _begin(r, "drain", budgets.admitted(progress, _fitting(r, "drain", wave.names("ready"), now)), now)
+    _begin(r, "await", _fitting(r, "await", wave.names("resting"), now), now)
 
 
 def _turn(r: _Run, now: float) -> None:
@@ -236,11 +287,12 @@ def _turn(r: _Run, now: float) -> None:
     if roll is None:
         return
     for wave in progress.waves[: progress.began]:
-        for name in wave.names("draining"):
-            status = progress.hosts[name]
-            attempt = status.tries["drain"]
-            r.steps.give_up(name, "drain", attempt)
-            _observe(r, Event(name, "drain", attempt, OK, "unknown", now - status.since), now)
+        for step in _WAITING_FOR_JOBS:
+            for name in wave.names(RUNNING[step]):
+                status = progress.hosts[name]
+                attempt, outcome = status.tries[step], ended("skipped", rolling.STOPPED)
+                r.steps.give_up(name, step, attempt)
+                _observe(r, Event(name, step, attempt, outcome, "unknown", now - status.since), now)
     # Who is asked to stop means to go on.
     if progress.stop_asked or roll.restore == "never":
         return
@@ -297,12 +349,15 @@ def _begin(r: _Run, step: Step, names: Sequence[str], now: float) -> None:
     for name in names:
         status = r.progress.hosts[name]
         attempt, delay = status.tries[step], delays.get(name, 0.0)
-        work.append(Work(status.host, attempt, delay))
+        ends = status.idle_by - DRAIN_ENDS_SECONDS if step == "await" else 0.0
+        work.append(Work(status.host, attempt, delay, ends))
         until = now + delay + policy.deadline(step)
         if step == "probe":
             # Who was told may still try to join, and is waited for as if it had never been lost sight of; so is who
             # does it without being told.
             until = max(until, status.until)
+        elif step == "await":
+            until = status.idle_by
         heapq.heappush(r.alarms, (until, name, step, attempt))
     r.steps.begin(step, work)
 

@@ -24,6 +24,8 @@ def move(progress: Progress, name: str, state: State) -> None:
 def end(progress: Progress, status: HostStatus, outcome: Outcome, at: float) -> None:
     """End a host with its outcome."""
     status.outcome, status.ended_at = outcome, at
+    if outcome.ok:
+        progress.proven.add(status.host.cell)
     move(progress, status.host.name, "ended")
 
 
@@ -43,6 +45,21 @@ def count_unavailable(progress: Progress, status: HostStatus, by: int) -> None:
     if status.unavailable:
         progress.unavailable += by
         progress.zones[status.host.zone] += by
+
+
+def set_empty(progress: Progress, status: HostStatus, *, empty: bool) -> None:
+    """Note whether a host that is cordoned has nothing to do."""
+    count_unavailable(progress, status, -1)
+    status.empty = empty
+    count_unavailable(progress, status, 1)
+
+
+def change_wave(progress: Progress, name: str, number: int) -> None:
+    """Put a host into another wave; its state stays."""
+    status = progress.hosts[name]
+    del progress.waves[status.wave].at[status.state][name]
+    status.wave = number
+    progress.waves[number].at.setdefault(status.state, {})[name] = None
 
 
 def _count_failed(progress: Progress, wave: WaveStatus, status: HostStatus, by: int) -> None:

@@ -18,22 +18,37 @@ from image_builder.pool.run.moves import again, count_unavailable, end, move
 from image_builder.pool.run.records import (
     Began,
     Changed,
+    Chosen,
     Finished,
     Gated,
     Intent,
     Opened,
     Passed,
     Record,
+    Rested,
     Result,
     Stopped,
     Turned,
 )
-from image_builder.pool.run.state import RUNNING, HostStatus, Progress, WaveStatus
+from image_builder.pool.run.state import RUNNING, HostStatus, Progress, State, WaveStatus
 
 # Phases whose failure may pass: the network, the runtime's start, a token that ran out. A disk or a GPU stays broken.
 TRANSIENT_PHASES = frozenset({"identity", "network", "runtime", "credentials", "join"})
 # What failed in `bootstrap`, after the numbers of provision.py.
 _NO_MEMBER = 5
+
+
+# What another process knew of a host, and nobody does after its end.
+_UNKNOWN: tuple[State, ...] = (
+    "probing",
+    "ready",
+    "resting",
+    "awaiting",
+    "joining",
+    "draining",
+    "drained",
+    "reimaging",
+)
 
 
 def begin(plan: Plan) -> Progress:
@@ -59,6 +74,10 @@ def apply(progress: Progress, record: Record) -> None:
             _open(progress, record)
         case Changed():
             _change(progress, record)
+        case Chosen():
+            rolling.choose(progress, record)
+        case Rested():
+            rolling.rest(progress, record)
         case Began():
             progress.began = record.wave + 1
             progress.waves[record.wave].began = record.at
@@ -120,7 +139,9 @@ def _open(progress: Progress, record: Opened) -> None:
         longest = record.at + window + progress.plan.policy.changing_seconds
         status.until = 0.0 if progress.plan.policy.mode == "verify" else min(status.until, longest)
         status.not_before = free if status.state == "joining" else min(status.not_before, free)
-        if status.state in ("probing", "ready", "joining", "draining", "drained", "reimaging"):
+        status.idle_by = min(status.idle_by, record.at + progress.plan.policy.deadline("await"))
+        status.awaited = False
+        if status.state in _UNKNOWN:
             move(progress, name, "waiting")
         elif status.state == "verifying":
             move(progress, name, "joined")
@@ -129,7 +150,7 @@ def _open(progress: Progress, record: Opened) -> None:
         elif status.state == "restoring":
             move(progress, name, "broken")
         elif _is_retried(status.outcome, retry=record.retry):
-            status.restored = None
+            status.restored, status.empty, status.idle_by = None, False, 0.0
             move(progress, name, "waiting")
 
 
@@ -159,6 +180,8 @@ def _intend(progress: Progress, record: Intent) -> None:
         # Where nobody tells hosts, each has its time from the first question on.
         if changes or (progress.plan.policy.mode == "verify" and not status.until):
             status.until = record.at + status.delay + progress.plan.policy.changing_seconds
+        if record.step == "await" and not status.idle_by:
+            status.idle_by = record.at + progress.plan.policy.deadline("await")
         if status.started is None:
             status.started = record.at
         move(progress, name, RUNNING[record.step])
@@ -189,6 +212,8 @@ def _result(progress: Progress, record: Result) -> None:
             _after_bootstrap(progress, status, record)
         case "verify":
             _after_verify(progress, status, record)
+        case "await":
+            rolling.after_await(progress, status, record)
         case "drain":
             rolling.after_drain(progress, status, record)
         case "reimage":

@@ -44,6 +44,20 @@ class Changed(_Record):
     waves: tuple[Wave, ...] = ()
 
 
+class Chosen(_Record):
+    """Canaries of a roll that are busy change places with idle hosts of their cells: busy name -> idle one."""
+
+    kind: Literal["chosen"] = "chosen"
+    places: Mapping[str, str]
+
+
+class Rested(_Record):
+    """The hosts that were busy in their waves are a last one."""
+
+    kind: Literal["rested"] = "rested"
+    wave: Wave
+
+
 class Began(_Record):
     """A wave began."""
 
@@ -113,7 +127,18 @@ class Finished(_Record):
 
 
 Record = Annotated[
-    Opened | Changed | Began | Intent | Result | Gated | Passed | Stopped | Turned | Finished,
+    Opened
+    | Changed
+    | Chosen
+    | Rested
+    | Began
+    | Intent
+    | Result
+    | Gated
+    | Passed
+    | Stopped
+    | Turned
+    | Finished,
     Field(discriminator="kind"),
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)
@@ -126,7 +151,7 @@ def must_last(record: Record) -> bool:
     the hosts.
     """
     match record:
-        case Opened() | Changed() | Stopped() | Turned() | Finished():
+        case Opened() | Changed() | Chosen() | Rested() | Stopped() | Turned() | Finished():
             return True
         case Intent(step="bootstrap" | "reimage" | "restore"):
             return True

@@ -1,17 +1,19 @@
 """What becomes of a host of a roll after each step: drained, of another image, verified, freed; or as it was before.
 
 A host that never got another image is freed, whatever happened. One that did and is not fine keeps its cordon: only
-`restore` takes it back to work.
+`restore` takes it back to work. One that is busy for longer than its wave waits is freed too, and taken in the last
+wave when it is idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 
-from image_builder.pool.plan.model import UNREACHED, Outcome, ended, failed
-from image_builder.pool.run.moves import again, end, move
-from image_builder.pool.run.records import Result
-from image_builder.pool.run.state import HostStatus, Progress
+from image_builder.pool.plan.model import UNREACHED, Cell, Host, Outcome, ended, failed, rank
+from image_builder.pool.run.moves import again, change_wave, count_unavailable, end, move, set_empty
+from image_builder.pool.run.records import Chosen, Rested, Result
+from image_builder.pool.run.state import HostStatus, Progress, WaveStatus
 
 # The node runs the image that it was to leave.
 OLD_IMAGE = 1
@@ -25,7 +27,8 @@ def after_look(progress: Progress, status: HostStatus, record: Result) -> None:
     elif record.joined == "unknown":
         end(progress, status, ended("unknown", "which image it runs is unknown"), record.at)
     elif status.starts <= progress.plan.policy.retries:
-        move(progress, status.host.name, "ready")
+        is_rest = progress.waves[status.wave].wave.is_rest
+        move(progress, status.host.name, "resting" if is_rest else "ready")
         if progress.stopped:
             leave(progress, status, record.at)
     else:
@@ -33,13 +36,31 @@ def after_look(progress: Progress, status: HostStatus, record: Result) -> None:
         end(progress, status, failed("reimage", OLD_IMAGE, detail), record.at)
 
 
+def after_await(progress: Progress, status: HostStatus, record: Result) -> None:
+    """Take a host of the last wave that is idle; skip one that never was."""
+    outcome = record.outcome
+    if outcome.ok and not progress.stopped:
+        status.row, status.awaited = 0, True
+        move(progress, status.host.name, "ready")
+    elif outcome.ok:
+        conclude(progress, status, ended("skipped", STOPPED), record.at)
+    else:
+        skipped = outcome.kind in (*UNREACHED, "busy")
+        conclude(progress, status, ended("skipped", outcome.detail) if skipped else outcome, record.at)
+
+
 def after_drain(progress: Progress, status: HostStatus, record: Result) -> None:
-    """Go on with an empty host; free one that stayed busy, or whose cluster did not answer."""
+    """Go on with an empty host; defer one that stayed busy, free one whose cluster did not answer."""
+    status.awaited = False
+    if record.outcome.ok:
+        set_empty(progress, status, empty=True)
     if record.outcome.ok and not progress.stopped:
         status.row = 0
         move(progress, status.host.name, "drained")
     elif record.outcome.ok:
         conclude(progress, status, ended("skipped", STOPPED), record.at)
+    elif record.outcome.kind == "busy":
+        _defer(progress, status, record.at)
     elif (
         progress.stopped
         or record.outcome.kind not in UNREACHED
@@ -54,10 +75,18 @@ def after_reimage(progress: Progress, status: HostStatus, record: Result) -> Non
     if outcome.ok:
         status.row = 0
         move(progress, status.host.name, "joined")
-    elif record.joined == "no" and outcome.kind in (*UNREACHED, "skipped"):
+    elif record.joined == "no" and outcome.kind in (*UNREACHED, "busy"):
         # Nothing was sent: no request arrived, or the host was not empty any more.
-        if progress.stopped or not again(progress, status, record.at, "ready"):
+        count_unavailable(progress, status, -1)
+        status.unsent += 1
+        status.starts -= 1
+        count_unavailable(progress, status, 1)
+        if outcome.kind == "busy":
+            _settle(progress, status, None)
+        elif progress.stopped or not again(progress, status, record.at, "ready"):
             _settle(progress, status, outcome)
+        else:
+            status.last = None
     elif outcome.kind in (*UNREACHED, "unknown"):
         status.row = 0
         move(progress, status.host.name, "waiting")
@@ -66,12 +95,28 @@ def after_reimage(progress: Progress, status: HostStatus, record: Result) -> Non
 
 
 def after_free(progress: Progress, status: HostStatus, record: Result) -> None:
-    """End a host as it was to end; one that stays cordoned is a failure."""
+    """End a host as it was to end, or defer it; one that stays cordoned is a failure."""
     outcome = record.outcome
     if not outcome.ok and outcome.kind in UNREACHED and again(progress, status, record.at, "settled"):
         return
-    assert status.last is not None  # conclude gave it
-    end(progress, status, status.last if outcome.ok else outcome, record.at)
+    if outcome.ok and status.awaited and not progress.stopped:
+        status.awaited = False
+        move(progress, status.host.name, "ready")
+    elif outcome.ok and status.last is None:
+        set_empty(progress, status, empty=False)
+        _defer(progress, status, record.at)
+    else:
+        end(progress, status, status.last if outcome.ok and status.last else outcome, record.at)
+
+
+def _defer(progress: Progress, status: HostStatus, at: float) -> None:
+    """Have a host that works, without a cordon of ours, wait for the last wave, or in it."""
+    status.row = 0
+    if progress.stopped:
+        conclude(progress, status, ended("skipped", STOPPED), at)
+    else:
+        is_rest = progress.waves[status.wave].wave.is_rest
+        move(progress, status.host.name, "resting" if is_rest else "deferred")
 
 
 def after_restore(progress: Progress, status: HostStatus, record: Result) -> None:
@@ -92,7 +137,8 @@ def conclude(progress: Progress, status: HostStatus, outcome: Outcome, at: float
         end(progress, status, outcome, at)
 
 
-def _settle(progress: Progress, status: HostStatus, outcome: Outcome) -> None:
+def _settle(progress: Progress, status: HostStatus, outcome: Outcome | None) -> None:
+    """Have a host freed, and ended with an outcome; without one it is deferred."""
     status.last = outcome
     move(progress, status.host.name, "settled")
 
@@ -100,7 +146,7 @@ def _settle(progress: Progress, status: HostStatus, outcome: Outcome) -> None:
 def stop(progress: Progress, at: float) -> None:
     """Let go of who has no other image yet, in a run that changes no host any more."""
     for wave in progress.waves:
-        for name in wave.names("waiting", "ready", "drained"):
+        for name in wave.names("waiting", "ready", "resting", "drained"):
             status = progress.hosts[name]
             # Who was told is asked what came of it.
             if status.state != "waiting" or not status.touched:
@@ -114,6 +160,62 @@ def leave(progress: Progress, status: HostStatus, at: float) -> None:
         end(progress, status, status.last or ended("unknown", STOPPED), at)
     elif status.tries["drain"]:
         conclude(progress, status, ended("skipped", STOPPED), at)
+
+
+def busy_canaries(progress: Progress, idle: Collection[str]) -> dict[str, str]:
+    """Return which canaries change places with which idle hosts of their cells, as far as there are any."""
+    spare: dict[Cell, list[str]] = defaultdict(list)
+    for name in sorted(idle, key=rank, reverse=True):
+        status = progress.hosts[name]
+        if not progress.waves[status.wave].wave.is_canary:
+            spare[status.host.cell].append(name)
+    places = {}
+    for wave in _canaries(progress):
+        for name in wave.names("waiting"):
+            others = spare[progress.hosts[name].host.cell]
+            if name not in idle and others:
+                places[name] = others.pop()
+    return places
+
+
+def cells(progress: Progress) -> list[list[Host]]:
+    """Return the hosts of each cell that has canaries, those first."""
+    hosts: dict[Cell, list[Host]] = {
+        progress.hosts[name].host.cell: [] for wave in _canaries(progress) for name in wave.names("waiting")
+    }
+    statuses = progress.hosts.values()
+    for status in sorted(
+        statuses, key=lambda s: (not progress.waves[s.wave].wave.is_canary, rank(s.host.name))
+    ):
+        if status.state == "waiting" and status.host.cell in hosts:
+            hosts[status.host.cell].append(status.host)
+    return list(hosts.values())
+
+
+def _canaries(progress: Progress) -> list[WaveStatus]:
+    return [wave for wave in progress.waves if wave.wave.is_canary]
+
+
+def choose(progress: Progress, record: Chosen) -> None:
+    """Let canaries that are busy change places with idle hosts."""
+    progress.chosen = True
+    for busy, idle in record.places.items():
+        places = progress.hosts[idle].wave, progress.hosts[busy].wave
+        for name, number in zip((busy, idle), places, strict=True):
+            change_wave(progress, name, number)
+
+
+def deferred(progress: Progress) -> list[str]:
+    """Return the hosts that were busy in their waves."""
+    return [name for wave in progress.waves for name in wave.names("deferred")]
+
+
+def rest(progress: Progress, record: Rested) -> None:
+    """Make the last wave."""
+    progress.waves.append(WaveStatus(record.wave, frozenset(record.wave.verify)))
+    for name in record.wave.hosts:
+        change_wave(progress, name, len(progress.waves) - 1)
+        move(progress, name, "resting")
 
 
 def turn(progress: Progress, names: Iterable[str]) -> None:

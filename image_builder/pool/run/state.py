@@ -4,9 +4,11 @@ waiting  to be probed; one that was touched has to be found out first: whether i
 probing -> ready  reached, and not a member yet, or of another image
 joining -> joined -> verifying
 ended    with an outcome
+deferred it was busy in its wave, and will be in the last one
 gone     no longer in the inventory
 
 Of a roll, in the place of joining:
+resting -> awaiting      in the last wave, until it is idle, and ready then
 draining -> drained -> reimaging -> joined -> verifying
 settled -> freeing       its outcome is known, its cordon has to be taken back
 broken -> restoring      it failed in a run that stopped, and gets the image back that it had
@@ -18,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from image_builder.pool.plan.model import Host, Outcome, Step
+from image_builder.pool.plan.model import Cell, Host, Outcome, Step
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.waves import Wave
 from image_builder.pool.run.gates import Reading, Verdict
@@ -27,6 +29,8 @@ State = Literal[
     "waiting",
     "probing",
     "ready",
+    "resting",
+    "awaiting",
     "draining",
     "drained",
     "joining",
@@ -37,15 +41,17 @@ State = Literal[
     "freeing",
     "broken",
     "restoring",
+    "deferred",
     "ended",
     "gone",
 ]
-OPEN: tuple[State, ...] = tuple(s for s in get_args(State) if s not in ("ended", "gone"))
+OPEN: tuple[State, ...] = tuple(s for s in get_args(State) if s not in ("deferred", "ended", "gone"))
 # A step is begun on hosts of these states, or has to follow before anything is known of them.
-IN_WORK: tuple[State, ...] = tuple(s for s in OPEN if s not in ("waiting", "ready"))
+IN_WORK: tuple[State, ...] = tuple(s for s in OPEN if s not in ("waiting", "ready", "resting"))
 # The state of a host while a step is in work on it.
 RUNNING: dict[Step, State] = {
     "probe": "probing",
+    "await": "awaiting",
     "drain": "draining",
     "bootstrap": "joining",
     "reimage": "reimaging",
@@ -64,7 +70,9 @@ class HostStatus:
     a host will end that has yet to be freed or restored. ``since`` is when the step in progress was begun, ``delay``
     the join slot before it, ``not_before`` when the next one may be, ``until`` how long the last attempt to join may
     take. ``seconds`` are the last durations of each step, ``phases`` those that the host told. ``restored`` tells of a
-    host that failed whether it has its image back; None where nobody tried.
+    host that failed whether it has its image back; None where nobody tried. ``unsent`` counts the attempts at another
+    image of which it is certain that nothing was sent, ``empty`` is a host that has our cordon and nothing to do,
+    ``awaited`` one that became idle in the last wave, maybe with our cordon; that wave waits for it until ``idle_by``.
     """
 
     host: Host
@@ -84,11 +92,15 @@ class HostStatus:
     seconds: dict[Step, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     restored: bool | None = None
+    unsent: int = 0
+    empty: bool = False
+    awaited: bool = False
+    idle_by: float = 0.0
 
     @property
     def touched(self) -> bool:
         """Whether it was told to join, or to take another image, in this run."""
-        return self.tries["bootstrap"] > 0 or self.tries["reimage"] > 0
+        return self.tries["bootstrap"] > 0 or self.tries["reimage"] > self.unsent
 
     @property
     def verified(self) -> bool:
@@ -100,12 +112,15 @@ class HostStatus:
 
     @property
     def unavailable(self) -> bool:
-        """Whether it counts as missing: touched and not yet fine, or ended in anything but that."""
+        """Whether it counts as missing: empty, touched and not yet fine, or ended in anything but that.
+
+        A host that is cordoned and has work yet does that.
+        """
         if self.state == "gone":
             return False
         if self.state == "ended":
             return self.outcome is None or self.outcome.is_failure
-        return self.touched or self.state in ("draining", "drained", "settled", "freeing")
+        return self.touched or self.empty
 
 
 @dataclass
@@ -155,6 +170,9 @@ class Progress:
     zones: Counter[str] = field(default_factory=Counter)
     failed: int = 0
     signatures: Counter[str] = field(default_factory=Counter)
+    # Of which a host is fine with what the run makes of it.
+    proven: set[Cell] = field(default_factory=set)
+    chosen: bool = False
     next_join: float = 0.0
     reading: Reading | None = None
     verdict: Verdict = "hold"

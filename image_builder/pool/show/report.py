@@ -46,7 +46,7 @@ def counts(statuses: Iterable[HostStatus]) -> dict[str, int]:
 
 
 def _untouched(status: HostStatus) -> bool:
-    return status.state in ("waiting", "ready") and not status.touched
+    return status.state in ("waiting", "ready", "resting", "deferred") and not status.touched
 
 
 def report(progress: Progress, records: Sequence[Record], *, running: bool = False) -> dict[str, Any]:
@@ -80,6 +80,7 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
         document["skipped"] = {
             s.host.name: s.outcome.detail for s in statuses if is_skipped(s) and s.outcome is not None
         }
+        document["skip_budget"] = plan.skip_budget
         document["restored"] = {s.host.name: s.restored for s in statuses if s.restored is not None}
     return document
 
@@ -153,7 +154,7 @@ def waves(progress: Progress, records: Iterable[Record]) -> list[dict[str, Any]]
     return [
         {
             "name": wave.wave.name,
-            "hosts": len(wave.wave.hosts),
+            "hosts": sum(map(len, wave.at.values())),
             "began": wave.began,
             "passed": wave.passed,
             "stragglers": stragglers.get(number, 0),

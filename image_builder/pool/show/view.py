@@ -19,7 +19,7 @@ STATES: dict[Mode, tuple[State, ...]] = {
     "bootstrap": _BRING_UP,
     "verify": _BRING_UP,
     "check": _BRING_UP,
-    "roll": tuple(state for state in OPEN if state != "joining"),
+    "roll": (*(state for state in OPEN if state != "joining"), "deferred"),
 }
 _SLOWEST = 5
 

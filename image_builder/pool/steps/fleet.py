@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
-from image_builder.pool.plan.model import Joined, Outcome, Step, ended
+from image_builder.pool.plan.model import Host, Joined, Outcome, Step, ended
 from image_builder.pool.plan.policy import Deadlines
 from image_builder.pool.reach import provision
 from image_builder.pool.reach.provision import JoinStatus
@@ -155,6 +155,10 @@ class Fleet:
 
     def turn(self) -> None:
         """Do nothing: only a roll has changed scale sets."""
+
+    def idle(self, cells: Sequence[Sequence[Host]], each: int) -> Collection[str] | None:  # noqa: ARG002
+        """Return nobody: only a roll asks."""
+        return ()
 
     def probe(self, work: Sequence[Work]) -> None:
         for w in work:

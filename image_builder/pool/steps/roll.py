@@ -6,13 +6,15 @@ is reimaged, restored or freed has one of its own for as long.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -20,6 +22,8 @@ from typing import Any, Self
 
 from image_builder.drain import bar, fence
 from image_builder.drain import run as drains
+from image_builder.drain.handover import Handover
+from image_builder.drain.ladder import PATIENCE
 from image_builder.drain.look import Looker
 from image_builder.drain.policy import Policy
 from image_builder.drain.run import Drain
@@ -60,7 +64,8 @@ class Change:
     """What a roll is done with.
 
     ``run`` names it on nodes, ``holder`` on scale sets. ``kube`` opens a connection to the API server, for one thread
-    each; ``journal`` holds what is sent to Azure.
+    each; ``journal`` holds what is sent to Azure. ``max_fenced``: most hosts of the last wave that are cordoned at
+    work.
     """
 
     target: Target
@@ -70,6 +75,7 @@ class Change:
     azure: Azure
     journal: Path
     policy: Policy
+    max_fenced: int = 0
     patience: Patience = field(default_factory=Patience)
     settle_seconds: float = _SETTLE_SECONDS
 
@@ -112,6 +118,7 @@ class RollFleet(Fleet):
         # Scale sets whose models this process has had name the new version.
         self._changed: set[str] = set()
         self._is_turned = False
+        self._sought: Future[list[str]] | None = None
 
     def __enter__(self) -> Self:
         """Raises PoolError for a version that isn't there and for a set that another roll drives, ImageBuilderError for
@@ -167,6 +174,9 @@ class RollFleet(Fleet):
             self.verify(work)
             return
         keys = [self._begin(w, step) for w in work]
+        if step == "await":
+            self._drains.wait_for({key: w.until for key, w in zip(keys, work, strict=True)})
+            return
         if step == "drain":
             broken = self._change.target.broken
             self._drains.add([key for key in keys if key[0] not in broken])
@@ -182,6 +192,16 @@ class RollFleet(Fleet):
         }
         for w, key in zip(work, keys, strict=True):
             self._threads.submit(self._do, does[step], w.host, key)
+
+    def room(self, step: Step) -> int:
+        # All that are awaited take one thread, and are looked at in turn.
+        return sys.maxsize if step == "await" else super().room(step)
+
+    def idle(self, cells: Sequence[Sequence[Host]], each: int) -> Collection[str] | None:
+        if self._sought is None:
+            self._sought = self._threads.submit(self._seek, cells, each)
+            self._sought.add_done_callback(lambda _: self.wake())
+        return self._sought.result() if self._sought.done() else None
 
     def turn(self) -> None:
         """Let the models of all scale sets that this roll changed name their previous version again."""
@@ -216,6 +236,35 @@ class RollFleet(Fleet):
         self._drains.give_up((host, step, attempt))
 
     # -- in threads of their own -----------------------------------------------------------------------------------
+
+    def _seek(self, cells: Sequence[Sequence[Host]], each: int) -> list[str]:
+        """Look at the hosts of each cell until so many are idle."""
+        kube = self._change.kube()
+        try:
+            looker = Looker(kube, self._change.policy)
+            idle: list[str] = []
+            for hosts in cells:
+                idle += islice((host.name for host in hosts if self._is_idle(looker, host)), each)
+            return idle
+        finally:
+            kube.close()
+
+    def _is_idle(self, looker: Looker, host: Host) -> bool:
+        failures = 0
+        while not self._ending.is_set():
+            try:
+                document = looker.node(host.name)
+                return (
+                    document is not None
+                    and not fence.is_cordoned(document)
+                    and not looker.tenants(host.name, time.time())
+                )
+            except KubeError as error:
+                if error.status in (401, 403) or error.is_hopeless:
+                    return False  # which its drain reports
+                failures += 1
+                self._ending.wait(backoff(failures, cap=_TROUBLE_SECONDS))
+        return False
 
     def _report(self, key: Key, outcome: Outcome, joined: Joined = "unknown") -> None:
         """Tell the driver's thread how a step ended."""
@@ -394,7 +443,7 @@ def _outcome(ending: Ending, silence: str) -> tuple[Outcome, Joined]:
         case "ok":
             return OK, "yes"
         case "busy":
-            return ended("skipped", ending.reason), "no"
+            return ended("busy", ending.reason), "no"
         case "failed":
             # What equal failures have in common: Azure's own code.
             what = ending.reason.rpartition(": ")[2] or ending.reason
@@ -411,12 +460,19 @@ def why(outcome: drains.Outcome) -> str:
 
 
 class _Drains:
-    """All drains of a roll, in one thread. Hosts that are begun together are one drain: gangs in it go together."""
+    """All drains of a roll, and the hosts that are awaited, in one thread.
+
+    Hosts that are begun together are one drain: gangs in it go together.
+    """
 
     def __init__(self, change: Change, report: Callable[[Key, Outcome], None]) -> None:
         self._change, self._report = change, report
-        # Hosts to drain, or one to let go of and what says that nothing more is done to it.
-        self._new: SimpleQueue[list[Key] | tuple[str, threading.Event]] = SimpleQueue()
+        # Hosts to drain, to await and until when, or one to let go of and what says that nothing more is done to it.
+        self._new: SimpleQueue[list[Key] | dict[Key, float] | tuple[str, threading.Event]] = SimpleQueue()
+        self._awaited: dict[str, tuple[Key, float]] = {}
+        self._due = 0.0
+        # Hosts of the last wave.
+        self._rested: set[str] = set()
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._over: set[Key] = set()
@@ -429,6 +485,11 @@ class _Drains:
 
     def add(self, keys: Iterable[Key]) -> None:
         self._new.put(list(keys))
+        self._wake.set()
+
+    def wait_for(self, keys: Mapping[Key, float]) -> None:
+        """Report hosts as soon as they are idle, or are not by a time."""
+        self._new.put(dict(keys))
         self._wake.set()
 
     def give_up(self, key: Key) -> None:
@@ -452,11 +513,14 @@ class _Drains:
     def _run(self) -> None:
         work: list[tuple[Drain, dict[str, Key]]] = []
         kube, failures = self._change.kube(), 0
+        handover = Handover(kube, self._change.run, self._change.policy, self._change.max_fenced)
         try:
             while not self._ending.is_set():
-                self._take(work, kube)
+                self._take(work, kube, handover)
                 pause = _TROUBLE_SECONDS
                 try:
+                    if self._awaited:
+                        pause = self._turn(handover)
                     for drain, keys_of in work:
                         drain.turn()
                         self._tell(drain, keys_of)
@@ -464,7 +528,7 @@ class _Drains:
                     failures = 0
                 except KubeError as error:
                     if error.status in (401, 403) or error.is_hopeless:
-                        self._fail(work, error)
+                        self._fail(work, handover, error)
                         work = []
                     failures += 1
                     pause = backoff(failures, retry_after=error.retry_after, cap=_TROUBLE_SECONDS)
@@ -474,7 +538,28 @@ class _Drains:
         finally:
             kube.close()
 
-    def _take(self, work: list[tuple[Drain, dict[str, Key]]], kube: Kube) -> None:
+    def _turn(self, handover: Handover) -> float:
+        """Look at hosts that are awaited, where that is due; return the seconds until it is again."""
+        pause = self._due - time.monotonic()
+        if pause > 0:
+            return pause
+        for name in handover.turn():
+            self._answer(name, OK)
+        now = time.time()
+        for name in [name for name, (_, until) in self._awaited.items() if until <= now]:
+            outcome = ended("busy", f"{PATIENCE}: {handover.pod(name)}")
+            handover.drop(name)
+            self._answer(name, outcome)
+        self._due = time.monotonic() + self._change.policy.poll_seconds
+        return self._change.policy.poll_seconds
+
+    def _answer(self, name: str, outcome: Outcome) -> None:
+        """Report a host that was awaited."""
+        key, _ = self._awaited.pop(name)
+        if key not in self._over:
+            self._report(key, outcome)
+
+    def _take(self, work: list[tuple[Drain, dict[str, Key]]], kube: Kube, handover: Handover) -> None:
         """Begin what was asked for meanwhile, and let go of hosts."""
         while True:
             try:
@@ -483,26 +568,47 @@ class _Drains:
                 return
             if isinstance(asked, tuple):
                 name, gone = asked
+                handover.drop(name)
+                self._awaited.pop(name, None)
                 for drain, keys in work:
                     if keys.pop(name, None):
                         drain.drop(name)
                 gone.set()
                 continue
-            drain = Drain(kube, self._change.run, self._change.policy, lambda _: None)
-            drain.add(name for name, _, _ in asked)
-            work.append((drain, {key[0]: key for key in asked}))
+            if isinstance(asked, dict):
+                self._awaited |= {key[0]: (key, until) for key, until in asked.items()}
+                self._rested |= {key[0] for key in asked}
+                handover.add(key[0] for key in asked)
+                continue
+            # Who was idle a moment ago is not waited for again.
+            for hurry in (False, True):
+                keys_of = {key[0]: key for key in asked if (key[0] in self._rested) == hurry}
+                policy = self._change.policy
+                policy = policy.model_copy(update={"max_wait_seconds": 0.0}) if hurry else policy
+                drain = Drain(kube, self._change.run, policy, lambda _: None)
+                drain.add(keys_of)
+                work.append((drain, keys_of))
 
     def _tell(self, drain: Drain, keys: dict[str, Key]) -> None:
         """Report the hosts of a drain that ended; partners of gangs that nobody asked for are freed again."""
         for name, outcome in list(drain.outcomes.items()):
             key = keys.pop(name, None)
             if key and key not in self._over:
-                is_empty = outcome.state == "empty"
                 if outcome.node:
                     self.nodes[name] = outcome.node
-                self._report(key, OK if is_empty else ended("skipped", why(outcome)))
+                if outcome.state == "empty":
+                    self._report(key, OK)
+                else:
+                    # Without a pod it was somebody else's, or is gone.
+                    self._report(key, ended("busy" if outcome.tenants else "skipped", why(outcome)))
 
-    def _fail(self, work: Iterable[tuple[Drain, dict[str, Key]]], error: KubeError) -> None:
+    def _fail(
+        self, work: Iterable[tuple[Drain, dict[str, Key]]], handover: Handover, error: KubeError
+    ) -> None:
+        outcome = failed("drain", _BROKEN_OFF, str(error))
         for _, keys in work:
             for key in keys.values():
-                self._report(key, failed("drain", _BROKEN_OFF, str(error)))
+                self._report(key, outcome)
+        for name in list(self._awaited):
+            handover.drop(name)
+            self._answer(name, outcome)

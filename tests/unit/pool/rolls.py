@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
-from image_builder.pool.plan.model import OK, Joined, Outcome, Step, ended, failed
+from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, ended, failed
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.policy import Policy, Roll
 from image_builder.pool.run.driver import Event, Work, run
@@ -25,6 +25,9 @@ from image_builder.pool.run.state import Progress
 from tests.unit.pool.simulation import START, make
 
 OLD, NEW = "old", "new"
+BUSY = "pod train-0 of Job train"
+# What a driver takes to let go of a host, one that was killed before to find out about it.
+MOMENT = 60.0
 REIMAGE, BOOT = 360.0, 480.0
 # What can go wrong with a host: a new image that never comes, that fails its preflight or its checks, an answer that is
 # lost although the request was accepted, a request that is lost, a node that comes back with its old image once.
@@ -43,11 +46,12 @@ Fate = Literal[
 
 @dataclass
 class Node:
-    """A node as it is: ``busy_until`` is when its job ends, ``cordoned`` by whom."""
+    """A node as it is: ``busy_until`` is when its job ends, ``cordoned`` by whom, ``awaited`` before its job ended."""
 
     build: str = OLD
     busy_until: float = 0.0
     cordoned: str = ""
+    awaited: bool = False
     away: bool = False
     reimages: Counter[str] = field(default_factory=Counter)
 
@@ -70,6 +74,8 @@ class World:
     lost: list[str] = field(default_factory=list)
     turned_at: float | None = None
     most_unavailable: int = 0
+    most_fenced: int = 0
+    rested: set[str] = field(default_factory=set)
     log: list[tuple[float, str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,8 +85,20 @@ class World:
             if self.fates.get(host.name) == "foreign cordon":
                 self.nodes[host.name].cordoned = "somebody"
 
+    @property
+    def roll(self) -> Roll:
+        return self.plan.policy.rolls or Roll()
+
     def now(self) -> float:
         return self.time
+
+    def idle(self, cells: Sequence[Sequence[Host]], each: int) -> list[str]:
+        idle = []
+        for hosts in cells:
+            nodes = [(host.name, self.nodes[host.name]) for host in hosts]
+            names = [name for name, node in nodes if node.busy_until <= self.time and not node.cordoned]
+            idle += names[:each]
+        return idle
 
     def room(self, _step: Step) -> int:
         return 10**6
@@ -104,10 +122,23 @@ class World:
         return events
 
     def _check(self) -> None:
-        """Hold the limits: hosts that are cordoned by us or away, in all and in each zone."""
-        away = [n for n, node in self.nodes.items() if node.away or node.cordoned == "us"]
+        """Hold the limits: hosts that are cordoned by us and empty, or away, in all and in each zone.
+
+        A host of the last wave that becomes empty beyond them is let go of at once. One that the roll which is undone
+        left cordoned was away before.
+        """
+        away, broken = [], self.plan.target.broken if self.plan.target else ()
+        for name, node in self.nodes.items():
+            is_empty = node.cordoned == "us" and node.busy_until <= self.time
+            if is_empty and node.awaited:
+                assert self.time - node.busy_until < MOMENT, name
+            elif node.away or (is_empty and (node.reimages or name not in broken)):
+                away.append(name)
+        fenced = sum([node.awaited for node in self.nodes.values()])
+        self.most_fenced = max(self.most_fenced, fenced)
+        assert fenced <= self.plan.max_fenced
         self.most_unavailable = max(self.most_unavailable, len(away))
-        assert len(away) <= self.plan.max_unavailable
+        assert len(away) <= self.plan.max_unavailable, away
         zones = Counter(host.zone for host in self.plan.hosts)
         for zone, number in Counter(self.plan.host[n].zone for n in away).items():
             assert number <= max(1, zones[zone] // 2), zone
@@ -122,8 +153,11 @@ class World:
         node = self.nodes[event.host]
         if event.step in ("reimage", "restore") and not node.away:
             self.not_ready.discard(event.host)
-        if event.step == "free" and event.outcome.ok and node.cordoned == "us":
+        is_let_go = event.step == "free" or (event.step == "drain" and event.outcome.kind == "busy")
+        if is_let_go and node.cordoned == "us":
             node.cordoned = ""
+        if event.step in ("free", "restore"):
+            node.awaited = False
 
     def begin(self, step: Step, work: Sequence[Work]) -> None:
         for w in work:
@@ -137,6 +171,18 @@ class World:
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         self.over.add((host, step, attempt))
 
+    def _await(self, w: Work, node: Node, _fate: Fate) -> None:
+        """Wait for a host; as many as may be are cordoned before their jobs end."""
+        self.rested.add(w.host.name)
+        remaining = max(0.0, node.busy_until - self.time)
+        room = self.plan.max_fenced - sum(n.awaited for n in self.nodes.values())
+        if remaining and node.cordoned != "somebody" and room > 0:
+            node.cordoned, node.awaited = "us", True
+        if self.time + remaining > w.until:
+            self._later(w.until - self.time, w, "await", ended("busy", BUSY))
+        else:
+            self._later(remaining + 1.0, w, "await", OK)
+
     def _probe(self, w: Work, node: Node, _fate: Fate) -> None:
         if node.away:
             self._later(10.0, w, "probe", ended("timeout"))
@@ -147,13 +193,14 @@ class World:
         if fate == "foreign cordon":
             self._later(0.1, w, "drain", ended("skipped", "cordoned by somebody else"))
             return
-        node.cordoned = "us"
-        left = max(0.0, node.busy_until - self.time)
-        patience = 3600.0
-        if left > patience:
-            self._later(patience, w, "drain", ended("skipped", "pod train-0 of Job train"))
+        node.cordoned, node.awaited = "us", False
+        remaining = max(0.0, node.busy_until - self.time)
+        # Who was idle in the last wave is not waited for again.
+        patience = 0.0 if w.host.name in self.rested else self.roll.drain.max_wait_seconds
+        if remaining > patience:
+            self._later(patience, w, "drain", ended("busy", BUSY))
         else:
-            self._later(left + 1.0, w, "drain", OK)
+            self._later(remaining + 1.0, w, "drain", OK)
 
     def _reimage(self, w: Work, node: Node, fate: Fate) -> None:
         assert node.cordoned == "us" and self.turned_at is None
@@ -161,7 +208,7 @@ class World:
             self._later(30.0, w, "reimage", ended("timeout", "no answer"), "no")
             return
         if fate == "busy late":
-            self._later(2000.0, w, "reimage", ended("skipped", "a pod runs on it"), "no")
+            self._later(2000.0, w, "reimage", ended("busy", "a pod runs on it"), "no")
             return
         self.models[w.host.scale_set] = NEW
         self._replace(w, node, NEW)

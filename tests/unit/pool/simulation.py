@@ -11,7 +11,7 @@ import heapq
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, cycle
@@ -172,6 +172,9 @@ class World:
 
     def begin(self, step: Step, work: Sequence[Work]) -> None:
         {"probe": self.probe, "bootstrap": self.bootstrap, "verify": self.verify}[step](work)
+
+    def idle(self, _cells: Sequence[Sequence[Host]], _each: int) -> Collection[str]:
+        return ()
 
     def turn(self) -> None:
         pass

@@ -11,14 +11,14 @@ from pydantic import ValidationError
 
 from image_builder.pool.plan.model import Target
 from image_builder.pool.plan.plan import PlannedFrom, make_plan
-from image_builder.pool.plan.policy import Policy, Roll
+from image_builder.pool.plan.policy import GateLimits, Policy, Roll
 from image_builder.pool.run.driver import run
-from image_builder.pool.run.progress import apply, replay
-from image_builder.pool.run.records import Opened, Passed, Record, Stopped, Turned
+from image_builder.pool.run.progress import apply, begin, replay
+from image_builder.pool.run.records import Chosen, Opened, Passed, Record, Stopped, Turned
 from image_builder.pool.run.state import Progress
 from image_builder.pool.show import report as reports
 from image_builder.pool.show.view import look
-from tests.unit.pool.rolls import NEW, OLD, Fate, World, mixed_jobs, plan, roll
+from tests.unit.pool.rolls import BOOT, BUSY, NEW, OLD, REIMAGE, Fate, World, mixed_jobs, plan, roll
 from tests.unit.pool.simulation import START
 
 FATES: list[Fate] = [
@@ -62,6 +62,7 @@ def test_an_idle_fleet_gets_its_image_wave_by_wave() -> None:
     assert document["counts"]["ok"] == 1200 and document["skipped"] == {} == document["restored"]
     assert set(document["results"]["gpu-00-000000"]["tries"]) == {
         "probe",
+        "await",
         "drain",
         "reimage",
         "verify",
@@ -72,17 +73,83 @@ def test_an_idle_fleet_gets_its_image_wave_by_wave() -> None:
     assert sum(wave.counts["ok"] for wave in view.waves) == 1200
 
 
-def test_busy_hosts_are_waited_for_and_those_that_stay_busy_are_skipped() -> None:
-    world = World(plan(300, max_unavailable="20%"), jobs=mixed_jobs(1, 30_000.0))
+DAY = 86400.0
+# A control plane that is read seldom: days pass.
+CALM = GateLimits(interval_seconds=1800.0)
+
+
+def test_busy_hosts_are_taken_in_the_last_wave_as_they_become_idle() -> None:
+    """Jobs of three days: no wave waits for them, and in the end each host has its image."""
+    world = World(plan(300, gate=CALM), jobs=mixed_jobs(1, 3 * DAY))
     progress, records = roll(world)
     assert progress.finished
-    counts = reports.counts(progress.hosts.values())
-    assert counts["skipped"] > 10 and counts["ok"] + counts["skipped"] == 300
+    assert reports.counts(progress.hosts.values())["ok"] == 300
     check_end(world, progress)
+    *waves, last = progress.waves
+    assert last.wave.is_rest and len(last.names("ended")) > 200 and 100 < world.most_fenced <= 150
+    # The last one is as long as the jobs are, and those before it as the patience with each host.
+    assert last.passed and last.began and 2 * DAY < last.passed - START < 3.2 * DAY
+    assert all(w.passed and w.began and w.passed - w.began < 3600 for w in waves)
+    assert sum(wave["hosts"] for wave in reports.report(progress, records)["waves"]) == 300
+    # Nobody in it was freed, and reimaged later: each was taken between two jobs.
+    assert replay(world.plan, records).hosts == progress.hosts
+
+
+def test_who_is_never_idle_is_skipped_and_named() -> None:
+    rolled = plan(300, gate=CALM, roll=Roll(max_unavailable="20%", max_wait_seconds=DAY))
+    world = World(rolled, jobs=lambda name: 30 * DAY if name in rolled.waves[-1].hosts[:7] else 0.0)
+    progress, records = roll(world)
+    assert progress.finished and not progress.failed and world.time - START < 1.3 * DAY
     skipped = reports.report(progress, records)["skipped"]
-    assert set(skipped.values()) == {"pod train-0 of Job train"}
+    assert skipped == dict.fromkeys(rolled.waves[-1].hosts[:7], BUSY)
     assert all(world.nodes[name].build == OLD and not world.nodes[name].cordoned for name in skipped)
-    assert not progress.failed
+    check_end(world, progress)
+
+
+def test_a_gang_that_ends_at_once_is_taken_as_far_as_hosts_may_be_away() -> None:
+    """Whoever has no room is let go of within seconds, works on, and is taken after its next job."""
+    world = World(plan(300, gate=CALM, max_unavailable="5%"), jobs=lambda _: DAY)
+    progress, _ = roll(world)
+    assert progress.finished and world.most_unavailable == 15
+    assert reports.counts(progress.hosts.values())["ok"] == 300
+    check_end(world, progress)
+
+
+def test_a_host_that_works_while_it_is_cordoned_is_not_away() -> None:
+    world = World(plan(300), jobs=lambda _: 300.0)
+    seen: list[int] = []
+
+    def look() -> bool:
+        draining = sum(wave.count("draining") for wave in progress.waves)
+        if draining and world.time < START + 200:
+            seen.append(progress.unavailable)
+        return False
+
+    progress = begin(world.plan)
+    world.is_red = look
+    records: list[Record] = [Opened(at=world.time, plan=world.plan.digest)]
+    apply(progress, records[0])
+    run(progress, world, records.append)
+    assert progress.finished and set(seen) == {0}
+
+
+def test_canaries_are_idle_hosts() -> None:
+    """Those of the plan are at work for days, and so is all of one cell: it has none, and one that tries it first."""
+    rolled = plan(300, gate=CALM, max_unavailable="30%")
+    busy = set(rolled.waves[0].hosts)
+    cell = rolled.host[rolled.waves[0].hosts[0]].cell
+    jobs = {host.name: 2 * DAY for host in rolled.hosts if host.name in busy or host.cell == cell}
+    world = World(rolled, jobs=lambda name: jobs.get(name, 0.0))
+    progress, records = roll(world)
+    assert progress.finished
+    (chosen,) = [record for record in records if isinstance(record, Chosen)]
+    assert set(chosen.places) == {name for name in busy if rolled.host[name].cell != cell}
+    canaries = progress.waves[0].names("ended")
+    assert set(canaries) == set(chosen.places.values()) and progress.waves[0].passed
+    assert all(rolled.host[b].cell == rolled.host[i].cell for b, i in chosen.places.items())
+    first = [at for at, step, name in world.log if step == "reimage" and rolled.host[name].cell == cell]
+    assert first[0] > START + 2 * DAY and first[1] - first[0] >= REIMAGE + BOOT
+    check_end(world, progress)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +247,7 @@ def test_half_of_a_zone_stays_whatever_may_be_unavailable() -> None:
 
 def test_hosts_that_were_emptied_before_a_stop_are_freed() -> None:
     """The control plane turns red while jobs are waited for: emptied hosts get no other image, and it stops."""
-    world = World(plan(300, max_unavailable="20%"), jobs=lambda _: 700.0)
+    world = World(plan(300, max_unavailable="20%"), jobs=lambda _: 500.0)
     world.is_red = lambda: world.time > START + 400
     progress, records = roll(world)
     assert "red for more than" in progress.stopped
@@ -256,7 +323,7 @@ def test_whatever_happens_and_whenever_the_driver_is_killed(
 def test_only_a_roll_has_its_settings() -> None:
     assert Policy().max_unavailable == "10%" and Policy().roll is None
     rolled = Policy(mode="roll")
-    assert rolled.most_unavailable == "2%" and rolled.deadline("drain") == 4230.0
+    assert rolled.most_unavailable == "2%" and rolled.deadline("drain") == 1230.0
     with pytest.raises(ValidationError, match="mode `roll`"):
         Policy(roll=Roll())
 

@@ -1,0 +1,111 @@
+"""Hosts at work, until each is idle: between two jobs, without waiting for any of them with an empty host.
+
+A scheduler fills a host within a second of its job's end, sooner than anybody sees that it is idle. So those whose jobs
+end first are cordoned before: their jobs go on, and nothing comes after them. The others are seen when they are idle.
+Where a host is idle, this is done with it, and leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from image_builder.drain import fence
+from image_builder.drain.look import Looker
+from image_builder.drain.policy import Policy
+from image_builder.node.net.kube import Client
+
+
+@dataclass
+class _Visit:
+    """What the last look at a host told: when its last job ends (seconds of the epoch), a pod of it, its cordon."""
+
+    is_known: bool = False
+    ends: float = math.inf
+    pod: str = ""
+    is_fenced: bool = False
+    is_free: bool = False
+
+
+class Handover:
+    """Hosts that are awaited; at most ``max_fenced`` of them are cordoned while they work.
+
+    A cordon that somebody else made, or took away, stays as it is.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        run: str,
+        policy: Policy,
+        max_fenced: int,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._client, self._run, self._wall = client, run, wall
+        self._max_fenced = 0 if policy.mode == "idle-only" else max_fenced
+        self._looker = Looker(client, policy)
+        # So many a turn.
+        self._looks = max(1, round(policy.looks_per_second * policy.poll_seconds))
+        # In the order in which they were looked at.
+        self._visits: dict[str, _Visit] = {}
+
+    def add(self, names: Iterable[str]) -> None:
+        """Await hosts that are not awaited yet."""
+        for name in names:
+            self._visits.setdefault(name, _Visit())
+
+    def drop(self, name: str) -> None:
+        """Let go of a host as it is."""
+        self._visits.pop(name, None)
+
+    def pod(self, name: str) -> str:
+        """Return a pod that an awaited host works on; empty where it was not looked at yet."""
+        return self._visits[name].pod
+
+    def turn(self) -> Iterator[str]:
+        """Look at the hosts whose last look is longest ago, yield those that are idle, and cordon who is next.
+
+        Raises KubeError.
+        """
+        for name in list(islice(self._visits, self._looks)):
+            visit = self._look(name)
+            del self._visits[name]
+            if visit is None:
+                yield name
+            else:
+                self._visits[name] = visit
+        # After a driver that was killed, its cordons have to be seen first.
+        if all(visit.is_known for visit in self._visits.values()):
+            self._fence()
+
+    def _look(self, name: str) -> _Visit | None:
+        """Return what a host is at work on, None where it is idle."""
+        document = self._looker.node(name)
+        tenants = self._looker.tenants(name, self._wall())
+        if document is None or not tenants:
+            return None
+        record, is_cordoned = fence.record_of(document), fence.is_cordoned(document)
+        return _Visit(
+            is_known=True,
+            ends=max(math.inf if t.pod.deadline is None else t.pod.deadline for t in tenants),
+            pod=str(tenants[0].pod),
+            is_fenced=is_cordoned and record is not None and record.run == self._run,
+            is_free=not is_cordoned and record is None,
+        )
+
+    def _fence(self) -> None:
+        """Cordon those whose jobs end first, as many as may be."""
+        room = self._max_fenced - sum(visit.is_fenced for visit in self._visits.values())
+        free = [(visit.ends, name) for name, visit in self._visits.items() if visit.is_free]
+        for _, name in heapq.nsmallest(min(room, self._looks), free):
+            document, visit = self._looker.node(name), self._visits[name]
+            visit.is_free = False
+            if document is None or fence.is_cordoned(document) or fence.record_of(document):
+                continue
+            _, patch = fence.cordon(document, self._run, self._wall())
+            visit.is_fenced = fence.send(self._client, name, patch) is not None
