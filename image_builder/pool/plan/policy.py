@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.pool.plan.model import Mode, Share, Step, Strict, at_least, at_most
@@ -13,6 +13,8 @@ from image_builder.pool.plan.model import Mode, Share, Step, Strict, at_least, a
 MAX_SLICE = 500
 # A drain whose patience is over frees its hosts in less than that, unless the API server is away.
 DRAIN_ENDS_SECONDS = 600.0
+# A wave doesn't wait for jobs: there is a last one for hosts that are at work.
+_WAVE_SECONDS = 600.0
 # A worker whose patience is over asks what it started to end, and then kills what is left: in less than that.
 WORKER_ENDS_SECONDS = 4.0
 
@@ -61,7 +63,7 @@ class Roll(_Limits):
         description="Of a roll, in the place of the one above: of a fleet at work fewer may be away.",
     )
     drain: DrainPolicy = Field(
-        default=DrainPolicy(max_wait_seconds=600.0),
+        default=DrainPolicy(max_wait_seconds=_WAVE_SECONDS),
         description="Of a host in its wave. Who is busy for longer is taken in the wave `rest`.",
     )
     max_wait_seconds: Positive = Field(
@@ -81,6 +83,11 @@ class Roll(_Limits):
     restore: Literal["failed", "never"] = Field(
         default="failed", description="Hosts that get the previous image back when the run stops by itself."
     )
+
+    @field_validator("drain", mode="before")
+    @classmethod
+    def _briefly(cls, value: object) -> object:
+        return {"max_wait_seconds": _WAVE_SECONDS, **value} if isinstance(value, dict) else value
 
 
 def _is_none(value: object) -> bool:

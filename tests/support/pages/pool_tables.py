@@ -50,18 +50,17 @@ def model_table(model: type[BaseModel]) -> str:
     return "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *rows])
 
 
-def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, str, str]]:
+def _fields(
+    model: type[BaseModel], above: str = "", defaults: BaseModel | None = None
+) -> Iterator[tuple[str, str, str]]:
     for name, field in model.model_fields.items():
         if model is Policy and name == "roll":
             yield from _fields(Roll, "roll.")
         elif isinstance(field.default, BaseModel):
-            yield from _fields(type(field.default), f"{above}{name}.")
+            yield from _fields(type(field.default), f"{above}{name}.", field.default)
         else:
-            default = (
-                "required"
-                if field.is_required()
-                else f"`{_json(field.get_default(call_default_factory=True))}`"
-            )
+            value = getattr(defaults, name) if defaults else field.get_default(call_default_factory=True)
+            default = "required" if field.is_required() else f"`{_json(value)}`"
             yield f"{above}{name}", default, str(field.description)
 
 

@@ -323,7 +323,7 @@ def plan(world: World, **policy: Any) -> Plan:
             "cadence_seconds": 0.0,
             "retry_seconds": 0.5,
             "deadlines": Deadlines(probe=20.0),
-            "roll": Roll(max_unavailable="50%", drain=QUICK),
+            "roll": Roll(max_unavailable="50%", drain=QUICK, max_wait_seconds=30.0),
             **policy,
         }
     )

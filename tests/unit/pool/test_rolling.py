@@ -320,10 +320,53 @@ def test_whatever_happens_and_whenever_the_driver_is_killed(
     assert replay(rolled, records).hosts == progress.hosts
 
 
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 1000), share=st.floats(0.0, 1.0), fates=st.lists(st.sampled_from(FATES), min_size=24)
+)
+def test_whenever_the_driver_is_killed_in_the_last_wave(seed: int, share: float, fates: list[Fate]) -> None:
+    """Jobs of a day; a driver that ends at any record from the last wave's on, with hosts cordoned at work."""
+    rolled = plan(24, gate=CALM, **GENEROUS)
+    chosen = {host.name: fate for host, fate in zip(rolled.hosts, fates, strict=False)}
+
+    class KilledError(Exception):
+        pass
+
+    def drive(last: int) -> tuple[World, list[Record], int]:
+        """Drive until so many records after the last wave's first; return them, and how many there were."""
+        world, records, began = World(rolled, dict(chosen), jobs=mixed_jobs(seed, DAY)), list[Record](), [0]
+
+        def write(record: Record) -> None:
+            records.append(record)
+            if record.kind == "rested" and not began[0]:
+                began[0] = len(records)
+            if began[0] and len(records) == began[0] + last:
+                raise KilledError
+
+        records.append(Opened(at=world.time, plan=rolled.digest))
+        try:
+            run(replay(rolled, records), world, write)
+        except KilledError:
+            world.events.clear()
+            records.append(Opened(at=world.time, plan=rolled.digest))
+            run(replay(rolled, records), world, records.append)
+        return world, records, len(records) - began[0]
+
+    _, _, number = drive(10**6)
+    world, records, _ = drive(int(share * (number - 1)))
+    progress = replay(rolled, records)
+    assert progress.finished or progress.stopped
+    check_end(world, progress)
+    if progress.finished:
+        assert not [n for n, node in world.nodes.items() if node.awaited]
+
+
 def test_only_a_roll_has_its_settings() -> None:
     assert Policy().max_unavailable == "10%" and Policy().roll is None
     rolled = Policy(mode="roll")
     assert rolled.most_unavailable == "2%" and rolled.deadline("drain") == 1230.0
+    partly = Policy.model_validate_json('{"mode": "roll", "roll": {"drain": {"mode": "ask"}}}')
+    assert partly.roll and partly.roll.drain.max_wait_seconds == 600.0
     with pytest.raises(ValidationError, match="mode `roll`"):
         Policy(roll=Roll())
 

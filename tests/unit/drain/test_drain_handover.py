@@ -1,0 +1,91 @@
+"""Hosts that are awaited: who is idle is told, and those whose jobs end first are cordoned while they work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from image_builder.drain import fence
+from image_builder.drain.handover import Handover
+from image_builder.drain.policy import Policy
+from tests.unit.drain.manifests import node_object, pod_object
+from tests.unit.drain.test_drain_run import Server
+
+NOW = 1_700_000_000.0
+HOSTS = ("gpu-1", "gpu-2", "gpu-3", "gpu-4")
+ENDS = {"gpu-2": "2023-11-15T00:00:00Z", "gpu-3": "2023-11-14T23:00:00Z"}
+
+
+def busy(ends: str = "") -> dict[str, Any]:
+    return pod_object(annotations={"image-builder/ends-at": ends} if ends else {})
+
+
+@pytest.fixture
+def server() -> Server:
+    """Four hosts at work; two of them say until when."""
+    state = Server()
+    for name in HOSTS:
+        state.nodes[name] = node_object({"a": "b"})
+        state.pods[name] = [busy(ENDS.get(name, ""))]
+    return state
+
+
+def handover(server: Server, max_fenced: int = 2, run: str = "roll", **policy: Any) -> Handover:
+    awaited = Handover(server, run, Policy(**policy), max_fenced, wall=lambda: NOW)
+    awaited.add(HOSTS)
+    return awaited
+
+
+def cordoned(server: Server) -> list[str]:
+    return [name for name in HOSTS if fence.is_cordoned(server.nodes.get(name, {}))]
+
+
+def test_those_whose_jobs_end_first_are_cordoned_while_they_work(server: Server) -> None:
+    awaited = handover(server, max_fenced=3)
+    assert list(awaited.turn()) == [] and cordoned(server) == ["gpu-1", "gpu-2", "gpu-3"]
+    assert awaited.pod("gpu-1") == "work/a"
+    assert list(awaited.turn()) == [] and len(cordoned(server)) == 3
+    server.pods["gpu-3"] = []
+    # It leaves it as it is, and the next one has its place.
+    assert list(awaited.turn()) == ["gpu-3"] and cordoned(server) == list(HOSTS)
+    assert list(awaited.turn()) == []
+
+
+def test_who_is_idle_is_told_and_not_cordoned(server: Server) -> None:
+    awaited = handover(server, max_fenced=0)
+    server.pods["gpu-2"] = []
+    del server.nodes["gpu-4"]
+    assert list(awaited.turn()) == ["gpu-2", "gpu-4"] and cordoned(server) == []
+
+
+def test_a_policy_that_cordons_no_busy_host_does_not_here_either(server: Server) -> None:
+    assert list(handover(server, mode="idle-only").turn()) == [] and cordoned(server) == []
+
+
+def test_cordons_of_a_driver_that_was_killed_count_before_there_are_new_ones(server: Server) -> None:
+    list(handover(server).turn())
+    assert cordoned(server) == ["gpu-2", "gpu-3"]
+    # It looks at two hosts a turn: those that are cordoned come last.
+    second = Handover(server, "roll", Policy(looks_per_second=1.0, poll_seconds=2.0), 2, wall=lambda: NOW)
+    second.add(["gpu-1", "gpu-4", "gpu-2", "gpu-3"])
+    for _ in range(3):
+        assert list(second.turn()) == [] and cordoned(server) == ["gpu-2", "gpu-3"]
+
+
+def test_what_others_do_with_cordons_is_theirs(server: Server) -> None:
+    server.nodes["gpu-3"] = node_object({"a": "b"}, cordoned=True)
+    awaited = handover(server, max_fenced=1)
+    list(awaited.turn())
+    assert fence.record_of(server.nodes["gpu-3"]) is None and fence.record_of(server.nodes["gpu-2"])
+    # A person takes ours away: it is not made again.
+    del server.nodes["gpu-2"]["spec"]["unschedulable"]
+    list(awaited.turn())
+    assert not fence.is_cordoned(server.nodes["gpu-2"]) and fence.record_of(server.nodes["gpu-1"])
+
+
+def test_a_host_that_is_let_go_of_is_not_looked_at_any_more(server: Server) -> None:
+    awaited = handover(server)
+    awaited.drop("gpu-1")
+    server.pods["gpu-1"] = []
+    assert list(awaited.turn()) == []
