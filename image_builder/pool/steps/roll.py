@@ -47,6 +47,7 @@ _ASK_SECONDS = 20.0
 # Between the taint and the last look: a pod that was bound before it has appeared by then.
 _SETTLE_SECONDS = 30.0
 _TROUBLE_SECONDS = 60.0
+_REFUSALS = 5
 _TURNS, _TURNED_AT_ONCE = 10, 16
 # Numbers of failures that have no other.
 _FAILED, _BROKEN_OFF = 1, 2
@@ -214,7 +215,7 @@ class RollFleet(Fleet):
             try:
                 outcome, joined = work(host, key)
             except (FetchError, KubeError) as error:
-                if isinstance(error, KubeError) and (error.status in (401, 403) or error.is_hopeless):
+                if isinstance(error, KubeError) and is_final(error, failures):
                     self._report(key, failed(key[1], _BROKEN_OFF, str(error)))
                     return
                 failures += 1
@@ -341,6 +342,11 @@ class RollFleet(Fleet):
             return self._drives[path]
 
 
+def is_final(error: KubeError, failures: int) -> bool:
+    """Tell whether the API server has said no for good. One that has just started knows nobody's rights yet."""
+    return error.is_hopeless or (error.status in (401, 403) and failures >= _REFUSALS)
+
+
 def _raise(error: Exception) -> None:
     raise error
 
@@ -419,7 +425,7 @@ class _Drains:
                         pause = min(pause, drain.pause)
                     failures = 0
                 except KubeError as error:
-                    if error.status in (401, 403) or error.is_hopeless:
+                    if is_final(error, failures):
                         self._fail(work, error)
                         work = []
                     failures += 1
