@@ -55,7 +55,7 @@ def test_idle_hosts_are_cordoned_and_freed(fleet: Fleet, hosts: list[str]) -> No
     assert {host["state"] for host in fleet.run("free", *hosts).values()} == {"freed"}
     assert all(map(fleet.is_clean, hosts))
     # Looked at, cordoned, looked at once more when it has settled, and given back.
-    assert [fleet.requests(host) for host in hosts] == [8] * len(hosts)
+    assert [fleet.requests(host) for host in hosts] == [7] * len(hosts)
 
 
 def test_a_foreign_cordon_is_never_taken_away(fleet: Fleet, hosts: list[str]) -> None:

@@ -51,6 +51,7 @@ _ASK_SECONDS = 20.0
 # Between the taint and the last look: a pod that was bound before it has appeared by then.
 _SETTLE_SECONDS = 30.0
 _TROUBLE_SECONDS = 60.0
+_REFUSALS = 5
 _TURNS, _TURNED_AT_ONCE = 10, 16
 _NAMELESS = "it doesn't tell which image it runs"
 # Numbers of failures that have no other.
@@ -277,7 +278,7 @@ class RollFleet(Fleet):
             try:
                 outcome, joined = work(host, key)
             except (FetchError, KubeError) as error:
-                if isinstance(error, KubeError) and (error.status in (401, 403) or error.is_hopeless):
+                if isinstance(error, KubeError) and is_final(error, failures):
                     self._report(key, failed(key[1], _BROKEN_OFF, str(error)))
                     return
                 failures += 1
@@ -430,6 +431,11 @@ class RollFleet(Fleet):
             return self._drives[path]
 
 
+def is_final(error: KubeError, failures: int) -> bool:
+    """Tell whether the API server has said no for good. One that has just started knows nobody's rights yet."""
+    return error.is_hopeless or (error.status in (401, 403) and failures >= _REFUSALS)
+
+
 def _raise(error: Exception) -> None:
     raise error
 
@@ -527,7 +533,7 @@ class _Drains:
                         pause = min(pause, drain.pause)
                     failures = 0
                 except KubeError as error:
-                    if error.status in (401, 403) or error.is_hopeless:
+                    if is_final(error, failures):
                         self._fail(work, handover, error)
                         work = []
                     failures += 1

@@ -22,12 +22,13 @@ class Server:
         if taints:
             self.document["spec"]["taints"] = list(taints)
         self.meanwhile = meanwhile
-        self.patches = 0
+        self.patches, self.reads = 0, 0
 
     def find(self, _path: str) -> dict[str, Any]:
+        self.reads += 1
         return copy.deepcopy(self.document)
 
-    def request(self, _method: str, _path: str, patch: list[dict[str, Any]], _kind: str) -> None:
+    def request(self, _method: str, _path: str, patch: list[dict[str, Any]], _kind: str) -> dict[str, Any]:
         self.patches += 1
         spec = self.document["spec"]
         if self.meanwhile:
@@ -46,6 +47,7 @@ class Server:
                     assert step["value"] == "1"
                 case other:
                     raise AssertionError(other)
+        return copy.deepcopy(self.document)
 
 
 @pytest.mark.parametrize("others", [(), (OTHER,)])
@@ -64,3 +66,12 @@ def test_a_taint_that_comes_meanwhile_is_not_lost() -> None:
     bar(server, "gpu-17", "roll-7")  # type: ignore[arg-type]
     assert server.document["spec"]["taints"] == [OTHER, OURS]
     assert server.patches == 2
+
+
+def test_a_node_that_was_read_is_read_again_only_where_it_has_changed() -> None:
+    server = Server()
+    barred = bar(server, "gpu-17", "roll-7", copy.deepcopy(server.document))  # type: ignore[arg-type]
+    assert barred == server.document and server.reads == 0
+    server.document["spec"]["taints"].append(OTHER)
+    assert lift(server, "gpu-17", barred) == {"metadata": {"uid": "1"}, "spec": {"taints": [OTHER]}}  # type: ignore[arg-type]
+    assert server.reads == 1
