@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from image_builder.cluster.gate.lease import Election, Settings
 from image_builder.cluster.gate.model import Node, Rules, Wish
 from image_builder.cluster.gate.retest import Limits, Retester
+from image_builder.drain.lease import Election, Settings
 from image_builder.node.net.kube import Client
 
 BOOT = "11111111-2222-3333-4444-555555555555"
