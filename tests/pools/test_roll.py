@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node.net.kube import MERGE_PATCH, path_of_node
+from image_builder.drain.lease import NAMESPACE, Leases
+from image_builder.errors import PoolError
+from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
+from image_builder.node.net.kubeconfig import load
 from image_builder.pool.plan.plan import save
 from image_builder.pool.scale_set.records import Replacement, read_journal
 from image_builder.pool.show.report import counts
@@ -111,3 +114,25 @@ def test_a_driver_that_is_killed_again_and_again(fleet: World) -> None:
     # An intent whose request never left is followed by another one.
     assert len(posts) == 16 <= len(intents)
     fleet.require_clean_sets()
+
+
+def test_a_second_roll_is_refused_and_leaves_nothing(fleet: World) -> None:
+    """R23: by the Lease, which names the holder. Where that is gone, its Lease runs out."""
+    rolled = plan(fleet, **GENEROUS)
+    access = load(fleet.account())
+    paths = sorted({host.scale_set_id for host in fleet.hosts})
+    with Leases(lambda: Client(access, agent="other"), "roll-other") as other:
+        other.hold(paths[1])
+        with pytest.raises(PoolError, match="is held by roll-other"):
+            fleet.drive(rolled)
+    assert fleet.models() == {OLD} and fleet.reimages() == []
+    assert not any(fleet.is_ours(host.name) for host in fleet.hosts)
+    assert fleet.drive(rolled).finished
+    assert holders(fleet) == {""}
+
+
+def holders(fleet: World) -> set[str]:
+    leases = fleet.admin.request("GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases")[
+        "items"
+    ]
+    return {lease["spec"]["holderIdentity"] for lease in leases}

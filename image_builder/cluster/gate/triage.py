@@ -99,8 +99,9 @@ def plan(
 ) -> list[tuple[Node, Step, Record | None]]:
     """Return what to do now, in this order: who may come back goes first, then who ails for longest.
 
-    ``held_sets`` are scale sets that a rollout drives: nothing is begun on their nodes. Nor is it where the breaker
-    holds a reason, since many nodes of a pool ail by it.
+    ``held_sets`` are scale sets that a rollout drives: their nodes get the taint, and the rest is left to it. Nothing
+    is begun on a host that has the cordon of another run of ours, nor where the breaker holds a reason, since many
+    nodes of a pool ail by it.
     """
     steps: list[tuple[Node, Step, Record | None]] = []
     fresh: list[tuple[Node, Step, Record | None]] = []
@@ -109,7 +110,9 @@ def plan(
             continue
         step, record = need
         is_held = record is not None and _is_held(node.pool, record.reason, holds)
-        if step is not Step.GIVE_BACK and (is_held or node.health.scale_set in held_sets):
+        is_driven = step is not Step.TAKE_OUT and node.health.scale_set in held_sets
+        is_in_work = node.health.cordon not in ("", RUN)
+        if step is not Step.GIVE_BACK and (is_held or is_driven or is_in_work):
             continue
         (fresh if node.health.record is None and step is Step.TAKE_OUT else steps).append(
             (node, step, record)

@@ -20,6 +20,7 @@ from typing import Self
 
 from image_builder.drain import bar, fence
 from image_builder.drain import run as drains
+from image_builder.drain.lease import Leases
 from image_builder.drain.look import Looker
 from image_builder.drain.policy import Policy
 from image_builder.drain.run import Drain
@@ -97,6 +98,7 @@ class RollFleet(Fleet):
         self._stack = ExitStack()
         self._threads = ThreadPoolExecutor(setup.at_once, thread_name_prefix="roll")
         self._drains = _Drains(change, self._report)
+        self._leases = Leases(change.kube, change.run)
         self._guard, self._models = threading.Lock(), threading.Lock()
         self._drives: dict[str, Drive] = {}
         self._locks: dict[str, threading.Lock] = {}
@@ -109,8 +111,11 @@ class RollFleet(Fleet):
         self._is_turned = False
 
     def __enter__(self) -> Self:
-        """Raises PoolError for a version that isn't there, ImageBuilderError for a journal that can't be written."""
+        """Raises PoolError for a version that isn't there and for a scale set that another drives, ImageBuilderError
+        for a journal that can't be written."""
         try:
+            self._stack.enter_context(self._leases)
+            self._hold_all()
             self._read_azure()
             self._journal = _Journal(self._stack.enter_context(records.open_journal(self._change.journal)))
             # What another process was at work on, and has left as it was when it was killed.
@@ -124,6 +129,13 @@ class RollFleet(Fleet):
             raise
         self._drains.start()
         return self
+
+    def _hold_all(self) -> None:
+        try:
+            for path in self._change.target.before:
+                self._leases.hold(path)
+        except KubeError as error:
+            raise PoolError(error.message, hint="the rights that it needs are in deploy/roll.yml") from error
 
     def _read_azure(self) -> None:
         target = self._change.target
@@ -180,7 +192,7 @@ class RollFleet(Fleet):
             try:
                 before = self._change.target.before[path]
                 self._drive(path).set_image(self._change.azure.scale_set(path), before)
-            except FetchError:
+            except (FetchError, KubeError):
                 if attempt == _TURNS - 1:
                     raise
                 self._ending.wait(backoff(attempt, cap=_TROUBLE_SECONDS))
@@ -269,7 +281,7 @@ class RollFleet(Fleet):
     def _restore(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
         drive = self._drive(host.scale_set_id)
         version = self._versions[self._change.target.before[host.scale_set_id]]
-        outcome, joined = _outcome(self._bring(drive, host, version, lambda: ""))
+        outcome, joined = _outcome(self._bring(drive, host, version, partial(self._held, host)))
         return self._free(host, _key) if outcome.ok else (outcome, joined)
 
     def _free(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
@@ -290,8 +302,14 @@ class RollFleet(Fleet):
 
         return roll_instance(drive, host.instance, host.vm_id, version, node, busy)
 
+    def _held(self, host: Host) -> str:
+        """Hold a host's scale set: without that nothing is sent. Raises PoolError where another does, KubeError."""
+        self._leases.hold(host.scale_set_id)
+        return ""
+
     def _busy(self, kube: Kube, host: Host, key: Key) -> str:
         """Return what a request would cost: the last look, right before it is sent."""
+        self._held(host)
         if self._is_turned or self._ending.is_set() or key in self._over:
             return "the run goes back, or ends"
         looker = Looker(kube, self._change.policy)
@@ -312,6 +330,7 @@ class RollFleet(Fleet):
             lock = self._locks.setdefault(path, threading.Lock())
         with lock:
             if path not in self._drives:
+                self._leases.hold(path)
                 change = self._change
                 context = driving(change.azure, path, change.run, self._journal, patience=change.patience)
                 self._drives[path] = self._stack.enter_context(context)
