@@ -129,12 +129,13 @@ def send(client: Client, name: str, patch: list[dict[str, Any]]) -> bool:
     return True
 
 
-def free(client: Client, name: str, run: str) -> bool:
-    """Take our cordon away, whatever happens meanwhile; tell whether there was one of this run. Raises KubeError."""
+def free(client: Client, name: str, run: str) -> str:
+    """Take our cordon away, whatever happens meanwhile; return the uid of the Node that had one of this run, empty for
+    none. Raises KubeError."""
     while (document := client.find(path_of_node(name))) is not None:
         record = record_of(document)
         if record is None or record.run != run:
-            return False
+            return ""
         if send(client, name, uncordon(document)):
-            return True
-    return False
+            return str(document["metadata"]["uid"])
+    return ""

@@ -289,7 +289,7 @@ class RollFleet(Fleet):
         kube = self._change.kube()
         try:
             bar.lift(kube, host.name)
-            fence.free(kube, host.name, self._change.run)
+            drains.free(kube, host.name, self._change.run)
         finally:
             kube.close()
         return OK, "unknown"
