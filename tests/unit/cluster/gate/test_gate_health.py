@@ -1,0 +1,70 @@
+"""What a Node object says of its health."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from image_builder.cluster.gate.health import health_of
+from image_builder.cluster.gate.policy import Policy
+from image_builder.node.health import report
+from image_builder.node.health.alarms import Alarm
+from image_builder.node.health.model import Finding
+
+BOOT, OTHER = "11111111-2222-3333-4444-555555555555", "11111111-2222-3333-4444-666666666666"
+SET = "/subscriptions/S/resourceGroups/g/providers/Microsoft.Compute/virtualMachineScaleSets/Gpu-0"
+
+
+def node(*conditions: dict[str, Any], **meta: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "n", "uid": "u", **meta},
+        "spec": {"providerID": f"azure://{SET}/virtualMachines/7"},
+        "status": {"conditions": list(conditions)},
+    }
+
+
+def condition(kind: str, status: str, message: str = "", **more: Any) -> dict[str, Any]:
+    at = {"lastTransitionTime": "2026-01-01T00:00:00Z"}
+    return {"type": kind, "status": status, "reason": "R", "message": message, **at, **more}
+
+
+def agent(boot: str, *, failed: bool) -> dict[str, Any]:
+    """Return the condition as the node's agent writes it."""
+    alarm = Alarm("gpu", Finding("gpu.lost", "3", "fail", "gpu 3 is lost"), 1, 0.0, since=1.0)
+    made = report.condition([alarm] if failed else [], boot, "image")
+    return condition("NodeHealthy", made.status, made.message, reason=made.reason)
+
+
+def test_our_agents_condition_is_of_its_boot() -> None:
+    sick = health_of(node(agent(BOOT, failed=True)), BOOT, "", Policy())
+    (ailment,) = sick.ailments
+    assert (ailment.condition, ailment.reason, ailment.since) == ("NodeHealthy", "GpuLost", 1767225600.0)
+    assert health_of(node(agent(BOOT, failed=False)), BOOT, "", Policy()).well == {"NodeHealthy"}
+    for failed in (False, True):
+        old = health_of(node(agent(OTHER, failed=failed)), BOOT, "", Policy())
+        assert not old.ailments and not old.well
+
+
+@pytest.mark.parametrize(("status", "ills", "well"), [("True", 1, 0), ("False", 0, 1), ("Unknown", 0, 0)])
+def test_anothers_condition(status: str, ills: int, well: int) -> None:
+    health = health_of(node(condition("KernelDeadlock", status)), BOOT, "", Policy())
+    assert (len(health.ailments), len(health.well)) == (ills, well)
+
+
+def test_a_scale_set_is_read_from_the_providers_id() -> None:
+    assert health_of(node(), BOOT, "", Policy()).scale_set == SET.lower()
+    assert health_of({"metadata": {"name": "n"}}, BOOT, "", Policy()).scale_set == ""
+
+
+@pytest.mark.parametrize(
+    ("meta", "pool", "is_left"),
+    [
+        ({}, "a", False),
+        ({}, "h100", True),
+        ({"labels": {"k8saas.nvidia.com/ManagedByNVSentinel": "false"}}, "h100", False),
+        ({"annotations": {"quarantineHealthEvent": "{}"}}, "a", True),
+    ],
+)
+def test_what_is_left_to_nvsentinel(meta: dict[str, Any], pool: str, *, is_left: bool) -> None:
+    assert health_of(node(**meta), BOOT, pool, Policy(nvsentinel=("h100",))).is_left is is_left
