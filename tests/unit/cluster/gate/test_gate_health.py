@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from image_builder.cluster.gate.health import health_of
-from image_builder.cluster.gate.policy import Policy
-from image_builder.node.health import report
+from image_builder.cluster.gate.model import Node, Rules
+from image_builder.cluster.gate.policy import Policy, Rule
+from image_builder.cluster.gate.triage import Step, step_of
+from image_builder.node.health import maintenance, report
 from image_builder.node.health.alarms import Alarm
 from image_builder.node.health.model import Finding
+from image_builder.node.net.fetch import Response
 
 BOOT, OTHER = "11111111-2222-3333-4444-555555555555", "11111111-2222-3333-4444-666666666666"
+NOTICED = datetime(2026, 11, 26, 17, 45, tzinfo=UTC).timestamp()
 SET = "/subscriptions/S/resourceGroups/g/providers/Microsoft.Compute/virtualMachineScaleSets/Gpu-0"
 
 
@@ -68,3 +74,36 @@ def test_a_scale_set_is_read_from_the_providers_id() -> None:
 )
 def test_what_is_left_to_nvsentinel(meta: dict[str, Any], pool: str, *, is_left: bool) -> None:
     assert health_of(node(**meta), BOOT, pool, Policy(nvsentinel=("h100",))).is_left is is_left
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        *((kind, Step.TAKE_OUT) for kind in ("Reboot", "Redeploy", "Preempt", "Terminate")),
+        ("Freeze", None),
+    ],
+)
+def test_scheduled_events_are_acted_on_at_once(kind: str, step: Step | None) -> None:
+    """As the agent reads them from the metadata service, and reports them, until the gate decides."""
+    answer = {
+        "Events": [
+            {
+                "EventId": "C7061BAC-AFDC-4513-B24B-AA5F13A16123",
+                "EventStatus": "Scheduled",
+                "EventType": kind,
+                "NotBefore": "Thu, 26 Nov 2026 18:00:00 GMT",
+                "Resources": ["gpu-0_7"],
+            }
+        ]
+    }
+    (finding,) = maintenance.rule(maintenance.parse(Response(200, {}, json.dumps(answer).encode())))
+    made = report.condition([Alarm("maintenance", finding, 1, 0.0, since=1.0)], BOOT, "image")
+    at = {"lastTransitionTime": "2026-11-26T17:45:00Z"}
+    message = condition("NodeHealthy", made.status, made.message, reason=made.reason, **at)
+    policy = Policy(rules=(Rule(reason="MaintenanceScheduled", remedy="drain", lasting_seconds=0.0),))
+    for settings in (Policy(), policy):
+        health = health_of(node(message), BOOT, "", settings)
+        need = step_of(Node("n", BOOT, health=health), settings, Rules(), NOTICED)
+        assert (need and need[0]) == step
+    if need and need[1]:
+        assert need[1].is_drained and "not before 2026-11-26T18:00:00Z" in need[1].words
