@@ -111,7 +111,7 @@ def test_what_a_rollout_drives_is_left_to_it() -> None:
     """Its nodes get the taint; a host in its work gets nothing."""
     sets: dict[str, Any] = {"scale_set": "/set/a"}
     nodes = [node("new", SICK, **sets), replace(out(SICK, **sets), name="out")]
-    nodes += [node("work", SICK, cordon="roll-7", **sets)]
+    nodes += [node("a-work", SICK, cordon="roll-7", **sets)]
     for held, expected in (((), {"new", "out"}), ({"/set/a"}, {"new"})):
         assert {n.name for n, _, _ in plan(nodes, {}, held, REBOOTS, RULES, NOW)} == expected
 
