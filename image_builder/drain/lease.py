@@ -59,9 +59,9 @@ class Election:
         return self._clock() - self._renewed < self.settings.deadline
 
     @property
-    def holder(self) -> str:
-        """Return who held the lease when it was last read, empty for nobody."""
-        return self._observed.record[0]
+    def record(self) -> tuple[str, str]:
+        """Return who held the lease when it was last read, and when that one had renewed it; empty for nobody."""
+        return self._observed.record
 
     def attempt(self) -> None:
         """Take or renew the lease where that is ours to do. Raises KubeError."""
@@ -212,10 +212,25 @@ class Leases:
             election.attempt()
             if not election.leads:
                 raise PoolError(
-                    f"the scale set {scale_set} is held by {election.holder or 'another'} (Lease {NAMESPACE}/"
+                    f"the scale set {scale_set} is held by {election.record[0] or 'another'} (Lease {NAMESPACE}/"
                     f"{election.settings.name})",
                     hint="wait for its end, or for the end of its Lease where it is gone",
                 )
+
+    def take(self, scale_set: str) -> None:
+        """As ``hold``, but let a Lease run out whose holder is gone. One that is there renews it, which is refusal."""
+        record: tuple[str, str] | None = None
+        while True:
+            try:
+                self.hold(scale_set)
+            except PoolError:
+                current = self._elections[scale_set].record
+                if record not in (None, current):
+                    raise
+                record = current
+            else:
+                return
+            self._stop.wait(self._settings.pause / 3)
 
     def _renew(self) -> None:
         while not self._stop.wait(self._settings.pause):

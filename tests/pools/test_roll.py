@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.drain.lease import NAMESPACE, Leases
+from image_builder.drain.lease import NAMESPACE, Leases, Settings
 from image_builder.errors import PoolError
 from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
 from image_builder.node.net.kubeconfig import load
@@ -121,7 +121,8 @@ def test_a_second_roll_is_refused_and_leaves_nothing(fleet: World) -> None:
     rolled = plan(fleet, **GENEROUS)
     access = load(fleet.account())
     paths = sorted({host.scale_set_id for host in fleet.hosts})
-    with Leases(lambda: Client(access, agent="other"), "roll-other") as other:
+    often = Settings(namespace=NAMESPACE, duration=60.0, deadline=40.0, pause=1.0)
+    with Leases(lambda: Client(access, agent="other"), "roll-other", often) as other:
         other.hold(paths[1])
         with pytest.raises(PoolError, match="is held by roll-other"):
             fleet.drive(rolled)

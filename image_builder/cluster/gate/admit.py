@@ -60,8 +60,11 @@ def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
 
 def _line(document: Mapping[str, Any], rules: Rules, holds: Mapping[str, Hold]) -> dict[str, str]:
     node = node_from(document, rules)
-    held = of_node(breaker.code_of(node), document["metadata"].get("labels") or {}, holds)
-    notice = f"HELD, {held.words}: don't replace it: " if held and held.state == OPEN else ""
+    labels = document["metadata"].get("labels") or {}
+    codes = [breaker.code_of(node), *(ailment.reason for ailment in node.health.ailments)]
+    matches = [of_node(code, labels, holds) for code in codes]
+    held = next((hold for hold in matches if hold and hold.state == OPEN), None)
+    notice = f"HELD, {held.words}: don't replace it: " if held else ""
     return {
         "node": node.name,
         "gate": "out" if is_tainted(node, rules) or node.health.is_tainted else "in",
@@ -82,4 +85,8 @@ def why(node: Node) -> str:
         return "nothing was reported yet"
     if node.tested_boot != node.boot_id:
         return "the report is from another boot"
-    return node.health.record.words if node.health.record else node.message
+    if node.health.record:
+        return node.health.record.words
+    # In all the same: it is new, or there is no room for it, or the breaker holds it.
+    ailments = [f"{ailment.condition} {ailment.reason}: {ailment.detail}" for ailment in node.health.ailments]
+    return "; ".join(ailments) or node.message

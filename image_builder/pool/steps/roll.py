@@ -133,7 +133,7 @@ class RollFleet(Fleet):
     def _hold_all(self) -> None:
         try:
             for path in self._change.target.before:
-                self._leases.hold(path)
+                self._leases.take(path)
         except KubeError as error:
             raise PoolError(error.message, hint="the rights that it needs are in deploy/roll.yml") from error
 

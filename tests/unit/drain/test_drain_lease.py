@@ -98,6 +98,20 @@ def test_a_scale_set_has_one_holder_and_a_successor_of_its_name() -> None:
         Leases(lambda: server, "roll-1").hold("/set/a")
 
 
+BRIEF = Settings(namespace=NAMESPACE, duration=0.4, deadline=0.3, pause=0.1)
+
+
+def test_who_comes_waits_for_one_that_is_gone_and_is_refused_by_one_that_is_there() -> None:
+    server = Leased()
+    Leases(lambda: server, "gone", BRIEF).hold("/set/a")
+    Leases(lambda: server, "next", BRIEF).take("/set/a")
+    assert server.leases[lease_of("/set/a")]["spec"]["holderIdentity"] == "next"
+    with Leases(lambda: server, "there", BRIEF) as there:
+        there.hold("/set/b")
+        with pytest.raises(PoolError, match="held by there"):
+            Leases(lambda: server, "late", BRIEF).take("/set/b")
+
+
 def test_a_lease_that_nobody_renews_runs_out_for_who_looks() -> None:
     server, now = Leased(), [0.0]
     Leases(lambda: server, "roll-1").hold("/set/a")
