@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -84,6 +85,10 @@ def run(
     pool_label: Annotated[
         str, typer.Option(metavar="KEY", help="the label that names a node's pool")
     ] = _DEFAULTS.pool,
+    health: Annotated[
+        Path | None,
+        typer.Option("--health", metavar="FILE", help="what is done with nodes that go bad at work; as YAML"),
+    ] = None,
     advise: Annotated[
         bool, typer.Option("--advise", help="change nothing; report what would be admitted, gated and held")
     ] = False,
@@ -99,11 +104,14 @@ def run(
     """
     from image_builder.cluster.gate import breaker
     from image_builder.cluster.gate.controller import Settings
-    from image_builder.cluster.gate.lease import Settings as LeaseSettings
+    from image_builder.cluster.gate.policy import Policy
     from image_builder.cluster.gate.retest import Limits
+    from image_builder.drain.lease import Settings as LeaseSettings
+    from image_builder.strict_yaml import load
 
+    policy = load(health, Policy, "health") if health else Policy()
     settings = Settings(
-        Rules(taint=taint, pool=pool_label),
+        Rules(taint=taint, pool=pool_label, health=policy),
         rate,
         lease=LeaseSettings(namespace=namespace),
         limits=Limits(share=retest_share),

@@ -60,7 +60,8 @@ def _annotations(document: Mapping[str, Any]) -> Mapping[str, str]:
     return document["metadata"].get("annotations") or {}
 
 
-def _pointer(annotation: str) -> str:
+def pointer(annotation: str) -> str:
+    """Return the place of an annotation as a JSON pointer (RFC 6901)."""
     return "/metadata/annotations/" + annotation.replace("~", "~0").replace("/", "~1")
 
 
@@ -83,9 +84,9 @@ def recordon(document: Mapping[str, Any], record: Record) -> list[dict[str, Any]
     ]
     annotations = _annotations(document)
     if annotations:
-        tests.append({"op": "test", "path": _pointer(CORDON), "value": annotations.get(CORDON)})
+        tests.append({"op": "test", "path": pointer(CORDON), "value": annotations.get(CORDON)})
         marks: list[dict[str, Any]] = [
-            {"op": "add", "path": _pointer(key), "value": value} for key, value in ours.items()
+            {"op": "add", "path": pointer(key), "value": value} for key, value in ours.items()
         ]
     else:
         tests.append({"op": "test", "path": "/metadata/annotations", "value": None})
@@ -102,8 +103,8 @@ def uncordon(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     if record is None:
         return []
     patch: list[dict[str, Any]] = [
-        {"op": "test", "path": _pointer(CORDON), "value": annotations[CORDON]},
-        {"op": "remove", "path": _pointer(CORDON)},
+        {"op": "test", "path": pointer(CORDON), "value": annotations[CORDON]},
+        {"op": "remove", "path": pointer(CORDON)},
     ]
     if is_cordoned(document) and not record.was_unschedulable:
         patch += [
@@ -111,9 +112,9 @@ def uncordon(document: Mapping[str, Any]) -> list[dict[str, Any]]:
             {"op": "remove", "path": "/spec/unschedulable"},
         ]
     if SCALE_DOWN in annotations and record.scale_down is None:
-        patch.append({"op": "remove", "path": _pointer(SCALE_DOWN)})
+        patch.append({"op": "remove", "path": pointer(SCALE_DOWN)})
     elif record.scale_down is not None:
-        patch.append({"op": "add", "path": _pointer(SCALE_DOWN), "value": record.scale_down})
+        patch.append({"op": "add", "path": pointer(SCALE_DOWN), "value": record.scale_down})
     return patch
 
 
@@ -127,8 +128,9 @@ def send(client: Client, name: str, patch: list[dict[str, Any]]) -> dict[str, An
         raise
 
 
-def free(client: Client, name: str, run: str, seen: dict[str, Any] | None = None) -> bool:
-    """Take our cordon away, whatever happens meanwhile; tell whether there was one of this run. Raises KubeError.
+def free(client: Client, name: str, run: str, seen: dict[str, Any] | None = None) -> str:
+    """Take our cordon away, whatever happens meanwhile; return the uid of the Node that had one of this run, empty for
+    none. Raises KubeError.
 
     ``seen`` is the Node as it was last read: it is read once more only where it has changed.
     """
@@ -136,8 +138,8 @@ def free(client: Client, name: str, run: str, seen: dict[str, Any] | None = None
     while document is not None:
         record = record_of(document)
         if record is None or record.run != run:
-            return False
+            return ""
         if send(client, name, uncordon(document)):
-            return True
+            return str(document["metadata"]["uid"])
         document = client.find(path_of_node(name))
-    return False
+    return ""

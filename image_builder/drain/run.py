@@ -9,17 +9,18 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from image_builder.drain import fence
+from image_builder.drain import event, fence
 from image_builder.drain.ask import ask
 from image_builder.drain.evict import Answer, evict
 from image_builder.drain.fence import Record
 from image_builder.drain.ladder import Action, Host, Tenant, decide
 from image_builder.drain.look import Looker
 from image_builder.drain.policy import Policy
-from image_builder.node.net.kube import Client
+from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.retry import backoff
 
 State = Literal["empty", "skipped"]
@@ -66,6 +67,21 @@ class _Attempt:
     refusal: str = ""
 
 
+def free(
+    client: Client, name: str, run: str, seen: dict[str, Any] | None = None, *, now: float | None = None
+) -> bool:
+    """Take our cordon off a host, and say so in an Event; tell whether there was one of this run. Raises KubeError.
+
+    ``seen`` is the Node as it was last read.
+    """
+    if uid := fence.free(client, name, run, seen):
+        at = time.time() if now is None else now
+        # The host is free, whoever gets to know of it.
+        with suppress(KubeError):
+            event.post(client, event.event(name, uid, "NodeFreed", f"freed by {run}", at, step=str(at)))
+    return bool(uid)
+
+
 class Drain:
     """A drain at work. ``turn`` looks at all its hosts and does what is next; ``outcomes`` has those that ended.
 
@@ -88,6 +104,7 @@ class Drain:
         self._looker = Looker(client, policy)
         self._visits: dict[str, _Visit] = {}
         self._attempts: dict[str, _Attempt] = {}
+        self._is_mute = False
 
     def add(self, names: Iterable[str]) -> None:
         """Take hosts on that are not yet."""
@@ -125,7 +142,7 @@ class Drain:
     def release(self) -> None:
         """Take our cordons away from hosts that are not empty yet: the drain ends here. Raises KubeError."""
         for name in self.open_hosts:
-            fence.free(self._client, name, self._run)
+            free(self._client, name, self._run, now=self._wall())
             self._end(Outcome(name, "skipped", "the drain was interrupted"))
 
     # -- looking ---------------------------------------------------------------------------------------------------
@@ -221,12 +238,26 @@ class Drain:
             case "empty":
                 self._end(Outcome(host.name, "empty", node=self._visits[host.name].node))
             case "skip":
-                fence.free(self._client, host.name, self._run)
+                self._post(host.name, "DrainSkipped", f"{action.reason} ({self._run})")
+                free(self._client, host.name, self._run, now=self._wall())
                 self._end(Outcome(host.name, "skipped", action.reason, host.tenants))
 
     def _end(self, outcome: Outcome) -> None:
         self.outcomes[outcome.host] = outcome
         self._tell(f"{outcome.host}: {outcome.state}{f', {outcome.reason}' if outcome.reason else ''}")
+
+    def _post(self, host: str, reason: str, message: str) -> None:
+        """Post an Event on a host that we know. The drain doesn't wait for one: that it couldn't is said, once."""
+        visit, now = self._visits[host], self._wall()
+        if not visit.node_uid:
+            return
+        since = visit.record.since if visit.record else visit.began
+        try:
+            event.post(self._client, event.event(host, visit.node_uid, reason, message, now, step=str(since)))
+        except KubeError as error:
+            if not self._is_mute:
+                self._tell(f"{host}: no Event {reason}: {error.message}")
+            self._is_mute = True
 
     def _fence(self, name: str) -> None:
         visit = self._visits[name]
@@ -242,6 +273,7 @@ class Drain:
             visit.record, visit.fenced = record, began
             visit.due = self._settled(visit)
             self._tell(f"{name}: cordoned")
+            self._post(name, "NodeCordoned", f"cordoned, to be emptied ({self._run})")
 
     def _ask(self, host: Host, tenants: Iterable[Tenant]) -> None:
         assert host.fenced is not None
@@ -267,5 +299,6 @@ class Drain:
             if pod.owner:
                 self._visits[host].evicted_owners.add(pod.owner.uid)
             self._tell(f"{host}: {pod} is evicted")
+            self._post(host, "PodEvicted", f"{pod} is evicted ({self._run})")
         elif reply.message and (attempt is None or attempt.message != reply.message):
             self._tell(f"{host}: {pod} is not evicted: {reply.message}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from image_builder.drain import fence
+from image_builder.drain import fence, quarantine
 from image_builder.drain.ask import stamp
 from image_builder.drain.evict import evict
 from image_builder.drain.ladder import Tenant
@@ -43,12 +43,18 @@ def explain(client: Client, looker: Looker, name: str, now: float) -> dict[str, 
         pods.append({**entry(tenant), "budget": answer})
     return {
         "host": name,
-        "state": _state(fence.record_of(document), fence.is_cordoned(document)),
+        "state": _state(document),
         "pods": pods,
     }
 
 
-def _state(record: fence.Record | None, is_cordoned: bool) -> str:
+def _state(document: Mapping[str, Any]) -> str:
+    cordon = _cordon(fence.record_of(document), fence.is_cordoned(document))
+    mark = quarantine.record_of(document)
+    return f"{cordon}; in quarantine for {mark.words}" if mark else cordon
+
+
+def _cordon(record: fence.Record | None, is_cordoned: bool) -> str:
     if record is None:
         return "cordoned by somebody else" if is_cordoned else "schedulable"
     since = f"by {record.run} since {stamp(record.since)}"

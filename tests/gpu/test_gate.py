@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from image_builder.cluster.gate.controller import Controller, Settings
-from image_builder.cluster.gate.lease import Settings as LeaseSettings
 from image_builder.cluster.gate.model import ADMITTED, Rules
 from image_builder.cluster.gate.watcher import watch_nodes
+from image_builder.drain.lease import Settings as LeaseSettings
 from image_builder.node import status
 from image_builder.node.net.kube import JSON_PATCH, Client
 from image_builder.node.net.retry import LONGEST_WAIT

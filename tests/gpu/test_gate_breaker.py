@@ -14,8 +14,8 @@ import pytest
 from image_builder.cluster.gate import breaker
 from image_builder.cluster.gate.admit import overview
 from image_builder.cluster.gate.controller import Controller, Settings
-from image_builder.cluster.gate.lease import Settings as LeaseSettings
 from image_builder.cluster.gate.model import Rules
+from image_builder.drain.lease import Settings as LeaseSettings
 from image_builder.node.net.kube import MERGE_PATCH, Client, KubeError, path_of_node
 from image_builder.node.preflight import command, hold, model
 from image_builder.node.preflight.hold import Hold

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from image_builder.cluster.gate.controller import Controller, Settings
-from image_builder.cluster.gate.lease import Settings as LeaseSettings
 from image_builder.cluster.gate.model import Rules, node_from
 from image_builder.cluster.gate.retest import Limits, is_away
+from image_builder.drain.lease import Settings as LeaseSettings
 from image_builder.node.net.kube import Client
 from image_builder.node.preflight import model, retest
 from tests.support.control_plane.gates import (

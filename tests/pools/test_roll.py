@@ -20,7 +20,11 @@ from typing import Literal
 
 import pytest
 
+from image_builder.drain.lease import NAMESPACE, Leases, Settings
+from image_builder.errors import PoolError
 from image_builder.node.net.kube import MERGE_PATCH, path_of_node
+from image_builder.node.net.kube import Client as Kube
+from image_builder.node.net.kubeconfig import load
 from image_builder.pool.plan.inventory import Fleet as InventoryFleet
 from image_builder.pool.plan.plan import save
 from image_builder.pool.rollback import plan_rollback
@@ -247,7 +251,35 @@ def test_a_run_sends_what_its_plan_says(fleet: World) -> None:
     assert Counter(request(e.method, e.path, e.body) for e in fleet.served.arm.log) == Counter(
         request(call.method, call.path, call.body) for call in said if call.to == "azure"
     )
-    events = [event for event in fleet.changes() if event["responseStatus"]["code"] < 300]
+    events = [
+        event
+        for event in fleet.changes()
+        if event["responseStatus"]["code"] < 300
+        and event["objectRef"]["resource"] not in ("events", "leases")
+    ]
     assert Counter((event["verb"].upper(), event["requestURI"]) for event in events) == Counter(
         (call.method, call.path) for call in said if call.to == "kubernetes"
     )
+
+
+def test_a_second_roll_is_refused_and_leaves_nothing(fleet: World) -> None:
+    """R23: by the Lease, which names the holder. Where that is gone, its Lease runs out."""
+    rolled = plan(fleet, **GENEROUS)
+    access = load(fleet.account())
+    paths = sorted({host.scale_set_id for host in fleet.hosts})
+    often = Settings(namespace=NAMESPACE, duration=60.0, deadline=40.0, pause=1.0)
+    with Leases(lambda: Kube(access, agent="other"), "roll-other", often) as other:
+        other.hold(paths[1])
+        with pytest.raises(PoolError, match="is held by roll-other"):
+            fleet.drive(rolled)
+    assert fleet.models() == {OLD} and fleet.reimages() == []
+    assert not any(fleet.is_ours(host.name) for host in fleet.hosts)
+    assert fleet.drive(rolled).finished
+    assert holders(fleet) == {""}
+
+
+def holders(fleet: World) -> set[str]:
+    leases = fleet.admin.request("GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases")[
+        "items"
+    ]
+    return {lease["spec"]["holderIdentity"] for lease in leases}

@@ -190,10 +190,10 @@ def free(hosts: Hosts, run: Run = _RUN, kubeconfig: Kubeconfig = None, as_json: 
 
         image-builder pool free gpu-17 gpu-18 --kubeconfig drain.conf
     """
-    from image_builder.drain import fence
+    from image_builder.drain.run import free as give_back
 
     with _answered(kubeconfig) as client:
-        results = {name: fence.free(client, name, run) for name in dict.fromkeys(hosts)}
+        results = {name: give_back(client, name, run) for name in dict.fromkeys(hosts)}
     states = {name: "freed" if is_freed else "not ours" for name, is_freed in results.items()}
     text = columns([("host", "state"), *states.items()])
     show({"run": run, "hosts": [{"host": n, "state": s} for n, s in states.items()]}, text, as_json=as_json)

@@ -9,8 +9,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.cluster.gate import breaker
-from image_builder.cluster.gate.decide import Action, is_tainted, may_work, patch, pointer_of
+from image_builder.cluster.gate.decide import Action, is_tainted, may_work, patch
 from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
+from image_builder.drain import fence, quarantine
+from image_builder.drain.fence import pointer
 from image_builder.errors import UsageError
 from image_builder.node.net.kube import JSON_PATCH, Client, path_of_node
 from image_builder.node.preflight.hold import OPEN, Hold, of_node
@@ -36,13 +38,16 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
     if is_tainted(node, rules):
         changes = [*patch(node, Action.ADMIT, rules), *changes]
     client.request("PATCH", path_of_node(name), changes, JSON_PATCH)
+    # With the controller's own patch, where it runs: of the two one is refused, and the other has done it.
+    if changes := quarantine.give_back(client.node(name)):
+        fence.send(client, name, changes)
     return node
 
 
 def _annotate(document: dict[str, Any], value: str) -> list[dict[str, Any]]:
     if not document["metadata"].get("annotations"):
         return [{"op": "add", "path": "/metadata/annotations", "value": {ADMITTED: value}}]
-    return [{"op": "add", "path": pointer_of(ADMITTED), "value": value}]
+    return [{"op": "add", "path": pointer(ADMITTED), "value": value}]
 
 
 def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
@@ -55,12 +60,15 @@ def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
 
 def _line(document: Mapping[str, Any], rules: Rules, holds: Mapping[str, Hold]) -> dict[str, str]:
     node = node_from(document, rules)
-    held = of_node(breaker.code_of(node), document["metadata"].get("labels") or {}, holds)
-    notice = f"HELD, {held.words}: don't replace it: " if held and held.state == OPEN else ""
+    labels = document["metadata"].get("labels") or {}
+    codes = [breaker.code_of(node), *(ailment.reason for ailment in node.health.ailments)]
+    matches = [of_node(code, labels, holds) for code in codes]
+    held = next((hold for hold in matches if hold and hold.state == OPEN), None)
+    notice = f"HELD, {held.words}: don't replace it: " if held else ""
     return {
         "node": node.name,
-        "gate": "out" if is_tainted(node, rules) else "in",
-        "may_work": "yes" if may_work(node) else "no",
+        "gate": "out" if is_tainted(node, rules) or node.health.is_tainted else "in",
+        "may_work": "no" if node.health.record or not may_work(node) else "yes",
         "why": notice + why(node),
     }
 
@@ -77,4 +85,8 @@ def why(node: Node) -> str:
         return "nothing was reported yet"
     if node.tested_boot != node.boot_id:
         return "the report is from another boot"
-    return node.message
+    if node.health.record:
+        return node.health.record.words
+    # In all the same: it is new, or there is no room for it, or the breaker holds it.
+    ailments = [f"{ailment.condition} {ailment.reason}: {ailment.detail}" for ailment in node.health.ailments]
+    return "; ".join(ailments) or node.message

@@ -1,6 +1,7 @@
 """The breaker: where many boots of a pool fail by one code, rather the test or the image is wrong than the machines.
 
-Then reboots and replacements for that code are held until no node fails by it any more, or a person releases it. What
+Then reboots and replacements for that code are held until no node fails by it any more, or a person releases it; so is
+whatever would be done about nodes at work that all ail by one reason. What
 is held stands in one ConfigMap, which nodes and people read; a new leader goes on with it.
 """
 
@@ -45,13 +46,19 @@ def _reported(node: Node) -> str:
     return code if _CODE.fullmatch(code) else ""
 
 
-def _counted(node: Node, now: float, window: float) -> str:
-    """Return by which code a node counts as failed.
+def _counted(node: Node, now: float, window: float) -> dict[str, bool]:
+    """Return by which codes a node counts as failed, and which of them are new: of its boot, and of its health.
 
     A node that starts itself again does so before its kubelet reports the new boot's id: its report counts while it is
     new.
     """
-    return code_of(node) or (_reported(node) if _is_recent(node, now, window) else "")
+    is_new = now - node.reported <= window  # its clock may be ahead of ours
+    code = code_of(node) or (_reported(node) if is_new else "")
+    codes = {code: is_new} if code else {}
+    for ailment in node.health.ailments:
+        if _CODE.fullmatch(ailment.reason):
+            codes[ailment.reason] = now - ailment.since <= window
+    return codes
 
 
 def step(
@@ -61,23 +68,18 @@ def step(
 
     One that is known stays, open or released, while a node of its pool fails by it.
     """
-    failing: dict[tuple[str, str], list[Node]] = {}
+    failing: dict[tuple[str, str], list[bool]] = {}
     for node in nodes:
-        if code := _counted(node, now, limits.window):
-            failing.setdefault((node.pool, code), []).append(node)
+        for code, is_new in _counted(node, now, limits.window).items():
+            failing.setdefault((node.pool, code), []).append(is_new)
     sizes = Counter(node.pool for node in nodes)
     holds = {key: held for key, held in current.items() if (held.pool, held.code) in failing}
-    for (pool, code), failed in failing.items():
-        count = sum(_is_recent(node, now, limits.window) for node in failed)
+    for (pool, code), news in failing.items():
+        count = sum(news)
         new = Hold(code, label, pool, count, sizes[pool], int(now))
         if new.key not in holds and count >= limits.least and count > limits.share * sizes[pool]:
             holds[new.key] = new
     return holds
-
-
-def _is_recent(node: Node, now: float, window: float) -> bool:
-    """Tell whether a node reported within the last ``window`` seconds; its clock may be ahead of ours."""
-    return now - node.reported <= window
 
 
 # -- the ConfigMap ---------------------------------------------------------------------------------------------
@@ -121,6 +123,8 @@ class Holder:
         self._client, self._limits, self._label = client, limits, label
         self._tell, self._advises = tell, advises
         self._reported: dict[str, Hold] = {}
+        # What is held by the last turn, None where that is not known.
+        self.holds: Mapping[str, Hold] | None = None
 
     def turn(self, nodes: Sequence[Node], now: float) -> None:
         """Look at all nodes and write down what has changed; what can't be done is said, and done at another turn."""
@@ -131,9 +135,11 @@ class Holder:
                 self._write(current, holds)
         except NodeError as error:
             self._tell(f"the breaker: {error.message}")
+            self.holds = None
             return
         self._say(current or {}, holds)
         self._reported = holds
+        self.holds = holds
 
     def _write(self, current: Mapping[str, Hold] | None, holds: Mapping[str, Hold]) -> None:
         changed: dict[str, str | None] = dict.fromkeys((current or {}).keys() - holds.keys())

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from image_builder.cluster.gate import breaker
 from image_builder.cluster.gate.breaker import Holder
 from image_builder.cluster.gate.decide import Action, decide, patch
-from image_builder.cluster.gate.lease import Election
-from image_builder.cluster.gate.lease import Settings as LeaseSettings
 from image_builder.cluster.gate.model import Node, Rules
+from image_builder.cluster.gate.remedies import Remedies
 from image_builder.cluster.gate.retest import Limits, Retester
 from image_builder.cluster.gate.watcher import watch_nodes
 from image_builder.cluster.limits import Queue
+from image_builder.drain.lease import Election
+from image_builder.drain.lease import Settings as LeaseSettings
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import JSON_PATCH, NOT_FOUND, Client, KubeError, path_of_node
 from image_builder.node.net.retry import backoff
@@ -66,6 +67,7 @@ class Controller:
         self._holder = Holder(
             self._client, settings.breaker, settings.rules.pool, tell, advises=settings.advises
         )
+        self._remedies = Remedies(self._client, settings.rules, tell, time.monotonic)
         self._advised: dict[str, Node] = {}
         self._turned = float("-inf")
 
@@ -109,13 +111,23 @@ class Controller:
             stop.wait(self._settle(node))
 
     def _turn(self, stop: threading.Event) -> None:
-        """Let the re-tests have their turn, seldom: what is decided at one is known by the next."""
+        """Let breaker, re-tests and remedies have their turn, seldom: what is decided at one is known by the next."""
         now = time.monotonic()
         if now - self._turned >= self.settings.turn:
             nodes = list(self.informer.objects.values())
             self._holder.turn(nodes, time.time())
+
+            def may_act() -> bool:
+                return self.election.leads and not stop.is_set()
+
             if not self.settings.advises:
-                self._retester.turn(nodes, time.time(), lambda: self.election.leads and not stop.is_set())
+                self._retester.turn(nodes, time.time(), may_act)
+            # What is held is not known while the breaker can't be read.
+            if (holds := self._holder.holds) is not None:
+                if self.settings.advises:
+                    self._remedies.advise(nodes, holds, time.time())
+                else:
+                    self._remedies.turn(nodes, holds, time.time(), may_act)
             self._turned = time.monotonic()
 
     def _elect(self, stop: threading.Event) -> None:

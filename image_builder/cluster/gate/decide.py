@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from image_builder.cluster.gate.model import EFFECT, Node, Rules
+from image_builder.drain.fence import pointer
 from image_builder.node.preflight.model import ANSWER, HELD, WISH
 
 PENDING, FAILED, RETEST = "pending", "failed", "retest"
@@ -58,8 +59,8 @@ def answered(node: Node, nonce: str, state: str, now: float, rules: Rules) -> li
     ``held`` takes the node out of service at the same time: before it is looked at again, and before it is granted.
     """
     answer = {"boot_id": node.boot_id, "nonce": nonce, "state": state, "at": int(now)}
-    same = [{"op": "test", "path": pointer_of(WISH), "value": node.wish.text}] if node.wish else []
-    reply = {"op": "add", "path": pointer_of(ANSWER), "value": json.dumps(answer)}
+    same = [{"op": "test", "path": pointer(WISH), "value": node.wish.text}] if node.wish else []
+    reply = {"op": "add", "path": pointer(ANSWER), "value": json.dumps(answer)}
     held = _set_taints(node, [*node.taints, _taint(RETEST, rules)]) if state == HELD else []
     return [*_same_boot(node), *same, reply, *held]
 
@@ -70,11 +71,6 @@ def _same_boot(node: Node) -> list[dict[str, Any]]:
 
 def _taint(value: str, rules: Rules) -> dict[str, str]:
     return {"key": rules.taint, "value": value, "effect": EFFECT}
-
-
-def pointer_of(annotation: str) -> str:
-    """Return the place of an annotation as a JSON pointer (RFC 6901)."""
-    return "/metadata/annotations/" + annotation.replace("~", "~0").replace("/", "~1")
 
 
 def _without_ours(node: Node, rules: Rules) -> list[Mapping[str, Any]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from image_builder.cluster.gate.health import Health, health_of
+from image_builder.cluster.gate.policy import Policy
 from image_builder.node.preflight.model import ANSWER, CONDITION, GRANTED, HELD, WISH, boot_of, retest_of
 from image_builder.node.status import PREFLIGHT_LABEL
 
@@ -21,12 +23,13 @@ _MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 @dataclass(frozen=True)
 class Rules:
     """The gate's settings. ``label``: only nodes that have it are its business. ``pool``: the label that names a
-    node's pool; nodes without it are one pool."""
+    node's pool; nodes without it are one pool. ``health``: what is done with nodes that go bad at work."""
 
     taint: str = PREFLIGHT_LABEL
     label: str = PREFLIGHT_LABEL
     condition: str = CONDITION
     pool: str = "pool"
+    health: Policy = field(default_factory=Policy)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Answer:
 @dataclass(frozen=True)
 class Node:
     """``boot_id`` is what the kubelet says, ``tested_boot`` what the condition speaks of, ``admitted_boot`` what a
-    person let in; each is empty where there is none. ``taints`` are the API's own objects, in their order.
+    person let in, at ``admitted_at`` (Unix time); each is empty where there is none. ``taints`` are the API's own
+    objects, in their order.
 
     ``retested`` is the number of the re-test that the condition speaks of, empty for the boot's own test, and
     ``reported`` when it was written (Unix time, 0: not known).
@@ -72,6 +76,8 @@ class Node:
     wish: Wish | None = None
     answer: Answer | None = None
     pool: str = ""
+    admitted_at: float = 0.0
+    health: Health = field(default_factory=Health)
 
     @property
     def is_under_test(self) -> bool:
@@ -88,19 +94,24 @@ def node_from(document: Mapping[str, Any], rules: Rules) -> Node:
     condition = conditions[0] if conditions else {}
     message = str(condition.get("message", ""))
     annotations = meta.get("annotations") or {}
+    boot_id = str((status.get("nodeInfo") or {}).get("bootID", ""))
+    pool = str((meta.get("labels") or {}).get(rules.pool, ""))
+    admission = _admission(annotations.get(ADMITTED, ""))
     return Node(
         name=meta["name"],
-        boot_id=str((status.get("nodeInfo") or {}).get("bootID", "")),
+        boot_id=boot_id,
         status=str(condition.get("status", "")),
         tested_boot=boot_of(message),
         message=message,
-        admitted_boot=_admitted_boot(annotations.get(ADMITTED, "")),
+        admitted_boot=str(admission.get("boot_id", "")),
         taints=tuple(spec.get("taints") or ()),
         retested=retest_of(message),
         reported=_time(str(condition.get("lastHeartbeatTime") or "")),
         wish=_wish(str(annotations.get(WISH, ""))),
         answer=_answer(str(annotations.get(ANSWER, ""))),
-        pool=str((meta.get("labels") or {}).get(rules.pool, "")),
+        pool=pool,
+        admitted_at=_time(str(admission.get("at", ""))),
+        health=health_of(document, boot_id, pool, rules.health),
     )
 
 
@@ -137,8 +148,8 @@ def _answer(text: str) -> Answer | None:
         return None
 
 
-def _admitted_boot(annotation: str) -> str:
+def _admission(annotation: str) -> Mapping[str, Any]:
     try:
-        return str(json.loads(annotation)["boot_id"])
+        return dict(json.loads(annotation))
     except _MALFORMED:
-        return ""
+        return {}

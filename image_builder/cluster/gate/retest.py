@@ -60,9 +60,9 @@ def is_open(outcomes: Iterable[Outcome], now: float, limits: Limits) -> bool:
     return len(recent) >= limits.least and failed > limits.failing * len(recent)
 
 
-def cap(fleet: int, limits: Limits) -> int:
-    """Return how many of ``fleet`` nodes may be under test at once."""
-    return min(fleet, max(1, int(fleet * limits.share))) if limits.share else 0
+def cap(fleet: int, share: float) -> int:
+    """Return how many of ``fleet`` nodes may be out at once, at least one but by a share of 0."""
+    return min(fleet, max(1, int(fleet * share))) if share else 0
 
 
 class Step(enum.Enum):
@@ -116,7 +116,7 @@ def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, 
         return [*steps, *((node, Step.REFUSE) for node, _ in asking)]
     steps += [(node, Step.REFUSE) for node, tested in asking if now - tested < limits.period]
     due = sorted((tested, node.name, node) for node, tested in asking if now - tested >= limits.period)
-    free = cap(len(nodes), limits) - sum(map(is_away, nodes))
+    free = cap(len(nodes), limits.share) - sum(map(is_away, nodes))
     return [*steps, *((node, Step.HOLD) for _, _, node in due[: max(0, free)])]
 
 

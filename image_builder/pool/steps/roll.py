@@ -24,6 +24,7 @@ from image_builder.drain import bar, fence
 from image_builder.drain import run as drains
 from image_builder.drain.handover import Handover
 from image_builder.drain.ladder import PATIENCE
+from image_builder.drain.lease import Leases
 from image_builder.drain.look import Looker
 from image_builder.drain.policy import Policy
 from image_builder.drain.run import Drain
@@ -107,6 +108,7 @@ class RollFleet(Fleet):
         self._threads = ThreadPoolExecutor(setup.at_once, thread_name_prefix="roll")
         self._local, self._connections = threading.local(), list[Kube]()
         self._drains = _Drains(change, self._report)
+        self._leases = Leases(change.kube, change.holder)
         self._guard, self._models = threading.Lock(), threading.Lock()
         self._drives: dict[str, Drive] = {}
         self._locks: dict[str, threading.Lock] = {}
@@ -126,6 +128,8 @@ class RollFleet(Fleet):
         a journal that can't be written.
         """
         try:
+            self._stack.enter_context(self._leases)
+            self._hold_all()
             self._read_azure()
             self._journal = _Journal(self._stack.enter_context(records.open_journal(self._change.journal)))
             # What another process was at work on, and has left as it was when it was killed.
@@ -144,6 +148,13 @@ class RollFleet(Fleet):
             raise
         self._drains.start()
         return self
+
+    def _hold_all(self) -> None:
+        try:
+            for path in self._change.target.before:
+                self._leases.take(path)
+        except KubeError as error:
+            raise PoolError(error.message, hint="the rights that it needs are in deploy/roll.yml") from error
 
     def _read_azure(self) -> None:
         target = self._change.target
@@ -224,7 +235,7 @@ class RollFleet(Fleet):
         for attempt in range(_TURNS):
             try:
                 self._drive(path).set_image(self._change.azure.scale_set(path), version)
-            except FetchError:
+            except (FetchError, KubeError):
                 if attempt == _TURNS - 1:
                     raise
                 self._ending.wait(backoff(attempt, cap=_TROUBLE_SECONDS))
@@ -355,7 +366,11 @@ class RollFleet(Fleet):
         kube = self._kube()
         is_there = self._bar(kube, host)
         self._ending.wait(self._change.settle_seconds)
-        busy = partial(self._occupied, kube, host, barred=True) if is_there else lambda: ""
+
+        def busy() -> str:
+            self._held(host)
+            return self._occupied(kube, host, barred=True) if is_there else ""
+
         outcome, joined = self._bring(drive, host, version, busy)
         return self._free(host, _key) if outcome.ok else (outcome, joined)
 
@@ -376,7 +391,7 @@ class RollFleet(Fleet):
         self._drains.drop(host.name)
         kube = self._kube()
         node = bar.lift(kube, host.name, self._nodes.pop(host.name, None))
-        fence.free(kube, host.name, self._change.run, node)
+        drains.free(kube, host.name, self._change.run, node)
         return OK, "unknown"
 
     def _bring(
@@ -398,8 +413,14 @@ class RollFleet(Fleet):
         ending = roll_instance(drive, host.instance, host.vm_id, version, node, busy)
         return _outcome(ending, silence)
 
+    def _held(self, host: Host) -> str:
+        """Hold a host's scale set: without that nothing is sent. Raises PoolError where another does, KubeError."""
+        self._leases.hold(host.scale_set_id)
+        return ""
+
     def _busy(self, kube: Kube, host: Host, key: Key) -> str:
         """Return what a request would cost: the last look, right before it is sent."""
+        self._held(host)
         if self._is_turned or self._ending.is_set() or key in self._over:
             return "the run goes back, or ends"
         return self._occupied(kube, host, barred=True)
@@ -425,6 +446,7 @@ class RollFleet(Fleet):
             lock = self._locks.setdefault(path, threading.Lock())
         with lock:
             if path not in self._drives:
+                self._leases.hold(path)
                 change = self._change
                 context = driving(change.azure, path, change.holder, self._journal, patience=change.patience)
                 self._drives[path] = self._stack.enter_context(context)

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +277,9 @@ def collection(manifest: dict[str, Any]) -> str:
 def give_rights(admin: Client, page: Path = HOW_TO) -> None:
     """Give whoever a page or a file is about what it says, and nothing else."""
     for manifest in manifests(page):
+        if manifest["kind"] == "Namespace":
+            with suppress(KubeError):  # another page's, too
+                admin.request("POST", "/api/v1/namespaces", manifest)
         if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"):
             admin.request("POST", collection(manifest), manifest)
 

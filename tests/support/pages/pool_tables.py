@@ -1,4 +1,4 @@
-"""The tables of docs/reference/pools.md and docs/how-to/drain.md that are made from the code.
+"""The tables of docs/reference/pools.md, docs/how-to/drain.md and bad-nodes.md that are made from the code.
 
 Policies, a journal's records, a scale set.
 """
@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from image_builder.cluster.gate import policy as gate
 from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.drain.policy import Rule
 from image_builder.pool.plan.policy import Policy, Roll
@@ -37,6 +38,11 @@ def with_tables(text: str) -> str:
 def with_drain_tables(text: str) -> str:
     """Return the page about drains with its tables as the code has them."""
     return _between(_between(text, _POLICY, model_table(DrainPolicy)), _RULE, model_table(Rule))
+
+
+def with_health_tables(text: str) -> str:
+    """Return the page about bad nodes with its tables as the code has them."""
+    return _between(_between(text, _POLICY, model_table(gate.Policy)), _RULE, model_table(gate.Rule))
 
 
 def _between(text: str, marks: tuple[str, str], table: str) -> str:

@@ -26,8 +26,13 @@ class Server(Client):
         self.nodes: dict[str, dict[str, Any]] = {}
         self.pods: Pods = {}
         self.evicted: list[str] = []
+        self.events: list[str] = []
 
     def request(self, method: str, path: str, body: Any = None, content_type: str = "") -> dict[str, Any]:
+        if method == "POST":
+            assert path == "/api/v1/namespaces/default/events"
+            self.events.append(body["reason"])
+            return {}
         assert method == "GET" or content_type == JSON_PATCH
         name = path.rpartition("/")[2]
         if name not in self.nodes:
@@ -98,6 +103,7 @@ def test_a_second_one_goes_on_with_the_first_ones_patience(server: Server) -> No
     clock.now += 1
     second.turn()
     assert second.outcomes["gpu-1"].state == "skipped"
+    assert server.events == ["NodeCordoned", "DrainSkipped", "NodeFreed"]
     assert CORDON not in server.nodes["gpu-1"]["metadata"]["annotations"]
 
 

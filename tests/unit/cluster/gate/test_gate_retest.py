@@ -172,13 +172,13 @@ def test_never_more_than_the_cap_are_under_test(kinds: list[Node], share: float)
     limits = Limits(share=share, period=100)
     held = [item.name for item, step in plan(fleet, NOW, limits) if step is Step.HOLD]
     under = sum(item.is_under_test for item in fleet)
-    assert under + len(held) <= max(under, cap(len(fleet), limits))
+    assert under + len(held) <= max(under, cap(len(fleet), limits.share))
     assert len(set(held)) == len(held)
 
 
 @pytest.mark.parametrize(("fleet", "most"), [(0, 0), (1, 1), (49, 1), (100, 2), (7500, 150)])
 def test_cap(fleet: int, most: int) -> None:
-    assert cap(fleet, LIMITS) == most
+    assert cap(fleet, LIMITS.share) == most
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""What a Node object says of its health: conditions of its own agent, of node-problem-detector and of NVSentinel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from image_builder.cluster.gate.policy import Policy
+from image_builder.drain import fence, quarantine
+from image_builder.drain.pods import moment
+
+# What NVSentinel leaves on a node that it has taken out, and the label of one that it isn't to touch.
+# https://docs.nvidia.com/nvsentinel/components/cancelling-breakfix
+_NVSENTINEL_AT_WORK = "quarantineHealthEvent"
+_NVSENTINEL_MANAGES = "k8saas.nvidia.com/ManagedByNVSentinel"
+# Our agent's messages end with the boot that they are of (node/health/report.py).
+_BOOT = re.compile(r"\(boot ([0-9a-f-]{36})[,)]")
+_SCALE_SET = re.compile(
+    r"(?i)azure://(/subscriptions/.+/virtualMachineScaleSets/[^/]+)/virtualMachines/[^/]+"
+)
+_DETAIL = 300
+
+
+@dataclass(frozen=True)
+class Ailment:
+    """A condition that is bad, since when (Unix time), and its message."""
+
+    condition: str
+    reason: str
+    since: float
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What counts of a Node for its health.
+
+    ``well`` are the conditions that say that all is well with this boot. ``scale_set`` is its id in Azure in lower
+    case, empty where the Node doesn't name it. ``cordon``: whose cordon it has, of ours. ``is_left``: NVSentinel is at
+    work on it, or its pool is left to NVSentinel.
+    """
+
+    ailments: tuple[Ailment, ...] = ()
+    well: frozenset[str] = frozenset()
+    record: quarantine.Record | None = None
+    is_tainted: bool = False
+    cordon: str = ""
+    scale_set: str = ""
+    is_left: bool = False
+
+
+def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Policy) -> Health:
+    """Return what a Node object says of its health. What is malformed counts as not there."""
+    meta, spec, status = (document.get(name) or {} for name in ("metadata", "spec", "status"))
+    ailments, well = [], set()
+    for condition in status.get("conditions") or ():
+        kind, state = str(condition.get("type", "")), condition.get("status")
+        message = str(condition.get("message", ""))
+        bad = policy.bad_status(kind)
+        boot = _BOOT.search(message)
+        if bad is None or state not in ("True", "False") or (boot and boot[1] != boot_id):
+            continue
+        if state != bad:
+            well.add(kind)
+            continue
+        since = moment(condition.get("lastTransitionTime")) or 0.0
+        ailments.append(Ailment(kind, str(condition.get("reason") or kind), since, message[:_DETAIL]))
+    cordon = fence.record_of(document)
+    set_id = _SCALE_SET.fullmatch(str(spec.get("providerID") or ""))
+    is_at_work = _NVSENTINEL_AT_WORK in (meta.get("annotations") or {})
+    is_managed = (meta.get("labels") or {}).get(_NVSENTINEL_MANAGES) != "false"
+    return Health(
+        ailments=tuple(sorted(ailments, key=lambda ailment: (ailment.since, ailment.condition))),
+        well=frozenset(well),
+        record=quarantine.record_of(document),
+        is_tainted=quarantine.is_tainted(document),
+        cordon=cordon.run if cordon else "",
+        scale_set=set_id[1].lower() if set_id else "",
+        is_left=is_at_work or (pool in policy.nvsentinel and is_managed),
+    )

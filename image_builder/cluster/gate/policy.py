@@ -1,0 +1,103 @@
+"""The operator's policy for nodes that go bad at work: what counts, what is done, and to how many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from image_builder.drain.policy import Policy as DrainPolicy
+from image_builder.strict_yaml import Strict
+
+Seconds = Annotated[float, Field(ge=0)]
+Status = Literal["True", "False"]
+
+# Conditions that say that a node is bad, as patterns, and the status that says it. Ours; node-problem-detector's and
+# what AKS adds to it (https://learn.microsoft.com/azure/aks/node-problem-detector); and those of NVSentinel's monitors.
+CONDITIONS: Mapping[str, Status] = {
+    "NodeHealthy": "False",
+    "image-builder/NodeHealthy": "False",
+    **dict.fromkeys(
+        (
+            *("KernelDeadlock", "ReadonlyFilesystem", "CorruptDockerOverlay2", "FrequentUnregisterNetDevice"),
+            *("FrequentKubeletRestart", "FrequentDockerRestart", "FrequentContainerdRestart"),
+            *("FilesystemCorruptionProblem", "KubeletProblem", "ContainerRuntimeProblem", "VMEventScheduled"),
+            *("GPUMissing", "NVLinkStatusInactive"),
+            *("Gpu*Watch", "SysLogs*"),
+        ),
+        "True",
+    ),
+}
+
+
+class Rule(Strict):
+    """What is done about a class of findings. The first rule that matches counts."""
+
+    reason: str = Field(
+        default="*", description="The condition's reason, or a pattern of it, such as `Gpu*`."
+    )
+    condition: str = Field(default="*", description="The condition's type, or a pattern of it.")
+    remedy: Literal["ignore", "taint", "drain", "reboot", "reimage", "hand-over"] = Field(
+        description="`ignore`: nothing. `taint`: no new work comes to the node. `drain`: and it is emptied."
+        " `reboot`, `reimage`, `hand-over`: and when it is empty, that is asked for."
+    )
+    lasting_seconds: Seconds | None = Field(
+        default=None, description="How long it must last; without it, the policy's."
+    )
+
+    def matches(self, condition: str, reason: str) -> bool:
+        return fnmatchcase(reason, self.reason) and fnmatchcase(condition, self.condition)
+
+
+# Azure gives notice of minutes.
+_MAINTENANCE = Rule(reason="MaintenanceScheduled", remedy="taint", lasting_seconds=0.0)
+_ANY = Rule(remedy="taint")
+
+
+class Policy(Strict):
+    """The whole policy. Without a file, these defaults: nodes that stay bad get no new work."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    lasting_seconds: Seconds = Field(
+        default=300.0, description="How long a condition must be bad before anything is done about it."
+    )
+    share: float = Field(
+        default=0.02,
+        ge=0,
+        le=1,
+        description="Most of the fleet that is out at once for its health, at least one node; hosts that a drain or a"
+        " rollout of ours has cordoned count. 0: nothing is taken out.",
+    )
+    rules: tuple[Rule, ...] = Field(
+        default=(), description="What is done about which findings; without a rule, the taint."
+    )
+    conditions: Mapping[str, Status] = Field(
+        default_factory=dict,
+        description="Further conditions, by type or pattern, and the status that is bad.",
+    )
+    nvsentinel: tuple[str, ...] = Field(
+        default=(), description="Pools whose bad nodes are left to NVSentinel: nothing is done to them here."
+    )
+    drain: DrainPolicy = Field(
+        default=DrainPolicy(),
+        description="How nodes are emptied, by the policy of [drains](drain.md#the-policy).",
+    )
+
+    def bad_status(self, condition: str) -> Status | None:
+        """Return the status by which a condition is bad; None for one that says nothing of health."""
+        for patterns in (self.conditions, CONDITIONS):
+            for pattern, status in patterns.items():
+                if fnmatchcase(condition, pattern):
+                    return status
+        return None
+
+    def rule(self, condition: str, reason: str) -> Rule:
+        """Return what is to be done about a finding."""
+        return next(rule for rule in (*self.rules, _MAINTENANCE, _ANY) if rule.matches(condition, reason))
+
+    def lasts(self, rule: Rule) -> float:
+        """Return how many seconds a finding of a rule must last."""
+        return self.lasting_seconds if rule.lasting_seconds is None else rule.lasting_seconds

@@ -1,0 +1,128 @@
+"""Which nodes are taken out for their health, what is done about them, and when they are back. Pure.
+
+All that is known is in the Node objects: a controller that takes over goes on where the last one was.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping, Sequence
+from typing import get_args
+
+from image_builder.cluster.gate.decide import is_tainted
+from image_builder.cluster.gate.health import Ailment
+from image_builder.cluster.gate.model import Node, Rules
+from image_builder.cluster.gate.policy import Policy
+from image_builder.cluster.gate.retest import cap
+from image_builder.drain.quarantine import ASKING, RUN, Record, Remedy
+from image_builder.node.preflight.hold import OPEN, Hold, key_of
+
+_RANKS: Mapping[str, int] = {remedy: rank for rank, remedy in enumerate(get_args(Remedy))}
+
+
+class Step(enum.Enum):
+    TAKE_OUT = "taken out"
+    DRAIN = "emptied"
+    ASK = "asked for"
+    GIVE_BACK = "given back"
+
+
+def record_for(node: Node, policy: Policy, now: float) -> Record | None:
+    """Return by which record a node belongs into quarantine for what lasts now, the gravest first; None by none.
+
+    What a person knew who let this boot in is no reason.
+    """
+    by_hand = node.admitted_at if node.admitted_boot == node.boot_id else 0.0
+    records = []
+    for ailment in node.health.ailments:
+        rule = policy.rule(ailment.condition, ailment.reason)
+        is_lasting = now - ailment.since >= policy.lasts(rule)
+        if rule.remedy != "ignore" and is_lasting and ailment.since > by_hand:
+            records.append(_record(node, ailment, rule.remedy, now))
+    return max(records, key=lambda record: _RANKS[record.remedy], default=None)
+
+
+def _record(node: Node, ailment: Ailment, remedy: Remedy, now: float) -> Record:
+    return Record(
+        condition=ailment.condition,
+        reason=ailment.reason,
+        detail=ailment.detail,
+        remedy=remedy,
+        since=now,
+        boot_id=node.boot_id,
+        tested=node.reported,
+    )
+
+
+def is_back(node: Node, record: Record) -> bool:
+    """Tell whether a node may work again: nothing ails it and it passed its preflight since, or a person let it in."""
+    if node.admitted_boot == node.boot_id and node.admitted_at >= record.since:
+        return True
+    has_passed = node.status == "True" and node.tested_boot == node.boot_id and not node.is_under_test
+    is_new = (node.boot_id, node.reported) != (record.boot_id, record.tested)
+    is_well = not node.health.ailments and record.condition in node.health.well
+    return bool(node.boot_id) and has_passed and is_new and is_well
+
+
+def step_of(node: Node, policy: Policy, rules: Rules, now: float) -> tuple[Step, Record | None] | None:
+    """Return what a node needs next, whatever others need; None for nothing."""
+    health, record = node.health, node.health.record
+    due = record_for(node, policy, now)
+    if record is None:
+        if health.is_tainted or health.cordon == RUN:
+            return Step.GIVE_BACK, None  # somebody took our annotation away
+        # Who is out for its preflight takes no work anyway.
+        is_in = bool(node.boot_id) and not is_tainted(node, rules)
+        return (Step.TAKE_OUT, due) if due and is_in and not health.is_left else None
+    if is_back(node, record):
+        return Step.GIVE_BACK, record
+    if health.is_left:
+        return None
+    if due and _RANKS[due.remedy] > _RANKS[record.remedy]:
+        return Step.TAKE_OUT, due
+    if not health.is_tainted:
+        return Step.TAKE_OUT, record
+    if record.is_drained and record.stage == "out":
+        return Step.DRAIN, record
+    if record.remedy in ASKING and record.stage == "empty":
+        return Step.ASK, record
+    return None
+
+
+def plan(
+    nodes: Sequence[Node],
+    holds: Mapping[str, Hold],
+    held_sets: Collection[str],
+    policy: Policy,
+    rules: Rules,
+    now: float,
+) -> list[tuple[Node, Step, Record | None]]:
+    """Return what to do now, in this order: who may come back goes first, then who ails for longest.
+
+    ``held_sets`` are scale sets that a rollout drives: their nodes get the taint, and the rest is left to it. Nothing
+    is begun on a host that has the cordon of another run of ours, nor where the breaker holds a reason, since many
+    nodes of a pool ail by it.
+    """
+    steps: list[tuple[Node, Step, Record | None]] = []
+    fresh: list[tuple[Node, Step, Record | None]] = []
+    for node in nodes:
+        if (need := step_of(node, policy, rules, now)) is None:
+            continue
+        step, record = need
+        is_held = record is not None and _is_held(node.pool, record.reason, holds)
+        is_driven = step is not Step.TAKE_OUT and node.health.scale_set in held_sets
+        is_in_work = node.health.cordon not in ("", RUN)
+        if step is not Step.GIVE_BACK and (is_held or is_driven or is_in_work):
+            continue
+        (fresh if node.health.record is None and step is Step.TAKE_OUT else steps).append(
+            (node, step, record)
+        )
+    steps.sort(key=lambda item: (item[1] is not Step.GIVE_BACK, item[0].name))
+    fresh.sort(key=lambda item: (min(ailment.since for ailment in item[0].health.ailments), item[0].name))
+    away = sum(node.health.record is not None or bool(node.health.cordon) for node in nodes)
+    return steps + fresh[: max(0, cap(len(nodes), policy.share) - away)]
+
+
+def _is_held(pool: str, reason: str, holds: Mapping[str, Hold]) -> bool:
+    hold = holds.get(key_of(reason, pool))
+    return hold is not None and hold.state == OPEN

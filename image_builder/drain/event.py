@@ -1,0 +1,45 @@
+"""A Kubernetes Event on a Node, for each step of what is done to it.
+
+Its name follows from what it says, so that a step that is done twice, by a process and by its successor, is one Event.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal
+
+from image_builder.drain.ask import stamp
+from image_builder.node.net.kube import CONFLICT, Client, KubeError
+
+Kind = Literal["Normal", "Warning"]
+# Nodes are in no namespace, and their Events in this one, as the kubelet's are.
+PATH = "/api/v1/namespaces/default/events"
+
+
+def event(
+    node: str, uid: str, reason: str, message: str, now: float, *, kind: Kind = "Normal", step: str = ""
+) -> dict[str, Any]:
+    """Return an Event on a Node. ``step`` tells apart what is said twice in the same words."""
+    digest = hashlib.sha256("\0".join((uid, reason, message, step)).encode()).hexdigest()[:16]
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{node[:200]}.{digest}", "namespace": "default"},
+        "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": node, "uid": uid},
+        "reason": reason,
+        "message": message[:1024],
+        "type": kind,
+        "source": {"component": "image-builder"},
+        "firstTimestamp": stamp(now),
+        "lastTimestamp": stamp(now),
+        "count": 1,
+    }
+
+
+def post(client: Client, document: dict[str, Any]) -> None:
+    """Post an Event, once. Raises KubeError."""
+    try:
+        client.request("POST", PATH, document)
+    except KubeError as error:
+        if error.status != CONFLICT:
+            raise

@@ -1,0 +1,242 @@
+"""Be the only one that acts: a Lease, taken and renewed as client-go's leader election does it.
+
+The gate's controllers have one between them. Each scale set has one too, for as long as a rollout drives it: another
+rollout is refused, and the gate begins nothing on its nodes.
+
+Clocks of two machines are never compared: a lease has run out when nobody renewed it while our own clock went on for
+its whole duration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Self
+
+from image_builder.errors import PoolError
+from image_builder.node.net.kube import CONFLICT, Client, KubeError
+
+# Of the Leases of scale sets: by their namespace alone they can be given without all others.
+NAMESPACE = "image-builder"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Seconds: how long a lease lasts, when a leader that couldn't renew it gives up, and between two attempts."""
+
+    name: str = "image-builder-gate"
+    namespace: str = "kube-system"
+    duration: float = 30.0
+    deadline: float = 20.0
+    pause: float = 8.0
+
+
+@dataclass
+class Observation:
+    """The lease as it was when it last changed, and when (by our clock) that was seen."""
+
+    record: tuple[str, str] = ("", "")
+    since: float = 0.0
+
+
+class Election:
+    """``attempt`` is called every ``pause`` seconds; ``leads`` tells whether we may act now."""
+
+    def __init__(self, client: Client, identity: str, settings: Settings, clock: Callable[[], float]) -> None:
+        self.settings = settings
+        self._client, self._identity, self._clock = client, identity, clock
+        self._observed = Observation()
+        self._renewed = float("-inf")
+
+    @property
+    def leads(self) -> bool:
+        """Tell whether the lease is ours, by a renewal that is recent enough for nobody else to have taken it."""
+        return self._clock() - self._renewed < self.settings.deadline
+
+    @property
+    def record(self) -> tuple[str, str]:
+        """Return who held the lease when it was last read, and when that one had renewed it; empty for nobody."""
+        return self._observed.record
+
+    def attempt(self) -> None:
+        """Take or renew the lease where that is ours to do. Raises KubeError."""
+        now = self._clock()
+        lease = self._client.find(self._path)
+        if lease is None:
+            self._write("POST", self._collection, {"metadata": self._meta}, now)
+            return
+        spec = lease.get("spec") or {}
+        holder = str(spec.get("holderIdentity") or "")
+        record = (holder, str(spec.get("renewTime") or ""))
+        if record != self._observed.record:
+            # Not when it was asked for: it may have been renewed while the answer was on its way.
+            self._observed = Observation(record, self._clock())
+        lasts = float(spec.get("leaseDurationSeconds") or self.settings.duration)
+        if holder in ("", self._identity) or now - self._observed.since > lasts:
+            self._write("PUT", self._path, lease, now)
+
+    def release(self) -> None:
+        """Give the lease back, so that the next one need not wait for its end. Raises KubeError."""
+        if self.leads:
+            lease = self._client.request("GET", self._path)
+            if (lease.get("spec") or {}).get("holderIdentity") == self._identity:
+                lease["spec"]["holderIdentity"] = ""
+                self._client.request("PUT", self._path, lease)
+        self._renewed = float("-inf")
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _write(self, method: str, path: str, lease: Mapping[str, Any], now: float) -> None:
+        old = lease.get("spec") or {}
+        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        is_ours = old.get("holderIdentity") == self._identity
+        spec = {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": int(self.settings.duration),
+            "acquireTime": old.get("acquireTime") if is_ours else stamp,
+            "renewTime": stamp,
+            "leaseTransitions": int(old.get("leaseTransitions") or 0) + (0 if is_ours else 1),
+        }
+        body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", **lease, "spec": spec}
+        try:
+            # With the resourceVersion that was read: of two that take it at once, one is refused.
+            self._client.request(method, path, body)
+        except KubeError as error:
+            if error.status != CONFLICT:
+                raise
+            return
+        # From before the request was sent: the server counts from later.
+        self._renewed = now
+
+    @property
+    def _meta(self) -> dict[str, str]:
+        return {"name": self.settings.name, "namespace": self.settings.namespace}
+
+    @property
+    def _collection(self) -> str:
+        return _collection(self.settings.namespace)
+
+    @property
+    def _path(self) -> str:
+        return f"{self._collection}/{self.settings.name}"
+
+
+def _collection(namespace: str) -> str:
+    return f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+
+
+# -- leases of scale sets --------------------------------------------------------------------------------------
+
+
+def lease_of(scale_set: str) -> str:
+    """Return the name of a scale set's Lease, by its id in Azure."""
+    return f"set-{hashlib.sha256(scale_set.lower().encode()).hexdigest()[:16]}"
+
+
+class Holders:
+    """Who holds which Lease, for somebody who only looks. ``clock`` is monotonic.
+
+    A Lease that is seen for the first time counts as held for its whole duration.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._observed: dict[str, tuple[Observation, float]] = {}
+
+    def look(self, client: Client) -> None:
+        """Read all Leases. Raises KubeError."""
+        leases: dict[str, tuple[tuple[str, str], float]] = {}
+
+        def take(lease: Mapping[str, Any]) -> None:
+            spec = lease.get("spec") or {}
+            record = (str(spec.get("holderIdentity") or ""), str(spec.get("renewTime") or ""))
+            leases[lease["metadata"]["name"]] = record, float(spec.get("leaseDurationSeconds") or 0)
+
+        client.each(_collection(NAMESPACE), take)
+        for name in self._observed.keys() - leases.keys():
+            del self._observed[name]
+        for name, (record, seconds) in leases.items():
+            known = self._observed.get(name)
+            is_same = known is not None and known[0].record == record
+            since = known[0].since if known and is_same else self._clock()
+            self._observed[name] = Observation(record, since), seconds
+
+    def holder(self, name: str) -> str:
+        """Return who holds a Lease, empty where nobody does."""
+        observation, seconds = self._observed.get(name, (Observation(), 0.0))
+        return observation.record[0] if self._clock() - observation.since <= seconds else ""
+
+
+class Leases:
+    """Leases of scale sets that are held, and renewed in a thread, until the block ends. For several threads.
+
+    ``connect`` opens a connection to the API server; ``holder`` is who holds: its successor by that name takes them up
+    at once.
+    """
+
+    def __init__(self, connect: Callable[[], Client], holder: str, settings: Settings | None = None) -> None:
+        self._connect, self._holder = connect, holder
+        self._settings = settings or Settings(namespace=NAMESPACE, duration=120.0, deadline=80.0, pause=30.0)
+        self._elections: dict[str, Election] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="leases", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        for election in self._elections.values():
+            with suppress(KubeError):  # it runs out by itself
+                election.release()
+            election.close()
+
+    def hold(self, scale_set: str) -> None:
+        """Hold a scale set's Lease, by a renewal that is recent enough; raises PoolError naming who does, KubeError."""
+        with self._lock:
+            if scale_set not in self._elections:
+                settings = replace(self._settings, name=lease_of(scale_set))
+                self._elections[scale_set] = Election(self._connect(), self._holder, settings, time.monotonic)
+            election = self._elections[scale_set]
+            if election.leads:
+                return
+            election.attempt()
+            if not election.leads:
+                raise PoolError(
+                    f"the scale set {scale_set} is held by {election.record[0] or 'another'} (Lease {NAMESPACE}/"
+                    f"{election.settings.name})",
+                    hint="wait for its end, or for the end of its Lease where it is gone",
+                )
+
+    def take(self, scale_set: str) -> None:
+        """As ``hold``, but let a Lease run out whose holder is gone. One that is there renews it, which is refusal."""
+        record: tuple[str, str] | None = None
+        while True:
+            try:
+                self.hold(scale_set)
+            except PoolError:
+                current = self._elections[scale_set].record
+                if record not in (None, current):
+                    raise
+                record = current
+            else:
+                return
+            self._stop.wait(self._settings.pause / 3)
+
+    def _renew(self) -> None:
+        while not self._stop.wait(self._settings.pause):
+            with self._lock:
+                elections = list(self._elections.values())
+            for election in elections:
+                # One that can't be renewed leads no more, and ``hold`` says so.
+                with suppress(KubeError), self._lock:
+                    election.attempt()

@@ -1,0 +1,152 @@
+"""A node in quarantine: the taint that keeps work off it, and the annotation that says why, and how far its remedy is.
+
+Both come in one request and go in one, with our cordon where a drain has put one. Pure, of a Node object.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from image_builder.drain import fence
+from image_builder.drain.ask import stamp
+
+TAINT = MARK = "image-builder/quarantine"
+# Whose cordons these are (``fence.Record.run``).
+RUN = "gate"
+
+# What is done to a node: work stays off it; it is emptied; and then a person or another program is asked for more.
+Remedy = Literal["taint", "drain", "reboot", "reimage", "hand-over"]
+ASKING: tuple[Remedy, ...] = ("reboot", "reimage", "hand-over")
+# ``out``: it takes no more work. ``empty``: and has none. ``asked``: its remedy was asked for.
+# What a person or another program is to do.
+WANTED = {
+    "reboot": "reboot it",
+    "reimage": "reimage it",
+    "hand-over": "give its machine back to the platform",
+}
+Stage = Literal["out", "empty", "asked"]
+_LABEL_VALUE = re.compile(r"[^-A-Za-z0-9_.]+")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the annotation holds: the condition, by its type and reason, that took the node out at ``since`` (seconds of
+    the epoch).
+
+    ``tested``: when the preflight had last been reported (Unix time, 0: never), ``boot_id``: of which boot that was.
+    """
+
+    condition: str
+    reason: str
+    detail: str
+    remedy: Remedy
+    since: float
+    boot_id: str
+    tested: float
+    stage: Stage = "out"
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def words(self) -> str:
+        """Return for people why the node is out, and how far its remedy is."""
+        state = {"out": "to be emptied" if self.is_drained else "takes no new work", "empty": "empty"}
+        wanted = state.get(self.stage, f"empty: {WANTED.get(self.remedy, self.remedy)}")
+        return f"{self.condition} {self.reason} since {stamp(self.since)}, {wanted}: {self.detail}"
+
+    @property
+    def is_drained(self) -> bool:
+        """Tell whether its remedy wants it empty."""
+        return self.remedy != "taint"
+
+
+def record_of(document: Mapping[str, Any]) -> Record | None:
+    """Return the record of a Node's annotation; None where there is none, or a broken one."""
+    try:
+        values = json.loads((document["metadata"].get("annotations") or {})[MARK])
+        record = Record(**{field.name: str(values[field.name]) for field in fields(Record)})  # type: ignore[arg-type]
+        record = replace(record, since=float(record.since), tested=float(record.tested))
+        known = record.remedy in get_args(Remedy) and record.stage in get_args(Stage)
+        return record if known and math.isfinite(record.since) and math.isfinite(record.tested) else None
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def is_tainted(document: Mapping[str, Any]) -> bool:
+    """Tell whether a Node has the taint."""
+    return any(map(_is_ours, _taints(document)))
+
+
+def _is_ours(taint: Mapping[str, Any]) -> bool:
+    return bool(taint["key"] == TAINT)
+
+
+def _taints(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list((document.get("spec") or {}).get("taints") or ())
+
+
+def take_out(document: Mapping[str, Any], record: Record) -> list[dict[str, Any]]:
+    """Return the patch that puts a node into quarantine, or brings it to a later stage.
+
+    It is refused where its taints, or our annotation, have changed meanwhile.
+    """
+    annotations = document["metadata"].get("annotations") or {}
+    pointer = fence.pointer(MARK)
+    value = _LABEL_VALUE.sub("-", record.reason)[:63].strip("-_.")
+    taint = {"key": TAINT, "value": value, "effect": "NoSchedule"}
+    marks: list[dict[str, Any]]
+    if annotations:
+        marks = [
+            {"op": "test", "path": pointer, "value": annotations.get(MARK)},
+            {"op": "add", "path": pointer, "value": record.text()},
+        ]
+    else:
+        marks = [
+            {"op": "test", "path": "/metadata/annotations", "value": None},
+            {"op": "add", "path": "/metadata/annotations", "value": {MARK: record.text()}},
+        ]
+    others = [other for other in _taints(document) if not _is_ours(other)]
+    return [_same(document), *marks, *_set_taints(document, [*others, taint])]
+
+
+def reach(document: Mapping[str, Any], record: Record, stage: Stage) -> list[dict[str, Any]]:
+    """Return the patch that says how far a node's remedy is."""
+    return take_out(document, replace(record, stage=stage))
+
+
+def give_back(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the patch that ends a quarantine: the taint, the annotation and the gate's cordon go, and nothing else.
+
+    Empty where there is nothing of it.
+    """
+    annotations = document["metadata"].get("annotations") or {}
+    patch: list[dict[str, Any]] = []
+    if MARK in annotations:
+        pointer = fence.pointer(MARK)
+        patch += [
+            {"op": "test", "path": pointer, "value": annotations[MARK]},
+            {"op": "remove", "path": pointer},
+        ]
+    if is_tainted(document):
+        patch += _set_taints(document, [taint for taint in _taints(document) if not _is_ours(taint)])
+    if (cordon := fence.record_of(document)) and cordon.run == RUN:
+        patch += fence.uncordon(document)
+    return [_same(document), *patch] if patch else []
+
+
+def _same(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {"op": "test", "path": "/metadata/uid", "value": document["metadata"]["uid"]}
+
+
+def _set_taints(document: Mapping[str, Any], taints: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    path = "/spec/taints"
+    return [
+        {"op": "test", "path": path, "value": _taints(document) or None},
+        {"op": "add", "path": path, "value": taints} if taints else {"op": "remove", "path": path},
+    ]

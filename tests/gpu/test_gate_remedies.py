@@ -1,0 +1,268 @@
+"""Nodes that go bad at work, by a real API server, scheduler and controllers, with the gate's documented rights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from image_builder.cluster.gate.admit import admit, overview
+from image_builder.cluster.gate.model import Rules
+from image_builder.drain import fence, quarantine
+from image_builder.drain.pods import MARK
+from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
+from tests.support.control_plane import workloads
+from tests.support.control_plane.drains import asked
+from tests.support.control_plane.gates import manifests, wait_until
+from tests.support.control_plane.wards import DRAIN_RIGHTS, Ward, ward
+
+pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+
+SICK = "GpuLost"
+DRAIN = {"settle_seconds": 0.3, "poll_seconds": 0.1, "max_wait_seconds": 60.0}
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[Ward]:
+    with ward() as state:
+        yield state
+
+
+@pytest.fixture
+def nodes(plane: Ward) -> Iterator[Callable[..., list[str]]]:
+    """Register nodes that are gone after the test: a share is of all that there are."""
+    names: list[str] = []
+
+    def register(count: int, **labels: str) -> list[str]:
+        names.extend(fresh := plane.nodes(count, **labels))
+        return fresh
+
+    yield register
+    plane.forget(names)
+
+
+def rule(remedy: str, reason: str = "Gpu*") -> dict[str, Any]:
+    return {"rules": [{"reason": reason, "remedy": remedy}], "drain": DRAIN}
+
+
+def test_a_lasting_finding_takes_a_node_out_until_it_passes_its_preflight(
+    plane: Ward, nodes: Callable[..., list[str]]
+) -> None:
+    sick, well = nodes(2)
+    with plane.controlled(lasting_seconds=2.0):
+        plane.report(sick, "False", SICK)
+        assert wait_until(lambda: plane.is_out(sick))
+        record = plane.record(sick)
+        assert record and (record.condition, record.reason, record.remedy) == ("NodeHealthy", SICK, "taint")
+        assert wait_until(lambda: plane.events(sick) == ["NodeQuarantined"])
+        # Its pods stay, and nothing new comes.
+        assert not fence.is_cordoned(plane.document(sick)) and plane.is_clean(well)
+        lines = {line["node"]: line for line in overview(plane.admin, Rules())}
+        assert (lines[sick]["gate"], lines[sick]["may_work"]) == ("out", "no") and SICK in lines[sick]["why"]
+
+        plane.report(sick, "True", "NodeIsHealthy")
+        plane.report(well, "False", SICK)
+        assert wait_until(lambda: plane.is_out(well))  # many turns later
+        assert plane.is_out(sick), "health alone brings nobody back"
+        plane.kubelets.boot(sick)
+        plane.passes(sick)
+        plane.report(sick, "True", "NodeIsHealthy")
+        assert wait_until(lambda: plane.is_clean(sick))
+        assert plane.events(sick) == ["NodeQuarantined", "NodeReturned"]
+
+
+def test_a_finding_that_passes_is_left_alone(plane: Ward, nodes: Callable[..., list[str]]) -> None:
+    brief, lasting = nodes(2)
+    with plane.controlled(lasting_seconds=3.0):
+        plane.report(brief, "False", SICK)
+        plane.report(brief, "True", "NodeIsHealthy")
+        plane.report(lasting, "False", SICK)
+        assert wait_until(lambda: plane.is_out(lasting))
+        assert plane.is_clean(brief) and plane.events(brief) == []
+
+
+def test_a_person_lets_a_node_in_that_is_not_well(plane: Ward, nodes: Callable[..., list[str]]) -> None:
+    (sick,) = nodes(1)
+    with plane.controlled():
+        plane.report(sick, "False", SICK)
+        assert wait_until(lambda: plane.is_out(sick))
+    admit(plane.admin, sick, Rules(), who="me", reason="its last job")
+    assert plane.is_clean(sick)
+    with plane.controlled():
+        (other,) = nodes(1)
+        plane.report(other, "False", SICK)
+        assert wait_until(lambda: plane.is_out(other))
+        assert plane.is_clean(sick)
+
+
+@pytest.mark.parametrize(
+    ("condition", "reason"),
+    [
+        ("KernelDeadlock", "DockerHung"),
+        ("GpuMemWatch", "GpuMemWatchIsNotHealthy"),
+        ("example.com/Disk", "Lost"),
+    ],
+)
+def test_conditions_of_others(
+    plane: Ward, nodes: Callable[..., list[str]], condition: str, reason: str
+) -> None:
+    """Those of node-problem-detector and NVSentinel are bad where they are True, as is one of the operator's own."""
+    (sick,) = nodes(1)
+    with plane.controlled(conditions={"example.com/*": "True"}):
+        plane.report(sick, "True", reason, condition)
+        assert wait_until(lambda: plane.is_out(sick))
+        plane.report(sick, "False", "AllWell", condition)
+        plane.passes(sick)
+        assert wait_until(lambda: plane.is_clean(sick))
+
+
+def test_what_is_left_to_nvsentinel_is_not_touched(plane: Ward, nodes: Callable[..., list[str]]) -> None:
+    (pooled,), (at_work, other) = nodes(1, pool="h100"), nodes(2)
+    mark = {"metadata": {"annotations": {"quarantineHealthEvent": "{}"}}}
+    plane.admin.request("PATCH", path_of_node(at_work), mark, MERGE_PATCH)
+    with plane.controlled(nvsentinel=["h100"]):
+        for name in (pooled, at_work, other):
+            plane.report(name, "False", SICK)
+        assert wait_until(lambda: plane.is_out(other))
+        assert plane.is_clean(pooled) and plane.is_clean(at_work)
+
+
+def test_an_emptied_node_is_handed_on_and_a_gpu_pod_is_not_evicted(
+    plane: Ward, nodes: Callable[..., list[str]]
+) -> None:
+    sick, foreign = nodes(2)
+    space = workloads.namespace(plane.admin, "handed-on")
+    trains = workloads.replica_set("trains", 1, [sick], gpus=True)
+    plain = workloads.job("plain", 1, [sick])
+    workloads.create(plane.admin, space, trains, plain)
+    workloads.await_running(plane.admin, space, 2)
+    plane.admin.request("PATCH", path_of_node(foreign), {"spec": {"unschedulable": True}}, MERGE_PATCH)
+    drain = {**DRAIN, "mode": "evict", "checkpoint_seconds": 1.0}
+    with plane.controlled(**{**rule("reboot"), "drain": drain}) as lines:
+        plane.report(sick, "False", SICK)
+        plane.report(foreign, "False", SICK)
+        assert wait_until(lambda: any("plain" in line and "is evicted" in line for line in lines))
+        (pod,) = workloads.pods_of(plane.admin, space, "trains")
+        assert pod["spec"]["nodeName"] == sick and "deletionTimestamp" not in pod["metadata"]
+        assert (record := plane.record(sick)) and record.stage == "out"
+        # Its owner opts in.
+        meta = pod["metadata"]
+        path = f"/api/v1/namespaces/{space}/pods/{meta['name']}"
+        plane.admin.request("PATCH", path, {"metadata": {"annotations": {MARK: "evict"}}}, MERGE_PATCH)
+        assert wait_until(lambda: (record := plane.record(sick)) is not None and record.stage == "asked", 60)
+        assert plane.events(sick)[0] == "NodeQuarantined" and plane.events(sick)[-1] == "RebootWanted"
+        # Somebody else's cordon is no obstacle to the taint, and nobody's business but theirs.
+        assert plane.is_out(foreign) and fence.record_of(plane.document(foreign)) is None
+        for name in (sick, foreign):
+            plane.kubelets.boot(name)
+            plane.passes(name)
+            plane.report(name, "True", "NodeIsHealthy")
+        assert wait_until(lambda: plane.is_clean(sick) and plane.is_clean(foreign))
+    assert not fence.is_cordoned(plane.document(sick)) and fence.is_cordoned(plane.document(foreign))
+
+
+def test_a_false_alarm_takes_out_no_more_than_the_budget(
+    plane: Ward, nodes: Callable[..., list[str]]
+) -> None:
+    """Five of a hundred, and then half of them."""
+    fleet = nodes(100)
+    with plane.controlled(share=0.02) as lines:
+        for name in fleet[:5]:
+            plane.report(name, "False", SICK)
+        assert wait_until(lambda: sum(map(plane.is_out, fleet[:5])) == 2)
+        for name in fleet[5:50]:
+            plane.report(name, "False", SICK)
+        assert wait_until(lambda: any(f"BREAKER OPEN: {SICK}" in line for line in lines))
+        # There is room again, and the reason is held: what ails by another one is taken out.
+        back = next(name for name in fleet if plane.is_out(name))
+        plane.passes(back)
+        plane.report(back, "True", "NodeIsHealthy")
+        assert wait_until(lambda: plane.is_clean(back))
+        plane.report(fleet[99], "True", "DockerHung", "KernelDeadlock")
+        assert wait_until(lambda: plane.is_out(fleet[99]))
+        assert sum(map(plane.is_out, fleet[:50])) == 1
+
+
+class DiesError(BaseException):
+    """The process is killed."""
+
+
+class Mortal(Client):
+    """A connection of a process that dies right before, or right after, its ``last`` request that changes anything."""
+
+    last, is_after = 0, False
+    changes = 0
+
+    def request(self, method: str, path: str, body: Any = None, content_type: str = "") -> dict[str, Any]:
+        if method == "GET":
+            return super().request(method, path, body)
+        self.changes += 1
+        if self.changes == self.last and not self.is_after:
+            raise DiesError
+        answer = super().request(method, path, body, content_type or "application/json")
+        if self.changes == self.last:
+            raise DiesError
+        return answer
+
+
+def outlived(
+    plane: Ward,
+    name: str,
+    client: Client,
+    policy: dict[str, Any],
+    is_over: Callable[[Ward, str], bool],
+) -> int:
+    """Let a controller work until something is so, and its successor after it; return how many died."""
+    for deaths, living in enumerate((client, plane.client())):
+        with living, suppress(DiesError):
+            for _ in range(30):
+                if is_over(plane, name):
+                    return deaths
+                plane.turn(living, [name], **policy)
+    raise AssertionError(plane.document(name))
+
+
+def is_asked(plane: Ward, name: str) -> bool:
+    record = plane.record(name)
+    return record is not None and record.stage == "asked"
+
+
+def test_a_controller_that_is_killed_at_each_of_its_requests(
+    plane: Ward, nodes: Callable[..., list[str]]
+) -> None:
+    """The next one does the rest; each step is one Event, and nothing of ours is left in the end."""
+    cases = [(last, is_after) for last in range(1, 10) for is_after in (False, True)]
+    names = nodes(len(cases))
+    deaths = 0
+    for name, (last, is_after) in zip(names, cases, strict=True):
+        policy = {**rule("reimage"), "drain": {**DRAIN, "settle_seconds": 0.0}}
+        plane.report(name, "False", SICK)
+        client = Mortal(plane.client().access, agent="gate")
+        client.last, client.is_after = last, is_after
+
+        deaths += outlived(plane, name, client, policy, is_asked)
+        assert fence.is_cordoned(plane.document(name)) and plane.is_out(name)
+        plane.kubelets.boot(name)
+        plane.passes(name)
+        plane.report(name, "True", "NodeIsHealthy")
+        deaths += outlived(plane, name, client, policy, Ward.is_clean)
+        assert not fence.is_cordoned(plane.document(name))
+        reasons = plane.events(name)
+        steps = ("NodeQuarantined", "ReimageWanted", "NodeReturned")
+        assert [reasons.count(reason) for reason in steps] == [1, 1, 1]
+    assert deaths == len(cases)
+    assert all(quarantine.record_of(plane.document(name)) is None for name in names)
+
+
+def test_the_rights_are_enough_and_no_more(plane: Ward) -> None:
+    """After all tests above: nothing was refused, and each right to drain was needed."""
+    lines = (plane.cluster.work / "audit.log").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event.get("userAgent") == "gate"]
+    done = [event for event in events if event["stage"] == "ResponseComplete"]
+    assert done and [event for event in done if event["responseStatus"]["code"] == 403] == []
+    rules = [rule for m in manifests(DRAIN_RIGHTS) if m["kind"] == "ClusterRole" for rule in m["rules"]]
+    allowed = {(verb, name) for rule in rules for name in rule["resources"] for verb in rule["verbs"]}
+    assert allowed <= {asked(event)[:2] for event in done}

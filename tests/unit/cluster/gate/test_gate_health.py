@@ -1,0 +1,110 @@
+"""What a Node object says of its health."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from image_builder.cluster.gate.health import health_of
+from image_builder.cluster.gate.model import Node, Rules
+from image_builder.cluster.gate.policy import Policy, Rule
+from image_builder.cluster.gate.triage import Step, step_of
+from image_builder.node.health import maintenance, report
+from image_builder.node.health.alarms import Alarm
+from image_builder.node.health.model import Finding
+from image_builder.node.net.fetch import Response
+
+BOOT, OTHER = "11111111-2222-3333-4444-555555555555", "11111111-2222-3333-4444-666666666666"
+NOTICED = datetime(2026, 11, 26, 17, 45, tzinfo=UTC).timestamp()
+SET = "/subscriptions/S/resourceGroups/g/providers/Microsoft.Compute/virtualMachineScaleSets/Gpu-0"
+
+
+def node(*conditions: dict[str, Any], **meta: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "n", "uid": "u", **meta},
+        "spec": {"providerID": f"azure://{SET}/virtualMachines/7"},
+        "status": {"conditions": list(conditions)},
+    }
+
+
+def condition(kind: str, status: str, message: str = "", **more: Any) -> dict[str, Any]:
+    at = {"lastTransitionTime": "2026-01-01T00:00:00Z"}
+    return {"type": kind, "status": status, "reason": "R", "message": message, **at, **more}
+
+
+def agent(boot: str, *, failed: bool) -> dict[str, Any]:
+    """Return the condition as the node's agent writes it."""
+    alarm = Alarm("gpu", Finding("gpu.lost", "3", "fail", "gpu 3 is lost"), 1, 0.0, since=1.0)
+    made = report.condition([alarm] if failed else [], boot, "image")
+    return condition("NodeHealthy", made.status, made.message, reason=made.reason)
+
+
+def test_our_agents_condition_is_of_its_boot() -> None:
+    sick = health_of(node(agent(BOOT, failed=True)), BOOT, "", Policy())
+    (ailment,) = sick.ailments
+    assert (ailment.condition, ailment.reason, ailment.since) == ("NodeHealthy", "GpuLost", 1767225600.0)
+    assert health_of(node(agent(BOOT, failed=False)), BOOT, "", Policy()).well == {"NodeHealthy"}
+    for failed in (False, True):
+        old = health_of(node(agent(OTHER, failed=failed)), BOOT, "", Policy())
+        assert not old.ailments and not old.well
+
+
+@pytest.mark.parametrize(("status", "ills", "well"), [("True", 1, 0), ("False", 0, 1), ("Unknown", 0, 0)])
+def test_anothers_condition(status: str, ills: int, well: int) -> None:
+    health = health_of(node(condition("KernelDeadlock", status)), BOOT, "", Policy())
+    assert (len(health.ailments), len(health.well)) == (ills, well)
+
+
+def test_a_scale_set_is_read_from_the_providers_id() -> None:
+    assert health_of(node(), BOOT, "", Policy()).scale_set == SET.lower()
+    assert health_of({"metadata": {"name": "n"}}, BOOT, "", Policy()).scale_set == ""
+
+
+@pytest.mark.parametrize(
+    ("meta", "pool", "is_left"),
+    [
+        ({}, "a", False),
+        ({}, "h100", True),
+        ({"labels": {"k8saas.nvidia.com/ManagedByNVSentinel": "false"}}, "h100", False),
+        ({"annotations": {"quarantineHealthEvent": "{}"}}, "a", True),
+    ],
+)
+def test_what_is_left_to_nvsentinel(meta: dict[str, Any], pool: str, *, is_left: bool) -> None:
+    assert health_of(node(**meta), BOOT, pool, Policy(nvsentinel=("h100",))).is_left is is_left
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        *((kind, Step.TAKE_OUT) for kind in ("Reboot", "Redeploy", "Preempt", "Terminate")),
+        ("Freeze", None),
+    ],
+)
+def test_scheduled_events_are_acted_on_at_once(kind: str, step: Step | None) -> None:
+    """As the agent reads them from the metadata service, and reports them, until the gate decides."""
+    answer = {
+        "Events": [
+            {
+                "EventId": "C7061BAC-AFDC-4513-B24B-AA5F13A16123",
+                "EventStatus": "Scheduled",
+                "EventType": kind,
+                "NotBefore": "Thu, 26 Nov 2026 18:00:00 GMT",
+                "Resources": ["gpu-0_7"],
+            }
+        ]
+    }
+    (finding,) = maintenance.rule(maintenance.parse(Response(200, json.dumps(answer).encode())))
+    made = report.condition([Alarm("maintenance", finding, 1, 0.0, since=1.0)], BOOT, "image")
+    at = {"lastTransitionTime": "2026-11-26T17:45:00Z"}
+    message = condition("NodeHealthy", made.status, made.message, reason=made.reason, **at)
+    drains = Policy(rules=(Rule(reason="MaintenanceScheduled", remedy="drain", lasting_seconds=0.0),))
+    for policy, is_drained in ((Policy(), False), (drains, True)):
+        health = health_of(node(message), BOOT, "", policy)
+        need = step_of(Node("n", BOOT, health=health), policy, Rules(), NOTICED)
+        assert (need and need[0]) == step
+        if need and need[1]:
+            assert need[1].is_drained is is_drained
+            assert "not before 2026-11-26T18:00:00Z" in need[1].words

@@ -1,0 +1,130 @@
+"""Who acts: by our own clock alone, and never by a lease that has been lost meanwhile."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from image_builder.cluster.gate.model import Node, Rules, Wish
+from image_builder.cluster.gate.retest import Limits, Retester
+from image_builder.drain.lease import NAMESPACE, Election, Holders, Leases, Settings, lease_of
+from image_builder.errors import PoolError
+from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.net.kubeconfig import Access, Pem
+
+BOOT = "11111111-2222-3333-4444-555555555555"
+NOW = 1_700_000_000.0
+
+
+class Api:
+    """An API server that has one lease, and takes its time. ``renew`` is what its holder does meanwhile."""
+
+    def __init__(self) -> None:
+        self.clock, self.seconds = 0.0, 0.0
+        self.renewed = "a"
+        self.puts: list[float] = []
+
+    def find(self, path: str) -> dict[str, Any]:
+        return self.request("GET", path)
+
+    def request(self, method: str, _path: str, _body: Any = None, _kind: str = "") -> dict[str, Any]:
+        self.clock += self.seconds
+        if method != "GET":
+            self.puts.append(self.clock)
+        return {"metadata": {}, "spec": {"holderIdentity": "other", "renewTime": self.renewed}}
+
+
+def test_a_lease_lasts_from_when_it_was_seen_and_not_from_when_it_was_asked_for() -> None:
+    api = Api()
+    election = Election(cast("Client", api), "us", Settings(duration=30.0), lambda: api.clock)
+    api.seconds = 14.0  # its holder renews it just before it is answered, and leads for 20 seconds more
+    election.attempt()
+    api.seconds = 0.0
+    for at in (31.0, 43.0, 44.0, 45.0):
+        api.clock = at
+        election.attempt()
+    assert api.puts == [45.0]
+
+
+def test_who_loses_the_lease_between_two_nodes_stops_there() -> None:
+    api = Api()
+    wishes = [Wish(BOOT, f"nonce-{n}", 0.0, NOW + 3600, "text") for n in range(5)]
+    nodes = [Node(f"n{n}", BOOT, "True", BOOT, wish=wish) for n, wish in enumerate(wishes)]
+    lines: list[str] = []
+    retester = Retester(cast("Client", api), Rules(), Limits(share=0.0), lines.append)
+    retester.turn(nodes, NOW, lambda: len(lines) < 2)
+    assert len(api.puts) == len(lines) == 2
+
+
+class Leased(Client):
+    """An API server with Leases by name; of two that write one, the second with an old version is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(Access("https://lab", Pem(text="")))
+        self.leases: dict[str, dict[str, Any]] = {}
+
+    def request(self, method: str, path: str, body: Any = None, _type: str = "") -> dict[str, Any]:
+        name = path.rpartition("/")[2]
+        if method == "GET":
+            if name not in self.leases:
+                raise KubeError("not found", 404)
+            return copy.deepcopy(self.leases[name])
+        assert path.startswith(f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases")
+        self.leases[body["metadata"]["name"]] = copy.deepcopy(body)
+        return {}
+
+    def each(self, path: str, take: Callable[[dict[str, Any]], None]) -> str:
+        assert path == f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
+        for lease in self.leases.values():
+            take(lease)
+        return "1"
+
+
+def test_a_scale_set_has_one_holder_and_a_successor_of_its_name() -> None:
+    server = Leased()
+    first, same = Leases(lambda: server, "roll-1"), Leases(lambda: server, "roll-1")
+    other = Leases(lambda: server, "roll-2")
+    with first:
+        first.hold("/Set/A")
+        with pytest.raises(PoolError, match="is held by roll-1 .Lease image-builder/set-"):
+            other.hold("/set/a")
+        other.hold("/set/b")
+        same.hold("/set/a")  # after a kill
+    other.hold("/set/a")  # given back at its end
+    with pytest.raises(PoolError, match="held by roll-2"):
+        Leases(lambda: server, "roll-1").hold("/set/a")
+
+
+BRIEF = Settings(namespace=NAMESPACE, duration=0.4, deadline=0.3, pause=0.1)
+
+
+def test_who_comes_waits_for_one_that_is_gone_and_is_refused_by_one_that_is_there() -> None:
+    server = Leased()
+    Leases(lambda: server, "gone", BRIEF).hold("/set/a")
+    Leases(lambda: server, "next", BRIEF).take("/set/a")
+    assert server.leases[lease_of("/set/a")]["spec"]["holderIdentity"] == "next"
+    with Leases(lambda: server, "there", BRIEF) as there:
+        there.hold("/set/b")
+        with pytest.raises(PoolError, match="held by there"):
+            Leases(lambda: server, "late", BRIEF).take("/set/b")
+
+
+def test_a_lease_that_nobody_renews_runs_out_for_who_looks() -> None:
+    server, now = Leased(), [0.0]
+    Leases(lambda: server, "roll-1").hold("/set/a")
+    holders, name = Holders(lambda: now[0]), lease_of("/set/a")
+    holders.look(server)
+    assert holders.holder(name) == "roll-1" and holders.holder("set-other") == ""
+    now[0] = 100.0
+    server.leases[name]["spec"]["renewTime"] = "later"
+    holders.look(server)
+    for at, expected in ((200.0, "roll-1"), (221.0, "")):
+        now[0] = at
+        holders.look(server)
+        assert holders.holder(name) == expected
+    server.leases.clear()
+    holders.look(server)
+    assert holders.holder(name) == ""
