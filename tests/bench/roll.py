@@ -37,9 +37,8 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from image_builder.drain.policy import Policy as DrainPolicy  # noqa: E402
 from image_builder.pool.plan.plan import load, save  # noqa: E402
-from image_builder.pool.plan.policy import Roll  # noqa: E402
+from image_builder.pool.plan.policy import Roll, WaveDrain  # noqa: E402
 from image_builder.pool.run.records import Finished, Result  # noqa: E402
 from image_builder.pool.scale_set.roll import Patience  # noqa: E402
 from tests.support.arm.fleet import OLD  # noqa: E402
@@ -57,7 +56,7 @@ _GOALS = {
 }
 # Seconds in a data center, as far as anybody knows (docs/explanation/scale-sets.md).
 _AZURE = {"upgrade": 60.0, "reimage": 360.0, "service": 30.0, "boot": 480.0}
-_DRAIN = DrainPolicy()
+_DRAIN = WaveDrain()
 _SETTLE = 30.0
 
 
@@ -74,7 +73,7 @@ def _patience(speed: float) -> Patience:
 
 
 def _policy(speed: float, share: str) -> dict[str, Any]:
-    drain = DrainPolicy(
+    drain = WaveDrain(
         settle_seconds=_DRAIN.settle_seconds / speed,
         poll_seconds=_DRAIN.poll_seconds / speed,
         looks_per_second=_DRAIN.looks_per_second * speed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.pool.plan.model import Mode, Share, Step, Strict, at_least, at_most
@@ -55,6 +55,14 @@ class Deadlines(_Limits):
     verify: Positive = Field(default=300.0, description="The whole suite on one host.")
 
 
+class WaveDrain(DrainPolicy):
+    """A drain that a wave waits for: not for jobs."""
+
+    max_wait_seconds: Positive = Field(
+        default=_WAVE_SECONDS, description=DrainPolicy.model_fields["max_wait_seconds"].description
+    )
+
+
 class Roll(_Limits):
     """What only a roll needs: a new image on nodes that are at work."""
 
@@ -62,8 +70,8 @@ class Roll(_Limits):
         default="2%",
         description="Of a roll, in the place of the one above: of a fleet at work fewer may be away.",
     )
-    drain: DrainPolicy = Field(
-        default=DrainPolicy(max_wait_seconds=_WAVE_SECONDS),
+    drain: WaveDrain = Field(
+        default=WaveDrain(),
         description="Of a host in its wave. Who is busy for longer is taken in the wave `rest`.",
     )
     max_wait_seconds: Positive = Field(
@@ -83,11 +91,6 @@ class Roll(_Limits):
     restore: Literal["failed", "never"] = Field(
         default="failed", description="Hosts that get the previous image back when the run stops by itself."
     )
-
-    @field_validator("drain", mode="before")
-    @classmethod
-    def _briefly(cls, value: object) -> object:
-        return {"max_wait_seconds": _WAVE_SECONDS, **value} if isinstance(value, dict) else value
 
 
 def _is_none(value: object) -> bool:

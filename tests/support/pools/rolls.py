@@ -25,14 +25,13 @@ from unittest import mock
 from urllib.parse import urlsplit
 
 from image_builder.drain import bar, fence
-from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.kube import path_of_node
 from image_builder.node.net.kubeconfig import load
 from image_builder.pool.plan.model import OK, Host, Outcome, Pool, ScaleSet, ended, failed
 from image_builder.pool.plan.plan import Plan, PlannedFrom, make_plan
 from image_builder.pool.plan.plan import load as load_plan
-from image_builder.pool.plan.policy import Deadlines, Policy, Roll
+from image_builder.pool.plan.policy import Deadlines, Policy, Roll, WaveDrain
 from image_builder.pool.reach.hostkeys import CertificateAuthority
 from image_builder.pool.reach.reach import Access
 from image_builder.pool.run import driver
@@ -68,7 +67,7 @@ from tests.support.pools.recorder import Log, Recorder, audited
 ACCOUNT = "system:serviceaccount:kube-system:image-builder-roll"
 RIGHTS = REPO / "deploy/roll.yml"
 RUN_AGENT = "image-builder-roll"
-QUICK = DrainPolicy(settle_seconds=1.0, poll_seconds=0.3, max_wait_seconds=15.0)
+QUICK = WaveDrain(settle_seconds=1.0, poll_seconds=0.3, max_wait_seconds=15.0)
 _NODES = "/nodes/"
 PATIENCE = Patience(look=0.2, settle=2.0, request=60.0, boot=20.0)
 SECONDS = {"upgrade": 0.5, "reimage": 1.0, "service": 0.1}
