@@ -80,8 +80,8 @@ def only_empty_hosts(log: Log) -> Iterator[str]:
     """I2: what replaces a disk is sent for an empty host alone, after a look at most two seconds before."""
     looks = defaultdict(list)
     for event in log.audit:
-        if found := re.search(r"/pods\?.*spec\.nodeName%3D([^%&]+)", event["requestURI"]):
-            looks[found[1]].append(moment(event))
+        if query := re.search(r"/pods\?.*spec\.nodeName%3D([^%&]+)", event["requestURI"]):
+            looks[query[1]].append(moment(event))
     for sent, _, name in replacements(log):
         for pod in log.tenants(name, sent.at - _LOOK_SECONDS):
             yield f"{sent.verb} of {name}, on which {pod.document['metadata']['name']} runs"
