@@ -12,6 +12,7 @@ import pytest
 from image_builder.cluster.gate.admit import admit, overview
 from image_builder.cluster.gate.model import Rules
 from image_builder.drain import fence, quarantine
+from image_builder.drain.lease import NAMESPACE, Leases, Settings
 from image_builder.drain.pods import MARK
 from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
 from tests.support.control_plane import workloads
@@ -162,6 +163,42 @@ def test_an_emptied_node_is_handed_on_and_a_gpu_pod_is_not_evicted(
             plane.report(name, "True", "NodeIsHealthy")
         assert wait_until(lambda: plane.is_clean(sick) and plane.is_clean(foreign))
     assert not fence.is_cordoned(plane.document(sick)) and fence.is_cordoned(plane.document(foreign))
+
+
+def test_a_set_that_a_rollout_drives_is_emptied_by_nobody_else(
+    plane: Ward, nodes: Callable[..., list[str]]
+) -> None:
+    sick, work = nodes(2)
+    path = "/subscriptions/s/resourceGroups/g/providers/Microsoft.Compute/virtualMachineScaleSets/gpu-0"
+    provider = {"spec": {"providerID": f"azure://{path}/virtualMachines/1"}}
+    for name in (sick, work):
+        plane.admin.request("PATCH", path_of_node(name), provider, MERGE_PATCH)
+    _, patch = fence.cordon(plane.document(work), "roll-7", 1.0)
+    assert fence.send(plane.admin, work, patch)
+    often = Settings(namespace=NAMESPACE, duration=5.0, deadline=4.0, pause=0.5)
+    access = plane.cluster.admin.access
+    with plane.controlled(**rule("drain")) as lines:
+        with Leases(lambda: Client(access, agent="roll"), "roll-7", often) as leases:
+            leases.take(path.lower())
+            for name in (sick, work):
+                plane.report(name, "False", SICK)
+            assert wait_until(lambda: plane.is_out(sick))
+            (other,) = nodes(1)
+            plane.report(other, "False", SICK)  # of no set: emptied, some turns later
+            assert wait_until(lambda: f"{other}: emptied" in lines)
+            assert not fence.is_cordoned(plane.document(sick)) and not plane.is_out(work)
+        assert wait_until(lambda: f"{sick}: emptied" in lines)
+        assert fence.is_cordoned(plane.document(sick)) and not plane.is_out(work)
+    record = fence.record_of(plane.document(work))
+    assert record and record.run == "roll-7"
+
+
+def test_a_controller_that_advises_changes_nothing(plane: Ward, nodes: Callable[..., list[str]]) -> None:
+    (sick,) = nodes(1)
+    with plane.controlled(advises=True, **rule("reboot")) as lines:
+        plane.report(sick, "False", SICK)
+        assert wait_until(lambda: f"{sick}: would be taken out for {SICK} (reboot)" in lines)
+    assert plane.is_clean(sick) and plane.events(sick) == []
 
 
 def test_a_false_alarm_takes_out_no_more_than_the_budget(

@@ -104,13 +104,14 @@ class Ward:
         return Client(self._access, agent="gate")
 
     @contextmanager
-    def controlled(self, **policy: Any) -> Iterator[list[str]]:
+    def controlled(self, *, advises: bool = False, **policy: Any) -> Iterator[list[str]]:
         """Run the controller with its documented rights; yield what it says."""
         lines: list[str] = []
         settings = Settings(
             Rules(health=policy_of(policy)),
             turn=0.2,
             lease=LeaseSettings(pause=0.2),
+            advises=advises,
         )
         controller = Controller(self.client, "gate", settings, lines.append)
         with in_background(controller.run):
