@@ -126,6 +126,7 @@ def test_hosts_that_return_as_others(world: RealWorld, tmp_path: Path) -> None:
     report = json.loads(out)
     odd = {stranger: "host key", lost: "failed", stubborn: "failed"}
     assert outcomes(report) == dict.fromkeys(sound, "ok") | odd, report["results"]
+    assert report["cordoned"] == sorted((lost, stubborn))
     require_new(world, sound, before)
     details = {name: result["outcome"]["detail"] for name, result in report["results"].items()}
     assert "host key" in details[lost]

@@ -82,12 +82,19 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
         }
         document["skip_budget"] = plan.skip_budget
         document["restored"] = {s.host.name: s.restored for s in statuses if s.restored is not None}
+        # Who has another image, or may have, and isn't fine with it.
+        document["cordoned"] = sorted(s.host.name for s in statuses if _is_cordoned(s))
     return document
 
 
 def is_skipped(status: HostStatus) -> bool:
     """Tell whether a host was left as it was."""
     return status.outcome is not None and status.outcome.kind == "skipped"
+
+
+def _is_cordoned(status: HostStatus) -> bool:
+    is_failed = status.outcome is not None and status.outcome.is_failure
+    return is_failed and status.touched and not status.restored
 
 
 def _result(status: HostStatus, steps: Sequence[Step]) -> dict[str, Any]:
@@ -194,5 +201,8 @@ def text(report: dict[str, Any]) -> str:
         lines.append(f"  {wave['name']}: {'over' if wave['passed'] else 'running'}, {ends}")
     skipped = sorted(report.get("skipped", {}).items())
     lines += [f"  skipped {name}: {detail}" for name, detail in skipped]
+    back = sorted(name for name, is_restored in report.get("restored", {}).items() if is_restored)
+    for title, names in (("previous image again", back), ("still cordoned", report.get("cordoned", []))):
+        lines += [f"  {title}: {named(names)}"] if names else []
     lines += [f"  {f['count']} x {f['signature']}: {named(f['hosts'])}" for f in report["failures"]]
     return "\n".join(map(printable, lines))

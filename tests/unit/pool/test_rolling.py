@@ -188,6 +188,9 @@ def test_a_canary_that_fails_stops_the_run_and_everything_goes_back() -> None:
     assert turned.hosts == (canary,)
     assert world.nodes[canary].build == OLD and not world.nodes[canary].cordoned
     assert progress.hosts[canary].restored is True
+    document = reports.report(progress, records)
+    assert document["cordoned"] == []
+    assert f"  previous image again: {canary}" in reports.text(document).splitlines()
     assert not any(isinstance(r, Passed) for r in records)
     # Healthy new ones stay.
     assert all(
@@ -215,7 +218,9 @@ def test_what_can_not_be_restored_stays_cordoned() -> None:
     world = World(rolled, {canary: "never back"})
     progress, records = roll(world)
     assert progress.hosts[canary].restored is False and world.nodes[canary].cordoned == "us"
-    assert reports.report(progress, records)["restored"] == {canary: False}
+    document = reports.report(progress, records)
+    assert document["restored"] == {canary: False} and document["cordoned"] == [canary]
+    assert f"  still cordoned: {canary}" in reports.text(document).splitlines()
     assert world.nodes[canary].reimages[OLD] == 1, "never a third time"
 
 
