@@ -15,8 +15,7 @@ from image_builder.pool.plan.model import Host, Target
 from image_builder.pool.plan.plan import Plan, make_plan, named
 from image_builder.pool.plan.waves import plan_waves
 from image_builder.pool.run.state import HostStatus, Progress
-from image_builder.pool.scale_set import records
-from image_builder.pool.scale_set.client import Client
+from image_builder.pool.scale_set.client import Client, claim_of
 from image_builder.pool.scale_set.target import read_target
 
 
@@ -27,24 +26,14 @@ class Rollback(NamedTuple):
     omitted: dict[str, str]
 
 
-def require_ended(plan: Plan, requests: Iterable[records.Record]) -> None:
-    """Raise ImageBuilderError for a roll whose driver was killed, and left services of scale sets suspended."""
-    assert plan.target is not None
-    requests = list(requests)
-    if held := sorted(path for path in plan.target.before if records.suspended(requests, path)):
-        raise ImageBuilderError(
-            f"the driver of this roll was killed, and holds {named(held)}",
-            hint=f"image-builder pool abort --run {plan.run} lets go of them",
-        )
-
-
 def plan_rollback(
     progress: Progress, fleet: Fleet, client: Client, *, only_failed: bool, to: str = ""
 ) -> Rollback:
     """Return the plan of a roll's way back, to the one version ``to`` where its scale sets had several.
 
     ``fleet`` is what the inventory has now. Raises UsageError where there is no way back or no host to take it,
-    DefinitionError with everything that is against it, FetchError.
+    ImageBuilderError where a driver that was killed still holds scale sets, DefinitionError with everything that is
+    against it, FetchError.
     """
     before = progress.plan
     if before.target is None:
@@ -58,7 +47,13 @@ def plan_rollback(
     others = [host for host in hosts if target.before[host.scale_set_id] != version]
     omitted |= {host.name: f"its scale set named {target.before[host.scale_set_id]}" for host in others}
     hosts = [host for host in hosts if host not in others]
-    models = [path for path in named_it if client.scale_set(path).image.lower() == target.version.lower()]
+    sets = {path: client.scale_set(path) for path in target.before}
+    if held := sorted(path for path, scale_set in sets.items() if claim_of(scale_set)[0] == before.run):
+        raise ImageBuilderError(
+            f"the driver of this roll was killed, and holds {named(held)}",
+            hint=f"image-builder pool abort --run {before.run} --to {target.version} lets go of them",
+        )
+    models = [path for path in named_it if sets[path].image.lower() == target.version.lower()]
     goal = read_target(client, hosts, version, more=models)
     broken = sorted(s.host.name for s in touched if s.outcome and s.outcome.is_failure)
     goal = goal.model_copy(

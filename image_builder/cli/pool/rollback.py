@@ -53,15 +53,10 @@ def rollback(
     from image_builder.pool.plan.inventory import read_fleet
     from image_builder.pool.plan.plan import save
     from image_builder.pool.rollout import azure
-    from image_builder.pool.run.journal import requests_of
-    from image_builder.pool.scale_set import records
 
     progress, _, report = plans.read_run(plan)
     if report["state"] == "running":
         raise ImageBuilderError("this roll is running", hint="image-builder pool abort PLAN, then again")
-    requests = requests_of(plan)
-    if requests.exists():
-        rollbacks.require_ended(progress.plan, records.read_journal(requests))
     before = progress.plan
     paths = inventory or [Path(path) for path in before.inventory.paths]
     fleet = read_fleet(paths, [pool.name for pool in before.pools], vault or ())

@@ -16,14 +16,24 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from image_builder.cli.command import AsJson, Endpoint, VaultIds, register, show
+from image_builder.cli.command import (
+    AsJson,
+    Endpoint,
+    Kubeconfig,
+    VaultIds,
+    connect,
+    register,
+    show,
+)
 from image_builder.cli.pool import plan as plan_commands
 from image_builder.cli.pool.plan import USER_HELP, Inventory, PlanFile, PublicKey
 from image_builder.errors import EXIT_INTERRUPTED, PoolError, UsageError
+from image_builder.text import columns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from image_builder.pool.plan.inventory import Fleet
     from image_builder.pool.reach.reach import Access
     from image_builder.pool.rollout import Options, Rollout
 
@@ -210,16 +220,89 @@ def resume(
 
 @register(app)
 def abort(
-    plan: PlanFile,
+    plan: Annotated[
+        Path | None, typer.Argument(metavar="[PLAN]", help="the file that `pool plan` wrote")
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait for running steps to finish")] = True,
+    run: Annotated[
+        str, typer.Option("--run", metavar="ID", help="in place of a plan: a roll whose journal is lost")
+    ] = "",
+    to: Annotated[
+        str, typer.Option("--to", metavar="VERSION", help="with --run: the version that it rolled to, an id")
+    ] = "",
+    inventory: Annotated[
+        list[Path] | None,
+        typer.Option("-i", "--inventory", metavar="PATH", help="with --run: an inventory; repeatable"),
+    ] = None,
+    pool: Annotated[
+        list[str] | None, typer.Option("--pool", metavar="GROUP", help="with --run: its hosts; repeatable")
+    ] = None,
+    lost: Annotated[
+        bool, typer.Option("--lost", help="with --run: its driver is gone; don't wait until its claims end")
+    ] = False,
+    kubeconfig: Kubeconfig = None,
+    endpoint: Endpoint = None,
+    vault: VaultIds = None,
     as_json: AsJson = False,
 ) -> int:
     """Stop a plan's run: it starts nothing more, and steps in work finish. `pool resume` continues it.
+
+    With --run it takes back what a roll left whose driver and journal are lost: hosts with its cordon are freed unless
+    they have its version, services are resumed, scale sets let go of. The status is 16 where a host keeps its cordon.
 
     Example:
 
         image-builder pool abort h100.plan.json
     """
+    if (plan is None) == (not run):
+        raise UsageError("give a PLAN, or a roll with --run")
+    if plan is None:
+        if not to:
+            raise UsageError("--run needs the version that it rolled to", hint="--to VERSION")
+        fleet = _fleet_of(inventory, pool, vault)
+        return _salvage(fleet, run, to, kubeconfig, endpoint, lost=lost, as_json=as_json)
+    return _abort(plan, wait=wait, as_json=as_json)
+
+
+def _fleet_of(inventory: list[Path] | None, pools: list[str] | None, vault: VaultIds) -> Fleet:
+    from image_builder.pool.plan.inventory import read_fleet
+
+    return read_fleet(inventory or [], pools or [], vault or ())
+
+
+def _salvage(
+    fleet: Fleet,
+    run: str,
+    version: str,
+    kubeconfig: Path | None,
+    endpoint: str | None,
+    *,
+    lost: bool,
+    as_json: bool,
+) -> int:
+    from image_builder.node.errors import NodeError
+    from image_builder.pool.rollout import azure
+    from image_builder.pool.salvage import salvage
+
+    try:
+        with connect(kubeconfig, "image-builder-roll") as kube, azure(fleet.hosts, endpoint) as manager:
+            done = salvage(kube, manager, fleet.hosts, run, version, lost=lost)
+    except NodeError as error:
+        raise PoolError(error.message, hint="the same command again goes on; --kubeconfig FILE") from error
+    rows = [("host", "", "")]
+    rows += [(name, "freed", "") for name in done.freed]
+    rows += [(name, "stays cordoned", reason) for name, reason in done.remaining.items()]
+    lines = [columns(rows) if len(rows) > 1 else f"no host has marks of {run}"]
+    lines += [f"{path} is let go of" for path in done.released]
+    lines += done.unsure
+    for path, versions in done.versions.items():
+        running = ", ".join(f"{count} run {name}" for name, count in sorted(versions.items()))
+        lines.append(f"{path}: its model names {done.models[path]}; {running}")
+    show({"run": run, **done.as_json()}, "\n".join(lines), as_json=as_json)
+    return PoolError.exit_code if done.remaining else 0
+
+
+def _abort(plan: Path, *, wait: bool, as_json: bool) -> int:
     from image_builder.pool.run.abort import ask_to_stop, wait_until_over
     from image_builder.pool.run.journal import journal_of
     from image_builder.pool.show.report import text

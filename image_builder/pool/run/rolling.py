@@ -128,10 +128,8 @@ def after_restore(progress: Progress, status: HostStatus, record: Result) -> Non
 
 def conclude(progress: Progress, status: HostStatus, outcome: Outcome, at: float) -> None:
     """End a host, after its cordon was taken back where it is to work again."""
-    target = progress.plan.target
-    # The roll that a rollback undoes may have left it cordoned.
-    was_held = target is not None and bool(target.undoes) and outcome.ok
-    if was_held or (status.tries["drain"] and not (status.touched and outcome.is_failure)):
+    # Who is fine without a drain may have been left cordoned: by a roll that is undone, or whose journal is lost.
+    if outcome.ok or (status.tries["drain"] and not (status.touched and outcome.is_failure)):
         _settle(progress, status, outcome)
     else:
         end(progress, status, outcome, at)

@@ -174,11 +174,10 @@ class Client:
 
     def require_free(self, present: ScaleSet, holder: str) -> None:
         """Raise PoolError where a scale set, as it was read, is driven by another than ``holder``."""
-        mark = present.tags.get(HOLD_TAG, "")
-        other, _, end = mark.rpartition(" until ")
-        if mark and other != holder and _seconds(end) > self.now():
+        other, end = claim_of(present)
+        if other not in ("", holder) and end > self.now():
             raise PoolError(
-                f"{present.id} is driven by {mark}",
+                f"{present.id} is driven by {present.tags[HOLD_TAG]}",
                 hint="one rollout drives a scale set: wait for it, or abort it",
             )
 
@@ -186,7 +185,7 @@ class Client:
         """Take the mark of ``holder`` off a scale set, if it is there; raises PoolError, FetchError."""
 
         def change(present: ScaleSet) -> Json | None:
-            if present.tags.get(HOLD_TAG, "").rpartition(" until ")[0] != holder:
+            if claim_of(present)[0] != holder:
                 return None
             return {"tags": {name: value for name, value in present.tags.items() if name != HOLD_TAG}}
 
@@ -240,6 +239,14 @@ class Client:
             answer.headers.get("Azure-AsyncOperation") or "",
             min(float(pause), _LONGEST_WAIT) if pause.isdigit() else _LOOK_SECONDS,
         )
+
+
+def claim_of(scale_set: ScaleSet) -> tuple[str, float]:
+    """Return who drives a scale set by its tag, empty for nobody, and until when, in seconds since 1970."""
+    mark = scale_set.tags.get(HOLD_TAG, "")
+    holder, separator, end = mark.rpartition(" until ")
+    # A tag of another form is somebody's, for ever.
+    return (holder, _seconds(end)) if separator else (mark, float("inf") if mark else 0.0)
 
 
 def _decimal(number: str) -> str:

@@ -11,12 +11,11 @@ from image_builder.pool.plan.inventory import Fleet as Inventory
 from image_builder.pool.plan.model import OK, Host, Outcome, ended, failed
 from image_builder.pool.plan.plan import Plan, PlannedFrom, make_plan, parse, render
 from image_builder.pool.plan.policy import Policy, Roll
-from image_builder.pool.rollback import Rollback, plan_rollback, require_ended
+from image_builder.pool.rollback import Rollback, plan_rollback
 from image_builder.pool.run.progress import replay
 from image_builder.pool.run.records import Began, Intent, Opened, Record, Result
 from image_builder.pool.run.state import Progress
-from image_builder.pool.scale_set.client import Client
-from image_builder.pool.scale_set.records import Suspension
+from image_builder.pool.scale_set.client import HOLD_TAG, Client
 from image_builder.pool.scale_set.target import read_target
 from tests.support.arm.direct import Direct
 from tests.support.arm.fleet import BUILDS, NEW, OLD, Fleet, fleet
@@ -159,8 +158,8 @@ def test_scale_sets_that_had_several_versions_go_back_one_plan_each() -> None:
 def test_a_driver_that_was_killed_has_to_be_ended_first() -> None:
     machines = fleet(2)
     before = _roll(machines)
-    suspension = Suspension(at=1.0, scale_set=machines.path, service="AutomaticRepairs")
+    progress = _ran(before, machines, {"gpu-0": OK})
+    machines.group.content["tags"] = {HOLD_TAG: f"{before.run} until 2026-11-26T00:00:00+00:00"}
     with pytest.raises(ImageBuilderError, match="was killed, and holds") as caught:
-        require_ended(before, [suspension])
-    assert caught.value.hint == f"image-builder pool abort --run {before.run} lets go of them"
-    require_ended(before, [suspension, suspension.model_copy(update={"over": True})])
+        _back(progress, machines)
+    assert f"image-builder pool abort --run {before.run} --to {NEW}" in (caught.value.hint or "")

@@ -1,0 +1,148 @@
+"""Take back what a roll left whose driver and journal are lost: cordons, claims on scale sets, suspended services.
+
+All that is known of it is what stands on nodes and scale sets. So only a host that Azure means to run another version
+than the roll's is freed: whatever else carries its marks is named, and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from image_builder.drain import bar, fence
+from image_builder.errors import PoolError
+from image_builder.node.net.kube import Client as Kube
+from image_builder.pool.plan.model import Host
+from image_builder.pool.plan.plan import BACK
+from image_builder.pool.scale_set.client import Client as Azure
+from image_builder.pool.scale_set.client import claim_of
+from image_builder.pool.scale_set.model import Instance, ScaleSet
+from image_builder.pool.scale_set.roll import SERVICES
+from image_builder.pool.scale_set.verdict import SETTLE_SECONDS
+from image_builder.pool.steps.control_plane import NODES
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What carries the marks of a run: nodes (with whether they have its taint), and the holders of scale sets."""
+
+    nodes: Mapping[str, bool]
+    holders: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Salvage:
+    """What was done. ``remaining`` are hosts that keep their marks, with the reason; ``unsure`` is for a person to
+    judge. ``models`` are the versions that models name now, ``versions`` how many instances run which.
+    """
+
+    freed: tuple[str, ...]
+    remaining: Mapping[str, str]
+    released: tuple[str, ...]
+    unsure: tuple[str, ...]
+    models: Mapping[str, str]
+    versions: Mapping[str, Mapping[str, int]]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def salvage(
+    kube: Kube,
+    azure: Azure,
+    hosts: Sequence[Host],
+    run: str,
+    version: str,
+    *,
+    lost: bool = False,
+    settle: float = SETTLE_SECONDS,
+) -> Salvage:
+    """Take a run's marks off nodes and scale sets of an inventory; hosts that have its ``version`` keep theirs.
+
+    A claim that isn't over yet may be a living driver's: it is heeded unless that is ``lost``. Raises PoolError for
+    such a claim, before anything is changed; KubeError, FetchError.
+    """
+    paths = sorted({host.scale_set_id for host in hosts if host.scale_set_id})
+    sets = {path: azure.scale_set(path) for path in paths}
+    marks = Marks(_marked(kube, run), _held(sets, run, azure.now(), lost=lost))
+    instances = {path: {i.id: i for i in azure.instances(path)} for path in paths}
+    if any(marks.nodes.values()):
+        # The last request for a host with a taint may have been accepted, and show a moment later.
+        azure.wait(settle)
+        instances = {path: {i.id: i for i in azure.instances(path)} for path in paths}
+    inventory = {host.name: host for host in hosts}
+    remaining = {
+        name: reason for name in marks.nodes if (reason := _reason(inventory.get(name), instances, version))
+    }
+    freed = [name for name in marks.nodes if name not in remaining]
+    for name in freed:
+        if marks.nodes[name]:
+            bar.lift(kube, name)
+        fence.free(kube, name, run)
+    unsure = [text for path, holder in marks.holders.items() for text in _release(azure, path, holder)]
+    return Salvage(
+        freed=tuple(freed),
+        remaining=remaining,
+        released=tuple(marks.holders),
+        unsure=tuple(unsure),
+        models={path: sets[path].image for path in paths},
+        versions={path: dict(Counter(i.image for i in instances[path].values())) for path in paths},
+    )
+
+
+def _marked(kube: Kube, run: str) -> dict[str, bool]:
+    """Return the nodes that a run has cordoned or tainted, and whether they have its taint."""
+    nodes: dict[str, bool] = {}
+
+    def take(document: dict[str, Any]) -> None:
+        record, is_barred = fence.record_of(document), bar.is_barred(document, run)
+        if is_barred or (record is not None and record.run == run):
+            nodes[document["metadata"]["name"]] = is_barred
+
+    kube.each_page(NODES, {}, take)
+    return dict(sorted(nodes.items()))
+
+
+def _held(sets: Mapping[str, ScaleSet], run: str, now: float, *, lost: bool) -> dict[str, str]:
+    """Return the scale sets that a run, or its rollback, has claimed, and the holder as it stands there."""
+    holders: dict[str, str] = {}
+    for path, scale_set in sets.items():
+        holder, until = claim_of(scale_set)
+        if holder != run and not holder.startswith(f"{run}{BACK}"):
+            continue
+        if until > now and not lost:
+            moment = datetime.fromtimestamp(until, UTC).isoformat(timespec="seconds")
+            raise PoolError(
+                f"{path} is claimed by {holder} until {moment}: its driver may be alive",
+                hint="end that, or wait until then; if its machine is gone: --lost",
+            )
+        holders[path] = holder
+    return holders
+
+
+def _reason(host: Host | None, instances: Mapping[str, Mapping[str, Instance]], version: str) -> str:
+    """Return why a host with a run's marks can't be freed; nothing where it has its image from before."""
+    if host is None:
+        return "the inventory doesn't have it: which image it runs isn't known"
+    instance = instances.get(host.scale_set_id, {}).get(host.instance)
+    if instance is None or instance.vm_id != host.vm_id.lower():
+        return "its instance is gone, or is another machine"
+    if not instance.is_at_rest:
+        return f"its instance is {instance.state}"
+    if instance.state.lower() == "failed":
+        return f"its instance failed: {instance.code or 'no code'}"
+    return "it has the roll's version" if instance.runs(version) else ""
+
+
+def _release(azure: Azure, path: str, holder: str) -> list[str]:
+    """Resume the services of a scale set, and take the claim off it; return what isn't certain."""
+    suspended = [service for service in SERVICES if azure.services(path).get(service) == "Suspended"]
+    for service in suspended:
+        azure.set_service(path, service, "Resume")
+    azure.release(path, holder)
+    return [
+        f"{path}: {service} was suspended, maybe by somebody else, and is resumed" for service in suspended
+    ]
