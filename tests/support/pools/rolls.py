@@ -254,6 +254,7 @@ def drive(
             azure=Client(manager, wait=lambda seconds: time.sleep(min(seconds, 0.3))),
             journal=folder / "requests.jsonl",
             policy=rolled.policy.rolls.drain,
+            max_fenced=rolled.max_fenced,
             patience=PATIENCE,
             settle_seconds=1.0,
         )
