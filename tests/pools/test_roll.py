@@ -53,10 +53,12 @@ def test_a_roll_around_jobs(fleet: World) -> None:
         if wait_until(lambda: fleet.is_ours("gpu-0-1"), 60):
             finish_job("ends")
         # Cordoned in its wave, let go of, and cordoned in the last one before its job ends.
-        if all(
-            wait_until(lambda state=state: fleet.is_ours("gpu-1-1") == state, 90)
-            for state in (True, False, True)
-        ):
+        turns = [
+            wait_until(lambda: fleet.is_ours("gpu-1-1"), 90),
+            wait_until(lambda: not fleet.is_ours("gpu-1-1"), 90),
+            wait_until(lambda: fleet.is_ours("gpu-1-1"), 90),
+        ]
+        if all(turns):
             finish_job("long")
 
     with in_background(finish):

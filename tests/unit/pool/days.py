@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from image_builder.pool.plan.model import OK, Host, Step, ended
+from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, ended
 from image_builder.pool.run.driver import Event, Work
 from tests.unit.pool.rolls import BUSY, Fate, Node, World
 
@@ -97,8 +97,10 @@ class Days(World):
         self._later(min(at, w.until) - self.time, w, "await", outcome)
         self.sightings[w.host.name] = self.last
 
-    def _later(self, seconds: float, w: Work, step: Step, *rest: object) -> None:
-        event = Event(w.host.name, step, w.attempt, *(rest if len(rest) > 1 else (*rest, "unknown")), seconds)  # type: ignore[arg-type]
+    def _later(
+        self, seconds: float, w: Work, step: Step, outcome: Outcome, joined: Joined = "unknown"
+    ) -> None:
+        event = Event(w.host.name, step, w.attempt, outcome, joined, seconds)
         self.last = (self.time + seconds, next(self.order), event)
         heapq.heappush(self.events, self.last)
 
