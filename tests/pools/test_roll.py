@@ -89,20 +89,32 @@ def killed_at(fleet: World, number: int, effect: Literal["drop", "lose"]) -> int
 
 
 def test_a_roll_around_jobs(fleet: World) -> None:
-    """One host has a job that ends, one a job that doesn't, one is cordoned by somebody else."""
+    """One host has a job that ends in its wave, one in the last wave, one a job that doesn't, one somebody's cordon."""
     admin = fleet.admin
     workloads.namespace(admin, "work")
     workloads.create(admin, "work", daemon_set("agent"))
     workloads.create(admin, "work", job("ends", 1, ["gpu-0-1"], gpus=True))
     workloads.create(admin, "work", job("endless", 1, ["gpu-1-2"], gpus=True))
-    workloads.await_running(admin, "work", 10)
+    workloads.create(admin, "work", job("long", 1, ["gpu-1-1"], gpus=True))
+    workloads.await_running(admin, "work", 11)
     admin.request("PATCH", path_of_node("gpu-0-3"), {"spec": {"unschedulable": True}}, MERGE_PATCH)
     rolled = plan(fleet, **GENEROUS)
 
+    def finish_job(name: str) -> None:
+        for item in workloads.pods_of(admin, "work", name):
+            fleet.kubelets.finish("work", item["metadata"]["name"])
+
     def finish(stop: object) -> None:
         if wait_until(lambda: fleet.is_ours("gpu-0-1"), 60):
-            for item in workloads.pods_of(admin, "work", "ends"):
-                fleet.kubelets.finish("work", item["metadata"]["name"])
+            finish_job("ends")
+        # Cordoned in its wave, let go of, and cordoned in the last one before its job ends.
+        turns = [
+            wait_until(lambda: fleet.is_ours("gpu-1-1"), 90),
+            wait_until(lambda: not fleet.is_ours("gpu-1-1"), 90),
+            wait_until(lambda: fleet.is_ours("gpu-1-1"), 90),
+        ]
+        if all(turns):
+            finish_job("long")
 
     with in_background(finish):
         progress = fleet.drive(rolled)

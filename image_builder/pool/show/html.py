@@ -44,7 +44,7 @@ MEANINGS: Mapping[Class, str] = {
     "dropped": "the connection broke",
     "failed": "the host reports which phase failed",
     "unknown": "told to join, or to take another image; whether it did is unknown",
-    "skipped": "stayed busy, or was cordoned by somebody else; as it was",
+    "skipped": "was never idle, or was cordoned by somebody else; as it was",
 }
 _BAR = 240.0
 

@@ -367,6 +367,7 @@ def drive(
             azure=Client(manager, wait=lambda seconds: time.sleep(min(seconds, patience.look))),
             journal=folder / "requests.jsonl",
             policy=rolled.policy.rolls.drain,
+            max_fenced=rolled.max_fenced,
             patience=patience,
             settle_seconds=settle_seconds,
         )
