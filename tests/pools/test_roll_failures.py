@@ -259,12 +259,13 @@ def test_a_second_roll_of_a_set_is_refused(fleet: World) -> None:
 
 def test_a_host_in_work_is_scaled_in(fleet: World) -> None:
     """R11, R25: it is gone, and nothing of it is left."""
-    rolled = plan(fleet, **GENEROUS)
-    host = fleet.hosts[0]
+    rolled = plan(fleet, **{**GENEROUS, "wave_budget": "100%"})
+    host = fleet.host(rolled.waves[-1].hosts[0])
     gone: list[str] = []
 
     def scale_in(request: Request) -> None:
-        if request.path.endswith("/manualupgrade") and not gone and host.scale_set in request.path:
+        is_its = request.path == f"{host.scale_set_id}/manualupgrade"
+        if is_its and (request.body or {}).get("instanceIds") == [host.instance] and not gone:
             gone.append(host.name)
             fleet.scale_sets.remove(host.scale_set_id, host.instance)
             fleet.kubelets.nodes.pop(host.name)
