@@ -24,7 +24,7 @@ from image_builder.cli.render import is_live, stderr_console
 from image_builder.pool.plan.model import STEPS
 from image_builder.pool.plan.plan import named
 from image_builder.pool.run.gates import Verdict
-from image_builder.pool.run.state import Progress
+from image_builder.pool.run.state import Progress, State
 from image_builder.pool.show.view import (
     STATES,
     Quantiles,
@@ -48,7 +48,16 @@ _UPCOMING = 2
 _PHASES = 8
 _SIGNATURES = 8
 # Columns that a terminal needs for all states of a wave side by side.
-_WIDE = 110
+_WIDE, _WIDE_ROLL = 110, 135
+# A roll has more than fit: states that follow from each other are one column.
+ROLLING: tuple[tuple[str, tuple[State, ...]], ...] = (
+    ("waiting", ("waiting",)),
+    ("draining", ("probing", "ready", "draining", "drained")),
+    ("reimaging", ("reimaging",)),
+    ("verifying", ("joined", "verifying")),
+    ("freeing", ("settled", "freeing")),
+    ("restoring", ("broken", "restoring")),
+)
 _VERDICT_STYLES: Mapping[Verdict, str] = {"go": "green", "hold": "yellow", "stop": "red"}
 
 
@@ -124,12 +133,15 @@ def waves_table(view: View, now: float, *, wide: bool) -> Table:
     table.add_column("wave", no_wrap=True)
     table.add_column("", no_wrap=True)
     states: list[tuple[str, tuple[str, ...]]] = [(state, (state,)) for state in STATES[view.mode]]
+    if view.mode == "roll":
+        states = list(ROLLING)
     if not wide:
         states = [("waiting", ("waiting",)), ("in work", STATES[view.mode][1:])]
     skipped: list[tuple[str, tuple[str, ...]]] = [("skipped", ("skipped",))] if view.mode == "roll" else []
     states += [("ok", ("ok",)), *skipped, ("failed", ("failed",))]
-    spans = [("reimage", "reimage") if view.mode == "roll" else ("join", "bootstrap"), ("verify", "verify")]
-    spans = spans if wide else spans[:1]
+    spans = [("join", "bootstrap"), ("verify", "verify")] if wide else [("join", "bootstrap")]
+    if view.mode == "roll":
+        spans = [("reimage", "reimage")] if wide else []
     for title in (
         "hosts",
         *(name for name, _ in states),
@@ -298,7 +310,8 @@ class LiveTable:
         if view is None:
             return
         yield heading(view, now)
-        yield waves_table(view, now, wide=options.max_width >= _WIDE)
+        columns = _WIDE_ROLL if view.mode == "roll" else _WIDE
+        yield waves_table(view, now, wide=options.max_width >= columns)
         for table in details(view, now):
             yield Text()
             yield table

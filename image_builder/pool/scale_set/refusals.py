@@ -67,3 +67,7 @@ def _differences(present: Version | None, target: Version) -> Iterator[str]:
         yield f"version {target.name} is for {target.architecture}, its machines are {present.architecture}"
     if present.generation != target.generation:
         yield f"version {target.name} is of generation {target.generation}, its machines of {present.generation}"
+    # As of images that differ in kernel arguments alone: a build's id is that of its tree.
+    if present.build and present.build == target.build and present.id.lower() != target.id.lower():
+        both = f"version {target.name} is of the build that version {present.name} is of"
+        yield f"{both}: no node could tell which it runs"

@@ -11,15 +11,16 @@ from contextlib import contextmanager, suppress
 import pytest
 from rich.console import Console
 
-from image_builder.cli.pool.table import LiveTable, lines, summary
+from image_builder.cli.pool.table import ROLLING, LiveTable, lines, summary
 from image_builder.pool.plan.model import STEPS, ended, failed, quantile
 from image_builder.pool.run.driver import run
 from image_builder.pool.run.progress import apply, begin, replay
 from image_builder.pool.run.records import Began, Gated, Intent, Opened, Record, Result, Stopped
 from image_builder.pool.run.state import Progress
 from image_builder.pool.show import report
-from image_builder.pool.show.view import look, slowest, wave_quantiles
+from image_builder.pool.show.view import STATES, look, slowest, wave_quantiles
 from image_builder.text import human_seconds
+from tests.unit.pool import rolls
 from tests.unit.pool.simulation import START, Faults, World, make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE
 
@@ -260,6 +261,19 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     titles = next(line for line in text.splitlines() if line.startswith("wave ")).split()
     assert {"hosts", "waiting", "ok", "failed", "p50", "p95"} <= set(titles)
     assert ("verifying" in titles) == (width == 150)
+
+
+@pytest.mark.parametrize("width", [80, 135])
+def test_a_roll_is_shown_without_a_title_cut_off(width: int) -> None:
+    progress, _ = rolls.roll(rolls.World(rolls.plan(300)))
+    table = LiveTable(console=_console(width, terminal=True), live=True, clock=lambda: START)
+    table.changed(progress)
+    shown = _drawn(table, width)
+    assert "…" not in shown and max(len(line) for line in shown.splitlines()) <= width
+    titles = next(line for line in shown.splitlines() if line.startswith("wave ")).split()
+    assert {"hosts", "waiting", "ok", "skipped", "failed"} <= set(titles)
+    assert ("draining" in titles) == (width == 135)
+    assert {state for _, states in ROLLING for state in states} == set(STATES["roll"])
 
 
 def test_of_many_waves_those_about_the_current_one_are_shown() -> None:

@@ -13,7 +13,7 @@ from image_builder.gallery.tags import WITHDRAWN_TAG
 from image_builder.pool.scale_set.client import Client
 from image_builder.pool.scale_set.refusals import policy_refusals, refusals
 from tests.support.arm.direct import Direct
-from tests.support.arm.fleet import DEFINITION, NEW, OLD, Fleet, add_version, fleet
+from tests.support.arm.fleet import BUILDS, DEFINITION, NEW, OLD, Fleet, add_version, fleet
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)
 DISK = {"createOption": "FromImage", "diskSizeGB": 64}
@@ -52,6 +52,15 @@ def test_azure_must_not_replace_instances_by_itself(mode: str) -> None:
     _properties(machines)["upgradePolicy"] = {"mode": mode}
     assert _refusals(machines) == [
         f"its upgrade policy is {mode}, not Manual: Azure would replace busy nodes"
+    ]
+
+
+def test_another_version_must_be_of_another_build() -> None:
+    machines = fleet()
+    assert _refusals(machines, OLD) == []
+    _version(machines)["tags"]["image-builder-build"] = BUILDS[OLD]
+    assert _refusals(machines) == [
+        "version 1.8.0 is of the build that version 1.7.0 is of: no node could tell which it runs"
     ]
 
 
