@@ -237,7 +237,7 @@ def test_the_third_alike_failure_turns_all_scale_sets_back_at_once() -> None:
 
 
 def test_half_of_a_zone_stays_whatever_may_be_unavailable() -> None:
-    world = World(plan(200, max_unavailable="100%", waves=("100%",)))
+    world = World(plan(200, max_unavailable="100%", waves=("100%",)), jobs=lambda _: 300.0)
     progress, _ = roll(world)
     assert progress.finished and world.most_unavailable == 100
     check_end(world, progress)
