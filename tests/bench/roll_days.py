@@ -172,7 +172,7 @@ def main() -> int:
     else:
         print(f"{options.hosts} hosts, jobs of up to three days")
         for label, value in table(figures):
-            print(f"  {label:<50}{value}")
+            print(f"  {label:<52}{value}")
     good = figures["gpu_hours_idle_percent"] <= _IDLE_GOAL and figures["throttle_share"] <= _THROTTLE_GOAL
     return 0 if good and not figures["throttled"] else 1
 

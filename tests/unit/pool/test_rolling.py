@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from image_builder.cli.pool import run as commands
+from image_builder.errors import PoolError
 from image_builder.pool.plan.policy import GateLimits, Policy, Roll
 from image_builder.pool.run.driver import run
 from image_builder.pool.run.progress import apply, begin, replay
@@ -102,6 +105,15 @@ def test_who_is_never_idle_is_skipped_and_named() -> None:
     assert skipped == dict.fromkeys(rolled.waves[-1].hosts[:7], BUSY)
     assert all(world.nodes[name].build == OLD and not world.nodes[name].cordoned for name in skipped)
     check_end(world, progress)
+    document = reports.report(progress, records)
+    assert document["skip_budget"] == 6 and status_of(document) == PoolError.exit_code
+    assert status_of({**document, "skip_budget": 7}) == 0
+    failed = {**document["counts"], "skipped": 6, "failed": 1}
+    assert status_of({**document, "counts": failed}) == PoolError.exit_code
+
+
+def status_of(document: dict[str, Any]) -> int:
+    return commands._show(document, 0, "", as_json=True)
 
 
 def test_a_gang_that_ends_at_once_is_taken_as_far_as_hosts_may_be_away() -> None:
@@ -242,7 +254,7 @@ def test_the_third_alike_failure_turns_all_scale_sets_back_at_once() -> None:
 
 
 def test_half_of_a_zone_stays_whatever_may_be_unavailable() -> None:
-    world = World(plan(200, max_unavailable="100%", waves=("100%",)))
+    world = World(plan(200, max_unavailable="100%", waves=("100%",)), jobs=lambda _: 300.0)
     progress, _ = roll(world)
     assert progress.finished and world.most_unavailable == 100
     check_end(world, progress)
