@@ -15,7 +15,7 @@ from image_builder.cluster.gate.model import Node, Rules
 from image_builder.cluster.gate.policy import Policy
 from image_builder.cluster.gate.retest import cap
 from image_builder.drain.quarantine import ASKING, RUN, Record, Remedy
-from image_builder.node.preflight.hold import OPEN, Hold, key_of
+from image_builder.node.preflight.hold import OPEN, Hold
 
 _RANKS: Mapping[str, int] = {remedy: rank for rank, remedy in enumerate(get_args(Remedy))}
 
@@ -124,5 +124,5 @@ def plan(
 
 
 def _is_held(pool: str, reason: str, holds: Mapping[str, Hold]) -> bool:
-    hold = holds.get(key_of(reason, pool))
+    hold = next((h for h in holds.values() if (h.code, h.pool) == (reason, pool)), None)
     return hold is not None and hold.state == OPEN

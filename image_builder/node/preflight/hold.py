@@ -47,7 +47,8 @@ class Hold:
 
     @property
     def key(self) -> str:
-        return key_of(self.code, self.pool)
+        """Return the entry's key. No code has two dots in a row, so no other code and pool have the same."""
+        return f"{self.code}..{self.pool}"
 
     @property
     def name(self) -> str:
@@ -63,11 +64,6 @@ class Hold:
 
     def text(self) -> str:
         return json.dumps(asdict(self))
-
-
-def key_of(code: str, pool: str) -> str:
-    """Return an entry's key. No code has two dots in a row, so no other code and pool have the same."""
-    return f"{code}..{pool}"
 
 
 def parse(config_map: Mapping[str, Any]) -> dict[str, Hold]:
