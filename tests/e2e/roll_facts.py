@@ -28,8 +28,8 @@ def facts(record: Mapping[str, Any]) -> dict[str, bool]:
         and f'"{new}"' in last["release"],
         "it has another boot, of which the API server knows": first["boot"] != last["boot"] == node["boot"],
         "it has another host key, which only the host CA vouches for": first["host_key"] != last["host_key"],
-        "its local disk was taken as it is": last["disk"]["state"] == "ok"
-        and last["disk"]["action"] == "mount"
+        "its local disk, which the old image made, is used as it is": last["disk"]["state"] == "ok"
+        and last["disk"]["action"] == "reuse"
         and record["file_kept"],
         "it has joined, with the same Node object": last["provision"]["state"] == "ok"
         and first["node"]["uid"] == node["uid"],
