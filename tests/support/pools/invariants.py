@@ -348,7 +348,7 @@ def there_is_a_way_back(log: Log) -> Iterator[str]:
 def one_driver(log: Log) -> Iterator[str]:
     """I16: what changes a scale set comes from who has marked it, while the mark lasts.
 
-    The mark is the set's tag; a Lease in the cluster beside it isn't built.
+    The mark is the set's tag. The Lease in the cluster beside it has a test of its own (R23).
     """
     for sent in log.sent:
         holder, _, until = sent.tag.rpartition(" until ")

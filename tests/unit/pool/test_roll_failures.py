@@ -14,6 +14,7 @@ import pytest
 from image_builder.node.net.kube import KubeError
 from image_builder.pool.steps.roll import is_final
 
+_HOSTS = "tests/pools/test_roll_hosts.py"
 _LIVE = "tests/pools/test_roll_failures.py"
 _ROLL = "tests/pools/test_roll.py"
 _DRAIN = "tests/pools/test_drain.py"
@@ -99,7 +100,10 @@ MATRIX = (
         8,
         "a node comes back with the old build",
         "one repetition, then broken",
-        (f"{_INSTANCE}::test_a_node_that_comes_back_with_the_old_build_is_repeated_once",),
+        (
+            f"{_INSTANCE}::test_a_node_that_comes_back_with_the_old_build_is_repeated_once",
+            f"{_HOSTS}::test_hosts_that_return_as_others",
+        ),
     ),
     Row(
         9,
@@ -200,16 +204,21 @@ MATRIX = (
     Row(
         22,
         "the driver's machine is lost with its journal",
-        "a new plan adopts what was begun",
-        (),
-        "all of it",
+        "what it fenced is freed, services run again; hosts that may have the image are named",
+        (
+            "tests/pools/test_salvage.py::test_only_who_has_the_image_from_before_is_freed",
+            "tests/pools/test_salvage.py::test_a_driver_that_is_gone_with_its_journals",
+        ),
+        "that a new plan adopts what was begun, with the journal lost",
     ),
     Row(
         23,
         "a second roll of the same sets",
         "refused before the first cordon, naming the holder",
-        (f"{_LIVE}::test_a_second_roll_of_a_set_is_refused",),
-        "a Lease in the cluster beside the tag on the set",
+        (
+            f"{_LIVE}::test_a_second_roll_of_a_set_is_refused",
+            f"{_ROLL}::test_a_second_roll_is_refused_and_leaves_nothing",
+        ),
     ),
     Row(
         24,
@@ -262,7 +271,7 @@ MATRIX = (
         "the local disk has the old image's store",
         "reset or adopted",
         (),
-        "one VM whose OS disk is swapped",
+        "a test: `tests/e2e/roll.py` shows it by hand, on one machine whose OS disk is swapped",
     ),
     Row(
         31,
@@ -274,8 +283,8 @@ MATRIX = (
         32,
         "host keys are new after a reimage",
         "signed by the host CA; a roll without one is refused",
-        (),
-        "a login to a machine whose OS disk was swapped; see 30",
+        (f"{_HOSTS}::test_hosts_that_return_as_others", f"{_HOSTS}::test_without_a_host_ca_nothing_begins"),
+        "that the plan refuses it: it knows of no keys, so the run does",
     ),
     Row(
         33,
