@@ -52,6 +52,7 @@ _WIDE, _WIDE_ROLL = 110, 135
 # A roll has more than fit: states that follow from each other are one column.
 ROLLING: tuple[tuple[str, tuple[State, ...]], ...] = (
     ("waiting", ("waiting",)),
+    ("busy", ("deferred", "resting", "awaiting")),
     ("draining", ("probing", "ready", "draining", "drained")),
     ("reimaging", ("reimaging",)),
     ("verifying", ("joined", "verifying")),

@@ -71,6 +71,7 @@ class World:
     order: Iterator[int] = field(default_factory=count)
     is_red: Callable[[], bool] = lambda: False
     not_ready: set[str] = field(default_factory=set)
+    cordoned_before: set[str] = field(default_factory=set)
     lost: list[str] = field(default_factory=list)
     turned_at: float | None = None
     most_unavailable: int = 0
@@ -124,15 +125,15 @@ class World:
     def _check(self) -> None:
         """Hold the limits: hosts that are cordoned by us and empty, or away, in all and in each zone.
 
-        A host of the last wave that becomes empty beyond them is let go of at once. One that the roll which is undone
-        left cordoned was away before.
+        A host of the last wave that becomes empty beyond them is let go of at once. One that was cordoned before the run
+        is away before it is in work, too.
         """
-        away, broken = [], self.plan.target.broken if self.plan.target else ()
+        away = []
         for name, node in self.nodes.items():
             is_empty = node.cordoned == "us" and node.busy_until <= self.time
             if is_empty and node.awaited:
                 assert self.time - node.busy_until < MOMENT, name
-            elif node.away or (is_empty and (node.reimages or name not in broken)):
+            elif node.away or (is_empty and (node.reimages or name not in self.cordoned_before)):
                 away.append(name)
         fenced = sum([node.awaited for node in self.nodes.values()])
         self.most_fenced = max(self.most_fenced, fenced)
@@ -242,7 +243,9 @@ class World:
 
     def _restore(self, w: Work, node: Node, fate: Fate) -> None:
         assert set(self.models.values()) == {OLD}, "no host goes back before its scale set"
-        self._replace(w, node, OLD)
+        # A driver that was killed meanwhile has its request in its journal: the next one waits for what came of it.
+        if not node.reimages[OLD]:
+            self._replace(w, node, OLD)
         if fate != "never back":
             node.cordoned = ""
             self._later(REIMAGE + BOOT, w, "restore", OK)

@@ -391,6 +391,7 @@ def test_who_already_runs_the_version_is_freed() -> None:
     world = World(plan(8))
     node = world.nodes["gpu-00-000003"]
     node.build, node.cordoned = NEW, "us"
+    world.cordoned_before.add("gpu-00-000003")
     progress, _ = roll(world)
     assert progress.finished and not node.reimages and not node.cordoned
     check_end(world, progress)
