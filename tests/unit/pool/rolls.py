@@ -125,8 +125,8 @@ class World:
     def _check(self) -> None:
         """Hold the limits: hosts that are cordoned by us and empty, or away, in all and in each zone.
 
-        A host of the last wave that becomes empty beyond them is let go of at once. One that was cordoned before the run
-        is away before it is in work, too.
+        A host of the last wave that becomes empty beyond them is let go of at once. One that was cordoned before the
+        run is away before it is in work, too.
         """
         away = []
         for name, node in self.nodes.items():
