@@ -25,6 +25,8 @@ from image_builder.node.net.retry import backoff
 
 State = Literal["empty", "skipped"]
 Tell = Callable[[str], None]
+# Why a host is skipped whose cordon a person took away: it is left alone.
+UNCORDONED = "somebody uncordoned it"
 _chance: Callable[[], float] = random.random
 
 
@@ -194,7 +196,7 @@ class Drain:
             self._tell(f"{name}: cordoned again")
             return ""
         if record or (visit.record and not is_cordoned):
-            return "somebody uncordoned it"
+            return UNCORDONED
         if is_cordoned and not self._policy.take_cordoned:
             return "cordoned by somebody else"
         return ""

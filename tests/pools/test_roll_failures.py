@@ -106,6 +106,7 @@ def test_lost_requests(fleet: World, effect: Literal["drop", "lose"]) -> None:
     fleet.require_invariants(rolled)
 
 
+@pytest.mark.nightly
 def test_azure_is_throttled_and_away(fleet: World) -> None:
     """R4, R20: hosts wait empty and cordoned, and go on."""
     rolled = plan(fleet, **GENEROUS)
@@ -124,6 +125,7 @@ def test_azure_is_throttled_and_away(fleet: World) -> None:
     fleet.require_invariants(rolled)
 
 
+@pytest.mark.nightly
 def test_three_hosts_of_a_later_wave_fail_alike(fleet: World) -> None:
     """R27: the run stops, models go back first, then the hosts that failed; the canaries keep the new image."""
     # Of one zone, half of which is three hosts.
@@ -142,6 +144,7 @@ def test_three_hosts_of_a_later_wave_fail_alike(fleet: World) -> None:
     invariants.require(log)
 
 
+@pytest.mark.nightly
 def test_a_node_that_never_comes_back_is_quarantined(fleet: World) -> None:
     """R9, R28: its machine gets the old image back, which doesn't help; it is left cordoned and named."""
     rolled = plan(fleet)
@@ -160,6 +163,7 @@ def test_a_node_that_never_comes_back_is_quarantined(fleet: World) -> None:
     fleet.require_invariants(rolled)
 
 
+@pytest.mark.nightly
 def test_a_host_that_failed_and_has_a_pod_does_not_go_back(fleet: World) -> None:
     """I2 holds on the way back as well: what tolerates everything runs on a host that failed, and isn't lost."""
     rolled = plan(fleet)
@@ -203,6 +207,7 @@ def test_a_pod_that_is_bound_after_the_last_look_never_starts(fleet: World) -> N
     fleet.require_invariants(rolled)
 
 
+@pytest.mark.nightly
 def test_the_api_server_is_away_while_hosts_are_reimaged(fleet: World) -> None:
     """R18: what runs is waited for, and the run goes on."""
     rolled = plan(fleet, **GENEROUS)
@@ -220,6 +225,7 @@ def test_the_api_server_is_away_while_hosts_are_reimaged(fleet: World) -> None:
     fleet.require_invariants(rolled)
 
 
+@pytest.mark.nightly
 def test_a_human_uncordons_a_host_that_is_drained(fleet: World) -> None:
     """R16: it isn't cordoned again, and keeps its image."""
     name = fleet.hosts[0].name
@@ -257,6 +263,7 @@ def test_a_second_roll_of_a_set_is_refused(fleet: World) -> None:
     fleet.require_invariants(rolled)
 
 
+@pytest.mark.nightly
 def test_a_host_in_work_is_scaled_in(fleet: World) -> None:
     """R11, R25: it is gone, and nothing of it is left."""
     rolled = plan(fleet, **{**GENEROUS, "wave_budget": "100%"})
@@ -280,6 +287,7 @@ def test_a_host_in_work_is_scaled_in(fleet: World) -> None:
     fleet.require_invariants(rolled)
 
 
+@pytest.mark.nightly
 def test_the_way_back_is_gone_when_it_is_needed(fleet: World) -> None:
     """R29: the run says so and ends; services run, and what failed stays cordoned."""
     rolled = plan(fleet)

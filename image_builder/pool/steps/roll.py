@@ -433,7 +433,7 @@ class RollFleet(Fleet):
             return "there is no such node"
         record = fence.record_of(document)
         if record is None or record.run != self._change.run or not fence.is_cordoned(document):
-            return "somebody uncordoned it"
+            return drains.UNCORDONED
         if barred and not bar.is_barred(document, self._change.run):
             return "somebody took its taint away"
         self._nodes[host.name] = document
@@ -628,7 +628,8 @@ class _Drains:
                     self._report(key, OK)
                 else:
                     # Without a pod it was somebody else's, or is gone.
-                    self._report(key, ended("busy" if outcome.tenants else "skipped", why(outcome)))
+                    is_busy = bool(outcome.tenants) and outcome.reason != drains.UNCORDONED
+                    self._report(key, ended("busy" if is_busy else "skipped", why(outcome)))
 
     def _fail(
         self, work: Iterable[tuple[Drain, dict[str, Key]]], handover: Handover, error: KubeError
