@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from image_builder.cli.command import AsJson, Kubeconfig, connect, register, show
-from image_builder.cluster.gate.model import Rules
 from image_builder.errors import ImageBuilderError
 from image_builder.node.errors import NodeError
+from image_builder.node.status import PREFLIGHT_LABEL
 from image_builder.system.signals import waking
 from image_builder.text import columns
 
@@ -34,7 +34,6 @@ app = typer.Typer(
 )
 
 _AGENT = "image-builder-gate"
-_DEFAULTS = Rules()
 Taint = Annotated[str, typer.Option("--taint", metavar="KEY", help="the taint's key")]
 
 
@@ -63,7 +62,7 @@ def _answered() -> Iterator[None]:
 @register(app)
 def run(
     kubeconfig: Kubeconfig = None,
-    taint: Taint = _DEFAULTS.taint,
+    taint: Taint = PREFLIGHT_LABEL,
     rate: Annotated[float, typer.Option(min=0.1, help="most nodes changed per second")] = 50.0,
     namespace: Annotated[str, typer.Option(help="namespace of the leader's lease")] = "kube-system",
     retest_share: Annotated[
@@ -84,7 +83,7 @@ def run(
     ] = 0.05,
     pool_label: Annotated[
         str, typer.Option(metavar="KEY", help="the label that names a node's pool")
-    ] = _DEFAULTS.pool,
+    ] = "pool",
     health: Annotated[
         Path | None,
         typer.Option("--health", metavar="FILE", help="what is done with nodes that go bad at work; as YAML"),
@@ -104,6 +103,7 @@ def run(
     """
     from image_builder.cluster.gate import breaker
     from image_builder.cluster.gate.controller import Settings
+    from image_builder.cluster.gate.model import Rules
     from image_builder.cluster.gate.policy import Policy
     from image_builder.cluster.gate.retest import Limits
     from image_builder.drain.lease import Settings as LeaseSettings
@@ -148,7 +148,7 @@ def admit(
     reason: Annotated[str, typer.Option("--reason", help="the reason, kept in the node's annotation")],
     who: Annotated[str, typer.Option("--by", help="the person who admits it  [default: this user]")] = "",
     kubeconfig: Kubeconfig = None,
-    taint: Taint = _DEFAULTS.taint,
+    taint: Taint = PREFLIGHT_LABEL,
     as_json: AsJson = False,
 ) -> int:
     """Admit a node by hand, for its current boot, whatever its preflight result. The controller need not run.
@@ -159,6 +159,7 @@ def admit(
     """
     from image_builder.cluster.gate.admit import admit as let_in
     from image_builder.cluster.gate.admit import why
+    from image_builder.cluster.gate.model import Rules
 
     with _answered():
         client = connect(kubeconfig, _AGENT)
@@ -198,7 +199,7 @@ def release(
 
 
 @register(app)
-def status(kubeconfig: Kubeconfig = None, taint: Taint = _DEFAULTS.taint, as_json: AsJson = False) -> int:
+def status(kubeconfig: Kubeconfig = None, taint: Taint = PREFLIGHT_LABEL, as_json: AsJson = False) -> int:
     """Show which nodes are in and which are out, and why; exit status 1 when one is not where it belongs.
 
     Example:
@@ -206,6 +207,7 @@ def status(kubeconfig: Kubeconfig = None, taint: Taint = _DEFAULTS.taint, as_jso
         image-builder gate status --kubeconfig admin.conf
     """
     from image_builder.cluster.gate.admit import overview
+    from image_builder.cluster.gate.model import Rules
 
     with _answered():
         lines = overview(connect(kubeconfig, _AGENT), Rules(taint=taint))
