@@ -14,7 +14,7 @@ from image_builder.pool.plan.model import OK, UNREACHED, Host, Outcome, ended, f
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.waves import Wave
 from image_builder.pool.run import rolling
-from image_builder.pool.run.moves import again, count_unavailable, end, move
+from image_builder.pool.run.moves import again, count_unavailable, end, move, set_empty
 from image_builder.pool.run.records import (
     Began,
     Changed,
@@ -141,6 +141,9 @@ def _open(progress: Progress, record: Opened) -> None:
         status.not_before = free if status.state == "joining" else min(status.not_before, free)
         status.idle_by = min(status.idle_by, record.at + progress.plan.policy.deadline("await"))
         status.awaited = False
+        if status.state == "draining":
+            # It has our cordon, and may be empty by now.
+            set_empty(progress, status, empty=True)
         if status.state in _UNKNOWN:
             move(progress, name, "waiting")
         elif status.state == "verifying":

@@ -12,10 +12,21 @@ from pydantic import ValidationError
 
 from image_builder.cli.pool import run as commands
 from image_builder.errors import PoolError
+from image_builder.pool.plan.model import OK
 from image_builder.pool.plan.policy import GateLimits, Policy, Roll
 from image_builder.pool.run.driver import run
 from image_builder.pool.run.progress import apply, begin, replay
-from image_builder.pool.run.records import Chosen, Opened, Passed, Record, Stopped, Turned
+from image_builder.pool.run.records import (
+    Began,
+    Chosen,
+    Intent,
+    Opened,
+    Passed,
+    Record,
+    Result,
+    Stopped,
+    Turned,
+)
 from image_builder.pool.run.state import Progress
 from image_builder.pool.show import report as reports
 from image_builder.pool.show.view import look
@@ -395,3 +406,19 @@ def test_who_already_runs_the_version_is_freed() -> None:
     progress, _ = roll(world)
     assert progress.finished and not node.reimages and not node.cordoned
     check_end(world, progress)
+
+
+def test_a_host_that_was_drained_when_the_driver_ended_keeps_its_place() -> None:
+    """It has our cordon, and nobody knows whether it is empty by now."""
+    rolled = plan(8)
+    name = rolled.waves[0].hosts[0]
+    records: list[Record] = [
+        Opened(at=1, plan=rolled.digest),
+        Began(at=1, wave=0),
+        Intent(at=1, step="probe", hosts=(name,)),
+        Result(at=2, host=name, step="probe", attempt=1, outcome=OK, joined="no"),
+        Intent(at=2, step="drain", hosts=(name,)),
+    ]
+    assert replay(rolled, records).unavailable == 0
+    progress = replay(rolled, [*records, Opened(at=3, plan=rolled.digest)])
+    assert progress.hosts[name].state == "waiting" and progress.unavailable == 1
