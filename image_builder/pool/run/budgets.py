@@ -93,7 +93,9 @@ def in_work(progress: Progress) -> int:
     """Return how many hosts are in work: a step was begun, or has to follow before anything is known of them."""
     count = sum(w.count(*IN_WORK) for w in progress.waves[: progress.began])
     return count + sum(
-        progress.hosts[name].touched for w in progress.waves[: progress.began] for name in w.names("waiting")
+        progress.hosts[name].unavailable
+        for w in progress.waves[: progress.began]
+        for name in w.names("waiting")
     )
 
 
