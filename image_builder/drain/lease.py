@@ -183,6 +183,7 @@ class Leases:
     def __init__(self, connect: Callable[[], Client], holder: str, settings: Settings | None = None) -> None:
         self._connect, self._holder = connect, holder
         self._settings = settings or Settings(namespace=NAMESPACE, duration=120.0, deadline=80.0, pause=30.0)
+        self._client: Client | None = None
         self._elections: dict[str, Election] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -198,14 +199,17 @@ class Leases:
         for election in self._elections.values():
             with suppress(KubeError):  # it runs out by itself
                 election.release()
-            election.close()
+        if self._client:
+            self._client.close()
 
     def hold(self, scale_set: str) -> None:
         """Hold a scale set's Lease, by a renewal that is recent enough; raises PoolError naming who does, KubeError."""
         with self._lock:
             if scale_set not in self._elections:
+                # One connection for all, which only who has the lock uses.
+                self._client = self._client or self._connect()
                 settings = replace(self._settings, name=lease_of(scale_set))
-                self._elections[scale_set] = Election(self._connect(), self._holder, settings, time.monotonic)
+                self._elections[scale_set] = Election(self._client, self._holder, settings, time.monotonic)
             election = self._elections[scale_set]
             if election.leads:
                 return

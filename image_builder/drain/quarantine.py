@@ -22,13 +22,13 @@ RUN = "gate"
 # What is done to a node: work stays off it; it is emptied; and then a person or another program is asked for more.
 Remedy = Literal["taint", "drain", "reboot", "reimage", "hand-over"]
 ASKING: tuple[Remedy, ...] = ("reboot", "reimage", "hand-over")
-# ``out``: it takes no more work. ``empty``: and has none. ``asked``: its remedy was asked for.
 # What a person or another program is to do.
 WANTED = {
     "reboot": "reboot it",
     "reimage": "reimage it",
     "hand-over": "give its machine back to the platform",
 }
+# ``out``: it takes no more work. ``empty``: and has none. ``asked``: its remedy was asked for.
 Stage = Literal["out", "empty", "asked"]
 _LABEL_VALUE = re.compile(r"[^-A-Za-z0-9_.]+")
 

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.drain import bar, fence
+from image_builder.drain import run as drains
 from image_builder.errors import PoolError
 from image_builder.node.net.kube import Client as Kube
 from image_builder.pool.plan.model import Host
@@ -81,7 +82,7 @@ def salvage(
     for name in freed:
         if marks.nodes[name]:
             bar.lift(kube, name)
-        fence.free(kube, name, run)
+        drains.free(kube, name, run)
     unsure = [text for path, holder in marks.holders.items() for text in _release(azure, path, holder)]
     return Salvage(
         freed=tuple(freed),

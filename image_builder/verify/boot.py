@@ -134,7 +134,6 @@ def boot(
     and ``console.log``; failed checks are part of the result (``require_passed``). Where all passed, the machine is
     then broken to show that the user's own can fail, unless it is to be kept. Without ``verify``, or with ``keep``, the
     machine stays until it powers itself off or KeyboardInterrupt comes.
-
     ``facts`` is the suite's facts.json, by default the one beside the disk; ``pause_archive`` gives the pod's image to
     one that doesn't preload it. ``secure_boot`` None: as the image declares; ``extra_disks`` None: a blank local disk
     where it has the layer ``node``. ``then`` is called with the machine before it is switched off. Raises BootError,
@@ -150,15 +149,15 @@ def boot(
     store.prepare()
     monitor.stages_planned([(name, "", False) for name in ("boot", "verify")[: 1 + verify]])
     options = _options(disk, specification, secure_boot, extra_disks)
-    console_kept = (out_dir / "console.log").resolve()
-    with store.staging() as work, Vm(options, work, console_kept) as vm:
+    console = (out_dir / "console.log").resolve()
+    with store.staging() as work, Vm(options, work, console) as vm:
         try:
             with shown_stage(monitor, "boot"):
                 ssh = vm.wait_for_ssh(on_line=lambda line: monitor.stage_doing("boot", line))
                 _require_secure_boot(ssh, options.secure_boot)
                 state = wait_for_system(ssh, on_wait=lambda: monitor.stage_doing("boot", vm.last_line()))
                 system_seconds = round(vm.seconds, 1)
-            pod_seconds, suite = None, None
+            pod_seconds = suite = None
             with shown_stage(monitor, "verify") if verify else nullcontext():
                 if verify:
                     pod_seconds = start_pod(vm, ssh, variables, monitor, pause_archive)
@@ -173,7 +172,7 @@ def boot(
                 _stay(vm, ssh, monitor)
         finally:
             if vm.console_log.exists():
-                shutil.copyfile(vm.console_log, console_kept)
+                shutil.copyfile(vm.console_log, console)
     return result
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from image_builder.bake.store import Store
@@ -40,11 +41,7 @@ def run(
     """
     if not fast and os.geteuid() != 0:
         raise UsageError("the whole suite needs root", hint="image-builder test --fast needs none")
-    sink = sys.stderr if as_json else sys.stdout
-
-    def write(text: str) -> None:
-        print(text, file=sink, flush=True)
-
+    write = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
     cache = cache_directory()
     kind = "chosen" if arguments else "fast" if fast else "nightly" if nightly else durations.WHOLE_RUN
     store_state = "filled" if any((store / "objects").glob("*")) else "empty"
@@ -64,9 +61,7 @@ def run(
                 outcomes += _rest(surroundings, nightly=nightly, proofs=proofs)
             elif not fast:
                 write("what needs root is not run")
-    for outcome in outcomes:
-        for part, minutes_of_part in _minutes(outcome, with_units=bool(arguments)):
-            minutes[part] = minutes.get(part, 0.0) + minutes_of_part
+    _add_minutes(minutes, outcomes, with_units=bool(arguments))
     whole, gigabytes = (time.monotonic() - started) / 60, disk[0] / 1e9
     is_sound = passed = clean and all(outcome.status == 0 for outcome in outcomes)
     if not arguments:
@@ -88,6 +83,13 @@ def run(
         result = {"passed": passed, "minutes": times, "disk_gb": round(gigabytes, 2), "closing": closing}
         print(json.dumps(result))
     return 0 if passed else 1
+
+
+def _add_minutes(minutes: dict[str, float], outcomes: Iterable[lanes.Outcome], *, with_units: bool) -> None:
+    """Add what lanes took, by part."""
+    for outcome in outcomes:
+        for part, of_part in _minutes(outcome, with_units=with_units):
+            minutes[part] = minutes.get(part, 0.0) + of_part
 
 
 def _write(judgement: Iterable[tuple[str, bool]], write: Callable[[str], None]) -> bool:

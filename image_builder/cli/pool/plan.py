@@ -41,6 +41,18 @@ PublicKey = Annotated[
         "--public-key", metavar="FILE", help="of a roll: the key (PEM) that signed the version's statement"
     ),
 ]
+Statement = Annotated[
+    Path | None,
+    typer.Option(
+        "--statement",
+        metavar="FILE",
+        help="the version's statement  [default: where `publish run` wrote it, below output]",
+    ),
+]
+Unproven = Annotated[
+    str,
+    typer.Option("--unproven", metavar="REASON", help="roll without a statement; the report has the reason"),
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="the file that `pool plan` wrote")]
 
 
@@ -60,20 +72,8 @@ def plan(
         ),
     ] = None,
     public_key: PublicKey = None,
-    statement: Annotated[
-        Path | None,
-        typer.Option(
-            "--statement",
-            metavar="FILE",
-            help="the version's statement  [default: where `publish run` wrote it, below output]",
-        ),
-    ] = None,
-    unproven: Annotated[
-        str,
-        typer.Option(
-            "--unproven", metavar="REASON", help="roll without a statement; the report has the reason"
-        ),
-    ] = "",
+    statement: Statement = None,
+    unproven: Unproven = "",
     calls: Annotated[
         bool,
         typer.Option(

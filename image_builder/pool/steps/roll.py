@@ -9,25 +9,21 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
 from image_builder.drain import bar, fence
 from image_builder.drain import run as drains
-from image_builder.drain.handover import Handover
-from image_builder.drain.ladder import PATIENCE
 from image_builder.drain.lease import Leases
 from image_builder.drain.look import Looker
 from image_builder.drain.policy import Policy
-from image_builder.drain.run import Drain
 from image_builder.errors import FetchError, PoolError
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.kube import KubeError
@@ -40,6 +36,7 @@ from image_builder.pool.scale_set.client import Client as Azure
 from image_builder.pool.scale_set.model import ScaleSet, Version
 from image_builder.pool.scale_set.roll import Drive, Ending, Patience, driving, roll_instance
 from image_builder.pool.scale_set.verdict import Node
+from image_builder.pool.steps.drains import BROKEN_OFF, TROUBLE_SECONDS, Drains, Key, is_final
 from image_builder.pool.steps.fleet import Fleet, Setup
 
 # A host's boot, and the build of its image (node/settings.py).
@@ -51,14 +48,10 @@ ASK_IMAGE = (
 _ASK_SECONDS = 20.0
 # Between the taint and the last look: a pod that was bound before it has appeared by then.
 _SETTLE_SECONDS = 30.0
-_TROUBLE_SECONDS = 60.0
-_REFUSALS = 5
 _TURNS, _TURNED_AT_ONCE = 10, 16
 _NAMELESS = "it doesn't tell which image it runs"
-# Numbers of failures that have no other.
-_FAILED, _BROKEN_OFF = 1, 2
-
-Key = tuple[str, Step, int]
+# The number of a failure that has no other.
+_FAILED = 1
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,7 @@ class RollFleet(Fleet):
         self._stack = ExitStack()
         self._threads = ThreadPoolExecutor(setup.at_once, thread_name_prefix="roll")
         self._local, self._connections = threading.local(), list[Kube]()
-        self._drains = _Drains(change, self._report)
+        self._drains = Drains(change.kube, change.run, change.policy, change.max_fenced, self._report)
         self._leases = Leases(change.kube, change.holder)
         self._guard, self._models = threading.Lock(), threading.Lock()
         self._drives: dict[str, Drive] = {}
@@ -164,7 +157,7 @@ class RollFleet(Fleet):
             self._versions[path] = version
         for path, before in target.before.items():
             self._planned[path] = self._change.azure.scale_set(path)
-            self._change.azure.require_free(self._planned[path], self._change.run)
+            self._change.azure.require_free(self._planned[path], self._change.holder)
             if (image := self._planned[path].image) not in (before, target.version):
                 raise PoolError(f"the model of {path} names {image} since the plan", hint="make a new plan")
 
@@ -238,7 +231,7 @@ class RollFleet(Fleet):
             except (FetchError, KubeError):
                 if attempt == _TURNS - 1:
                     raise
-                self._ending.wait(backoff(attempt, cap=_TROUBLE_SECONDS))
+                self._ending.wait(backoff(attempt, cap=TROUBLE_SECONDS))
             else:
                 return
 
@@ -251,15 +244,11 @@ class RollFleet(Fleet):
 
     def _seek(self, cells: Sequence[Sequence[Host]], each: int) -> list[str]:
         """Look at the hosts of each cell until so many are idle."""
-        kube = self._change.kube()
-        try:
-            looker = Looker(kube, self._change.policy)
-            idle: list[str] = []
-            for hosts in cells:
-                idle += islice((host.name for host in hosts if self._is_idle(looker, host)), each)
-            return idle
-        finally:
-            kube.close()
+        looker = Looker(self._kube(), self._change.policy)
+        idle: list[str] = []
+        for hosts in cells:
+            idle += islice((host.name for host in hosts if self._is_idle(looker, host)), each)
+        return idle
 
     def _is_idle(self, looker: Looker, host: Host) -> bool:
         failures = 0
@@ -272,10 +261,10 @@ class RollFleet(Fleet):
                     and not looker.tenants(host.name, time.time())
                 )
             except KubeError as error:
-                if error.status in (401, 403) or error.is_hopeless:
+                if is_final(error, failures):
                     return False  # which its drain reports
                 failures += 1
-                self._ending.wait(backoff(failures, cap=_TROUBLE_SECONDS))
+                self._ending.wait(backoff(failures, cap=TROUBLE_SECONDS))
         return False
 
     def _report(self, key: Key, outcome: Outcome, joined: Joined = "unknown") -> None:
@@ -290,12 +279,12 @@ class RollFleet(Fleet):
                 outcome, joined = work(host, key)
             except (FetchError, KubeError) as error:
                 if isinstance(error, KubeError) and is_final(error, failures):
-                    self._report(key, failed(key[1], _BROKEN_OFF, str(error)))
+                    self._report(key, failed(key[1], BROKEN_OFF, str(error)))
                     return
                 failures += 1
-                self._ending.wait(backoff(failures, cap=_TROUBLE_SECONDS))
+                self._ending.wait(backoff(failures, cap=TROUBLE_SECONDS))
             except PoolError as error:
-                self._report(key, failed(key[1], _BROKEN_OFF, error.message))
+                self._report(key, failed(key[1], BROKEN_OFF, error.message))
                 return
             except Exception as error:  # a thread's would be lost
                 self._queue.put(partial(_raise, error))
@@ -368,7 +357,7 @@ class RollFleet(Fleet):
         self._ending.wait(self._change.settle_seconds)
 
         def busy() -> str:
-            self._held(host)
+            self._leases.hold(host.scale_set_id)
             return self._occupied(kube, host, barred=True) if is_there else ""
 
         outcome, joined = self._bring(drive, host, version, busy)
@@ -413,14 +402,12 @@ class RollFleet(Fleet):
         ending = roll_instance(drive, host.instance, host.vm_id, version, node, busy)
         return _outcome(ending, silence)
 
-    def _held(self, host: Host) -> str:
-        """Hold a host's scale set: without that nothing is sent. Raises PoolError where another does, KubeError."""
-        self._leases.hold(host.scale_set_id)
-        return ""
-
     def _busy(self, kube: Kube, host: Host, key: Key) -> str:
-        """Return what a request would cost: the last look, right before it is sent."""
-        self._held(host)
+        """Return what a request would cost: the last look, right before it is sent.
+
+        Without the Lease of its scale set nothing is sent: raises PoolError where another holds that, KubeError.
+        """
+        self._leases.hold(host.scale_set_id)
         if self._is_turned or self._ending.is_set() or key in self._over:
             return "the run goes back, or ends"
         return self._occupied(kube, host, barred=True)
@@ -453,11 +440,6 @@ class RollFleet(Fleet):
             return self._drives[path]
 
 
-def is_final(error: KubeError, failures: int) -> bool:
-    """Tell whether the API server has said no for good. One that has just started knows nobody's rights yet."""
-    return error.is_hopeless or (error.status in (401, 403) and failures >= _REFUSALS)
-
-
 def _raise(error: Exception) -> None:
     raise error
 
@@ -479,165 +461,3 @@ def _outcome(ending: Ending, silence: str) -> tuple[Outcome, Joined]:
             return failed(f"reimage {what}", _FAILED, detail), "unknown"
         case _:
             return ended("unknown", ending.reason), "unknown"
-
-
-def why(outcome: drains.Outcome) -> str:
-    """Return why a host was skipped: the reason, and the first pod that it was for."""
-    first = next((tenant.pod for tenant in outcome.tenants), None)
-    return f"{outcome.reason}: {first}" if first else outcome.reason
-
-
-class _Drains:
-    """All drains of a roll, and the hosts that are awaited, in one thread.
-
-    Hosts that are begun together are one drain: gangs in it go together.
-    """
-
-    def __init__(self, change: Change, report: Callable[[Key, Outcome], None]) -> None:
-        self._change, self._report = change, report
-        # Hosts to drain, to await and until when, or one to let go of and what says that nothing more is done to it.
-        self._new: SimpleQueue[list[Key] | dict[Key, float] | tuple[str, threading.Event]] = SimpleQueue()
-        self._awaited: dict[str, tuple[Key, float]] = {}
-        self._due = 0.0
-        # Hosts of the last wave.
-        self._rested: set[str] = set()
-        self._wake = threading.Event()
-        self._ending = threading.Event()
-        self._over: set[Key] = set()
-        # Nodes of hosts that are empty, as they were then.
-        self.nodes: dict[str, dict[str, Any]] = {}
-        self._thread = threading.Thread(target=self._run, name="drains")
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def add(self, keys: Iterable[Key]) -> None:
-        self._new.put(list(keys))
-        self._wake.set()
-
-    def wait_for(self, keys: Mapping[Key, float]) -> None:
-        """Report hosts as soon as they are idle, or are not by a time."""
-        self._new.put(dict(keys))
-        self._wake.set()
-
-    def give_up(self, key: Key) -> None:
-        self._over.add(key)
-
-    def drop(self, name: str) -> None:
-        """Let go of a host; nothing more is done to it when this returns."""
-        gone = threading.Event()
-        self._new.put((name, gone))
-        self._wake.set()
-        while self._thread.is_alive() and not gone.wait(0.1):
-            pass
-
-    def end(self) -> None:
-        """End the thread; cordons stay, and are freed by whoever goes on."""
-        self._ending.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        work: list[tuple[Drain, dict[str, Key]]] = []
-        kube, failures = self._change.kube(), 0
-        handover = Handover(kube, self._change.run, self._change.policy, self._change.max_fenced)
-        try:
-            while not self._ending.is_set():
-                self._take(work, kube, handover)
-                pause = _TROUBLE_SECONDS
-                try:
-                    if self._awaited:
-                        pause = self._turn(handover)
-                    for drain, keys_of in work:
-                        drain.turn()
-                        self._tell(drain, keys_of)
-                        pause = min(pause, drain.pause)
-                    failures = 0
-                except KubeError as error:
-                    if is_final(error, failures):
-                        self._fail(work, handover, error)
-                        work = []
-                    failures += 1
-                    pause = backoff(failures, retry_after=error.retry_after, cap=_TROUBLE_SECONDS)
-                work = [item for item in work if item[1]]
-                self._wake.wait(pause)
-                self._wake.clear()
-        finally:
-            kube.close()
-
-    def _turn(self, handover: Handover) -> float:
-        """Look at hosts that are awaited, where that is due; return the seconds until it is again."""
-        pause = self._due - time.monotonic()
-        if pause > 0:
-            return pause
-        for name in handover.turn():
-            self._answer(name, OK)
-        now = time.time()
-        for name in [name for name, (_, until) in self._awaited.items() if until <= now]:
-            outcome = ended("busy", f"{PATIENCE}: {handover.pod(name)}")
-            handover.drop(name)
-            self._answer(name, outcome)
-        self._due = time.monotonic() + self._change.policy.poll_seconds
-        return self._change.policy.poll_seconds
-
-    def _answer(self, name: str, outcome: Outcome) -> None:
-        """Report a host that was awaited."""
-        key, _ = self._awaited.pop(name)
-        if key not in self._over:
-            self._report(key, outcome)
-
-    def _take(self, work: list[tuple[Drain, dict[str, Key]]], kube: Kube, handover: Handover) -> None:
-        """Begin what was asked for meanwhile, and let go of hosts."""
-        while True:
-            try:
-                asked = self._new.get_nowait()
-            except Empty:
-                return
-            if isinstance(asked, tuple):
-                name, gone = asked
-                handover.drop(name)
-                self._awaited.pop(name, None)
-                for drain, keys in work:
-                    if keys.pop(name, None):
-                        drain.drop(name)
-                gone.set()
-                continue
-            if isinstance(asked, dict):
-                self._awaited |= {key[0]: (key, until) for key, until in asked.items()}
-                self._rested |= {key[0] for key in asked}
-                handover.add(key[0] for key in asked)
-                continue
-            # Who was idle a moment ago is not waited for again.
-            for hurry in (False, True):
-                keys_of = {key[0]: key for key in asked if (key[0] in self._rested) == hurry}
-                policy = self._change.policy
-                policy = policy.model_copy(update={"max_wait_seconds": 0.0}) if hurry else policy
-                drain = Drain(kube, self._change.run, policy, lambda _: None)
-                drain.add(keys_of)
-                work.append((drain, keys_of))
-
-    def _tell(self, drain: Drain, keys: dict[str, Key]) -> None:
-        """Report the hosts of a drain that ended; partners of gangs that nobody asked for are freed again."""
-        for name, outcome in list(drain.outcomes.items()):
-            key = keys.pop(name, None)
-            if key and key not in self._over:
-                if outcome.node:
-                    self.nodes[name] = outcome.node
-                if outcome.state == "empty":
-                    self._report(key, OK)
-                else:
-                    # Without a pod it was somebody else's, or is gone.
-                    is_busy = bool(outcome.tenants) and outcome.reason != drains.UNCORDONED
-                    self._report(key, ended("busy" if is_busy else "skipped", why(outcome)))
-
-    def _fail(
-        self, work: Iterable[tuple[Drain, dict[str, Key]]], handover: Handover, error: KubeError
-    ) -> None:
-        outcome = failed("drain", _BROKEN_OFF, str(error))
-        for _, keys in work:
-            for key in keys.values():
-                self._report(key, outcome)
-        for name in list(self._awaited):
-            handover.drop(name)
-            self._answer(name, outcome)

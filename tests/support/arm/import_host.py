@@ -70,7 +70,8 @@ class ImportHost:
 def import_host(store: Store) -> Iterator[ImportHost]:
     """Serve the import host until the block ends; the store's addresses lead there."""
     host = ImportHost(store)
-    server = PatientServer(("127.0.0.1", 0), _handler(host, urlsplit(store.url).netloc))
+    served = {"host": host, "upstream": urlsplit(store.url).netloc}
+    server = PatientServer(("127.0.0.1", 0), type("Handler", (_Handler,), served))
     store.host = f"http://127.0.0.1:{server.server_port}"
     with running(server):
         try:
@@ -80,73 +81,72 @@ def import_host(store: Store) -> Iterator[ImportHost]:
             store.host = ""
 
 
-def _handler(host: ImportHost, upstream: str) -> type[BaseHTTPRequestHandler]:
-    """Return what answers for the import host: refusals and faults by itself, all else by the store at ``upstream``."""
+class _Handler(BaseHTTPRequestHandler):
+    """Answers for the import host: refusals and faults by itself, all else by the store at ``upstream``."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    protocol_version = "HTTP/1.1"
+    host: ImportHost
+    upstream: str
 
-        def _handle(self) -> None:
-            parts = urlsplit(self.path)
-            data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            page = _page(self.headers)
-            name = parts.path.rsplit("/", 1)[1]
-            if status := host.refusal(self.command, parse_qs(parts.query), name, page):
-                self._refuse(status)
-                return
-            effect = host.fault(page) if page and self.command == "PUT" else None
-            if page and self.command == "PUT":
-                with host.lock:
-                    host.received += len(data)
-            if effect == "stall":
-                host.ended.wait()
-            if effect in ("reset", "stall"):
-                self._cut()
-            elif isinstance(effect, int):
-                self._refuse(effect)
-            else:
-                if effect == "flip":
-                    data = bytes([data[0] ^ 1]) + data[1:]
-                self._forward(data, page, is_lost=effect == "lose")
-
-        do_GET = do_HEAD = do_PUT = do_DELETE = _handle  # noqa: N815  # names of http.server
-
-        def _forward(self, data: bytes, page: Page | None, *, is_lost: bool) -> None:
-            connection = http.client.HTTPConnection(upstream)
-            headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP}
-            connection.request(self.command, self.path, data, {**headers, "Host": upstream})
-            answer = connection.getresponse()
-            body = answer.read()
-            connection.close()
-            if page and answer.status == 201:
-                with host.lock:
-                    host.log.append(page)
-            if is_lost:
-                self._cut()
-                return
-            self.send_response_only(answer.status)
-            for header, value in answer.getheaders():
-                if header.lower() not in _HOP:
-                    self.send_header(header, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def _refuse(self, status: int) -> None:
-            self.send_response_only(status)
-            if host.retry_after:
-                self.send_header("Retry-After", host.retry_after)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def _cut(self) -> None:
-            self.close_connection = True
-            self.connection.close()
-
-        def log_message(self, *_: object) -> None:
+    def _handle(self) -> None:
+        parts = urlsplit(self.path)
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        page = _page(self.headers)
+        name = parts.path.rsplit("/", 1)[1]
+        if status := self.host.refusal(self.command, parse_qs(parts.query), name, page):
+            self._refuse(status)
             return
+        effect = self.host.fault(page) if page and self.command == "PUT" else None
+        if page and self.command == "PUT":
+            with self.host.lock:
+                self.host.received += len(data)
+        if effect == "stall":
+            self.host.ended.wait()
+        if effect in ("reset", "stall"):
+            self._cut()
+        elif isinstance(effect, int):
+            self._refuse(effect)
+        else:
+            if effect == "flip":
+                data = bytes([data[0] ^ 1]) + data[1:]
+            self._forward(data, page, is_lost=effect == "lose")
 
-    return Handler
+    do_GET = do_HEAD = do_PUT = do_DELETE = _handle  # noqa: N815  # names of http.server
+
+    def _forward(self, data: bytes, page: Page | None, *, is_lost: bool) -> None:
+        connection = http.client.HTTPConnection(self.upstream)
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP}
+        connection.request(self.command, self.path, data, {**headers, "Host": self.upstream})
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        if page and answer.status == 201:
+            with self.host.lock:
+                self.host.log.append(page)
+        if is_lost:
+            self._cut()
+            return
+        self.send_response_only(answer.status)
+        for header, value in answer.getheaders():
+            if header.lower() not in _HOP:
+                self.send_header(header, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _refuse(self, status: int) -> None:
+        self.send_response_only(status)
+        if self.host.retry_after:
+            self.send_header("Retry-After", self.host.retry_after)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _cut(self) -> None:
+        self.close_connection = True
+        self.connection.close()
+
+    def log_message(self, *_: object) -> None:
+        return
 
 
 def _page(headers: Message) -> Page | None:

@@ -18,24 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.node.net.kube import Client as Kube
-from image_builder.node.net.kubeconfig import load
 from image_builder.node.settings import RELEASE
 from image_builder.pool.plan.model import Host
 from image_builder.pool.reach.hostkeys import known_as
 from tests.bench.measures import NOT_BOOTED, be_quick
 from tests.support.arm.fleet import NEW, OLD, NoDisks, add_version
 from tests.support.arm.limits import Limits
-from tests.support.arm.scale_sets import Machine, ScaleSets, SetState
+from tests.support.arm.scale_sets import Machine, SetState
 from tests.support.arm.service import Arm
-from tests.support.arm.serving import served
-from tests.support.control_plane.gates import give_rights, running
-from tests.support.control_plane.kubelets import AGENT, Kubelets
-from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.images.builds import REPO, Workplace
 from tests.support.pools.fleet import USER, Fleet, new_key, sign
-from tests.support.pools.recorder import Recorder
-from tests.support.pools.rolls import RIGHTS, World
+from tests.support.pools.rolls import World, surroundings
 
 OLD_BUILD = "0" * 64
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -206,41 +199,33 @@ def suite_of_the_running(folder: Path) -> Path:
 
 
 @contextmanager
-def rolling(pool: Fleet, place: Workplace, sets: Sequence[int], folder: Path) -> Iterator[RealWorld]:
+def rolling(pool: Fleet, built: Workplace, sets: Sequence[int], folder: Path) -> Iterator[RealWorld]:
     """Make scale sets of so many of a pool's hosts each, all with the old image. Call it from the main thread."""
     arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
-    facts = place.artefact / "facts.json"
+    facts = built.artefact / "facts.json"
     builds = {OLD: OLD_BUILD[:12], NEW: json.loads(facts.read_text())["build_id"][:12]}
     for path, build in builds.items():
         add_version(arm, path)["tags"]["image-builder-build"] = build
     be_quick(pool, range(len(pool.hosts)))
-    with running(controllers=True) as cluster:
-        give_rights(cluster.admin, RIGHTS)
-        access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
-        (folder / "cloud").mkdir()
-        with (
-            Kubelets(lambda: Kube(access, agent=AGENT)) as kubelets,
-            served(arm, folder / "cloud") as service,
-        ):
-            kubelets.register(host.name for host in pool.hosts)
-            scale_sets = ScaleSets(arm, seconds={"upgrade": 0.5, "reimage": 1.0, "service": 0.1})
-            recorder = Recorder(lambda: Kube(access, agent="recorder"), scale_sets)
-            world = RealWorld(
-                *(cluster, kubelets, service, scale_sets, recorder, folder),
-                pool=pool,
-                facts=facts,
-                release=pool.run(0, "cat", os.fspath(RELEASE)),
-                suite=suite_of_the_running(folder / "suite"),
-            )
-            scale_sets.reimaged = world.reimage
-            hosts = iter(pool.hosts)
-            for number, count in enumerate(sets):
-                path = scale_sets.add(f"gpu-{number}", OLD, count)
-                for machine in scale_sets.sets[path.lower()].machines.values():
-                    host = next(hosts)
-                    machine.vm_id = host.vm_id
-                    update = {"scale_set": f"gpu-{number}", "scale_set_id": path, "instance": machine.id}
-                    world.hosts += (host.model_copy(update=update),)
-                    world.run_image(host.name, kubelets.nodes[host.name], world.old_release)
-            with recorder:
-                yield world
+    names = [host.name for host in pool.hosts]
+    with surroundings(arm, names, folder) as place:
+        _, kubelets, _, scale_sets, recorder = place
+        world = RealWorld(
+            *(*place, folder),
+            pool=pool,
+            facts=facts,
+            release=pool.run(0, "cat", os.fspath(RELEASE)),
+            suite=suite_of_the_running(folder / "suite"),
+        )
+        scale_sets.reimaged = world.reimage
+        hosts = iter(pool.hosts)
+        for number, count in enumerate(sets):
+            path = scale_sets.add(f"gpu-{number}", OLD, count)
+            for machine in scale_sets.sets[path.lower()].machines.values():
+                host = next(hosts)
+                machine.vm_id = host.vm_id
+                update = {"scale_set": f"gpu-{number}", "scale_set_id": path, "instance": machine.id}
+                world.hosts += (host.model_copy(update=update),)
+                world.run_image(host.name, kubelets.nodes[host.name], world.old_release)
+        with recorder:
+            yield world

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,8 +47,9 @@ from image_builder.pool.scale_set.roll import Patience
 from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.control_plane import Unwatched
+from image_builder.pool.steps.drains import Key
 from image_builder.pool.steps.fleet import Setup
-from image_builder.pool.steps.roll import Change, Key, RollFleet
+from image_builder.pool.steps.roll import Change, RollFleet
 from image_builder.system.journal import Journal
 from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, add_version
@@ -257,17 +258,15 @@ class SimulatedFleet(RollFleet):
 
 
 @contextmanager
-def world(sets: int, each: int, folder: Path, seconds: Mapping[str, float] = SECONDS) -> Iterator[World]:
-    """Run a control plane and Azure's simulator with scale sets of so many nodes each; all run the old image.
+def surroundings(
+    arm: Arm, names: Iterable[str], folder: Path, seconds: Mapping[str, float] = SECONDS
+) -> Iterator[tuple[Cluster, Kubelets, Served, ScaleSets, Recorder]]:
+    """Run a control plane with simulated kubelets of these names, and serve Azure's simulator.
 
-    ``seconds`` are those of Azure's operations, and of a node's ``boot`` from its new disk.
+    Who uses it adds scale sets, and enters the recorder.
     """
     from tests.support.arm.serving import served
 
-    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
-    for path in (OLD, NEW):
-        add_version(arm, path)
-    names = [f"gpu-{s}-{n}" for s in range(sets) for n in range(each)]
     with running(controllers=True) as cluster:
         give_rights(cluster.admin, RIGHTS)
         access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
@@ -277,39 +276,55 @@ def world(sets: int, each: int, folder: Path, seconds: Mapping[str, float] = SEC
             served(arm, folder / "cloud") as service,
         ):
             kubelets.register(names)
-
-            def reimaged(group: SetState, machine: Machine) -> None:
-                recorder.reimaged(group, machine)
-                name = f"{group.content['name']}-{machine.id}"
-                boot = seconds.get("boot", 0.0)
-                state.up_at[name] = time.time() + boot
-                if name not in state.silent or machine.disk != NEW:
-                    threading.Timer(boot, kubelets.boot, (name,)).start()
-
-            scale_sets = ScaleSets(arm, seconds=dict(seconds), reimaged=reimaged)
+            scale_sets = ScaleSets(arm, seconds=dict(seconds))
             recorder = Recorder(lambda: Kube(access, agent="recorder"), scale_sets)
-            state = World(cluster, kubelets, service, scale_sets, recorder, folder)
-            arm.faults.append(state.answer)
-            for number in range(sets):
-                path = scale_sets.add(f"gpu-{number}", OLD, each)
-                group = scale_sets.sets[path.lower()]
-                state.hosts += tuple(
-                    Host(
-                        name=f"gpu-{number}-{machine.id}",
-                        address="192.0.2.1",
-                        pool="gpu",
-                        scale_set=f"gpu-{number}",
-                        vm_size="Standard_ND96isr_H100_v5",
-                        zone=str(1 + number % 2),
-                        image="worker",
-                        vm_id=machine.vm_id,
-                        scale_set_id=path,
-                        instance=machine.id,
-                    )
-                    for machine in group.machines.values()
+            yield cluster, kubelets, service, scale_sets, recorder
+
+
+@contextmanager
+def world(sets: int, each: int, folder: Path, seconds: Mapping[str, float] = SECONDS) -> Iterator[World]:
+    """Run a control plane and Azure's simulator with scale sets of so many nodes each; all run the old image.
+
+    ``seconds`` are those of Azure's operations, and of a node's ``boot`` from its new disk.
+    """
+    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
+    for path in (OLD, NEW):
+        add_version(arm, path)
+    names = [f"gpu-{s}-{n}" for s in range(sets) for n in range(each)]
+    with surroundings(arm, names, folder, seconds) as place:
+        _, kubelets, _, scale_sets, recorder = place
+        state = World(*place, folder)
+
+        def reimaged(group: SetState, machine: Machine) -> None:
+            recorder.reimaged(group, machine)
+            name = f"{group.content['name']}-{machine.id}"
+            boot = seconds.get("boot", 0.0)
+            state.up_at[name] = time.time() + boot
+            if name not in state.silent or machine.disk != NEW:
+                threading.Timer(boot, kubelets.boot, (name,)).start()
+
+        scale_sets.reimaged = reimaged
+        arm.faults.append(state.answer)
+        for number in range(sets):
+            path = scale_sets.add(f"gpu-{number}", OLD, each)
+            group = scale_sets.sets[path.lower()]
+            state.hosts += tuple(
+                Host(
+                    name=f"gpu-{number}-{machine.id}",
+                    address="192.0.2.1",
+                    pool="gpu",
+                    scale_set=f"gpu-{number}",
+                    vm_size="Standard_ND96isr_H100_v5",
+                    zone=str(1 + number % 2),
+                    image="worker",
+                    vm_id=machine.vm_id,
+                    scale_set_id=path,
+                    instance=machine.id,
                 )
-            with recorder:
-                yield state
+                for machine in group.machines.values()
+            )
+        with recorder:
+            yield state
 
 
 def plan(world: World, **policy: Any) -> Plan:

@@ -11,9 +11,6 @@ from typing import NamedTuple
 
 import pytest
 
-from image_builder.node.net.kube import KubeError
-from image_builder.pool.steps.roll import is_final
-
 _HOSTS = "tests/pools/test_roll_hosts.py"
 _LIVE = "tests/pools/test_roll_failures.py"
 _ROLL = "tests/pools/test_roll.py"
@@ -184,7 +181,7 @@ MATRIX = (
         "what runs is waited for; goes on",
         (
             f"{_LIVE}::test_the_api_server_is_away_while_hosts_are_reimaged",
-            "tests/unit/pool/test_roll_failures.py::test_an_api_server_that_knows_no_rights_yet_is_asked_again",
+            "tests/unit/pool/test_pool_drains.py::test_an_api_server_that_knows_no_rights_yet_is_asked_again",
         ),
     ),
     Row(
@@ -321,14 +318,3 @@ def test_what_shows_it_is_there(row: Row, repo_root: Path) -> None:
     for test in row.tests:
         file, _, name = test.partition("::")
         assert re.search(rf"^def {name}\(", (repo_root / file).read_text(), re.MULTILINE), test
-
-
-@pytest.mark.parametrize(
-    ("status", "failures", "final"),
-    [(0, 99, False), (500, 99, False), (403, 0, False), (403, 5, True), (401, 5, True), (422, 0, True)],
-)
-def test_an_api_server_that_knows_no_rights_yet_is_asked_again(
-    status: int, failures: int, *, final: bool
-) -> None:
-    """One that has just started refuses everybody for some seconds."""
-    assert is_final(KubeError("it says no", status), failures) is final

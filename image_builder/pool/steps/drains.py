@@ -1,0 +1,202 @@
+"""The drains of a roll: one thread goes round over all hosts that are emptied, and those that are awaited."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from image_builder.drain import run as drains
+from image_builder.drain.handover import Handover
+from image_builder.drain.ladder import PATIENCE
+from image_builder.drain.policy import Policy
+from image_builder.drain.run import Drain
+from image_builder.node.net.kube import Client as Kube
+from image_builder.node.net.kube import KubeError
+from image_builder.node.net.retry import backoff
+from image_builder.pool.plan.model import OK, Outcome, Step, ended, failed
+
+# Between two attempts while the API server, or Azure, is away.
+TROUBLE_SECONDS = 60.0
+# The number of a failure by what was broken off.
+BROKEN_OFF = 2
+_REFUSALS = 5
+
+Key = tuple[str, Step, int]
+
+
+def is_final(error: KubeError, failures: int) -> bool:
+    """Tell whether the API server has said no for good. One that has just started knows nobody's rights yet."""
+    return error.is_hopeless or (error.status in (401, 403) and failures >= _REFUSALS)
+
+
+def why(outcome: drains.Outcome) -> str:
+    """Return why a host was skipped: the reason, and the first pod that it was for."""
+    first = next((tenant.pod for tenant in outcome.tenants), None)
+    return f"{outcome.reason}: {first}" if first else outcome.reason
+
+
+class Drains:
+    """All drains of a roll, and the hosts that are awaited, in one thread.
+
+    ``run`` is the roll's name on nodes; ``report`` is called in this thread. Hosts that are begun together are one
+    drain: gangs in it go together.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Kube],
+        run: str,
+        policy: Policy,
+        max_fenced: int,
+        report: Callable[[Key, Outcome], None],
+    ) -> None:
+        self._connect, self._name, self._policy, self._max_fenced = connect, run, policy, max_fenced
+        self._report = report
+        # Hosts to drain, to await and until when, or one to let go of and what says that nothing more is done to it.
+        self._new: SimpleQueue[list[Key] | dict[Key, float] | tuple[str, threading.Event]] = SimpleQueue()
+        self._awaited: dict[str, tuple[Key, float]] = {}
+        self._due = 0.0
+        # Hosts of the last wave.
+        self._rested: set[str] = set()
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._over: set[Key] = set()
+        # Nodes of hosts that are empty, as they were then.
+        self.nodes: dict[str, dict[str, Any]] = {}
+        self._thread = threading.Thread(target=self._run, name="drains")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, keys: Iterable[Key]) -> None:
+        self._new.put(list(keys))
+        self._wake.set()
+
+    def wait_for(self, keys: Mapping[Key, float]) -> None:
+        """Report hosts as soon as they are idle, or are not by a time."""
+        self._new.put(dict(keys))
+        self._wake.set()
+
+    def give_up(self, key: Key) -> None:
+        self._over.add(key)
+
+    def drop(self, name: str) -> None:
+        """Let go of a host; nothing more is done to it when this returns."""
+        gone = threading.Event()
+        self._new.put((name, gone))
+        self._wake.set()
+        while self._thread.is_alive() and not gone.wait(0.1):
+            pass
+
+    def end(self) -> None:
+        """End the thread; cordons stay, and are freed by whoever goes on."""
+        self._ending.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        work: list[tuple[Drain, dict[str, Key]]] = []
+        kube, failures = self._connect(), 0
+        handover = Handover(kube, self._name, self._policy, self._max_fenced)
+        try:
+            while not self._ending.is_set():
+                self._take(work, kube, handover)
+                pause = TROUBLE_SECONDS
+                try:
+                    if self._awaited:
+                        pause = self._turn(handover)
+                    for drain, keys_of in work:
+                        drain.turn()
+                        self._tell(drain, keys_of)
+                        pause = min(pause, drain.pause)
+                    failures = 0
+                except KubeError as error:
+                    if is_final(error, failures):
+                        self._fail(work, handover, error)
+                        work = []
+                    failures += 1
+                    pause = backoff(failures, retry_after=error.retry_after, cap=TROUBLE_SECONDS)
+                work = [item for item in work if item[1]]
+                self._wake.wait(pause)
+                self._wake.clear()
+        finally:
+            kube.close()
+
+    def _turn(self, handover: Handover) -> float:
+        """Look at hosts that are awaited, where that is due; return the seconds until it is again."""
+        pause = self._due - time.monotonic()
+        if pause > 0:
+            return pause
+        for name in handover.turn():
+            self._answer(name, OK)
+        now = time.time()
+        for name in [name for name, (_, until) in self._awaited.items() if until <= now]:
+            outcome = ended("busy", f"{PATIENCE}: {handover.pod(name)}")
+            handover.drop(name)
+            self._answer(name, outcome)
+        self._due = time.monotonic() + self._policy.poll_seconds
+        return self._policy.poll_seconds
+
+    def _answer(self, name: str, outcome: Outcome) -> None:
+        """Report a host that was awaited."""
+        key, _ = self._awaited.pop(name)
+        if key not in self._over:
+            self._report(key, outcome)
+
+    def _take(self, work: list[tuple[Drain, dict[str, Key]]], kube: Kube, handover: Handover) -> None:
+        """Begin what was asked for meanwhile, and let go of hosts."""
+        while True:
+            try:
+                asked = self._new.get_nowait()
+            except Empty:
+                return
+            if isinstance(asked, tuple):
+                name, gone = asked
+                handover.drop(name)
+                self._awaited.pop(name, None)
+                for drain, keys in work:
+                    if keys.pop(name, None):
+                        drain.drop(name)
+                gone.set()
+                continue
+            if isinstance(asked, dict):
+                self._awaited |= {key[0]: (key, until) for key, until in asked.items()}
+                self._rested |= {key[0] for key in asked}
+                handover.add(key[0] for key in asked)
+                continue
+            # Who was idle a moment ago is not waited for again.
+            for hurry in (False, True):
+                keys_of = {key[0]: key for key in asked if (key[0] in self._rested) == hurry}
+                policy = self._policy.model_copy(update={"max_wait_seconds": 0.0}) if hurry else self._policy
+                drain = Drain(kube, self._name, policy, lambda _: None)
+                drain.add(keys_of)
+                work.append((drain, keys_of))
+
+    def _tell(self, drain: Drain, keys: dict[str, Key]) -> None:
+        """Report the hosts of a drain that ended; partners of gangs that nobody asked for are freed again."""
+        for name, outcome in list(drain.outcomes.items()):
+            key = keys.pop(name, None)
+            if key and key not in self._over:
+                if outcome.node:
+                    self.nodes[name] = outcome.node
+                if outcome.state == "empty":
+                    self._report(key, OK)
+                else:
+                    # Without a pod it was somebody else's, or is gone.
+                    is_busy = bool(outcome.tenants) and outcome.reason != drains.UNCORDONED
+                    self._report(key, ended("busy" if is_busy else "skipped", why(outcome)))
+
+    def _fail(
+        self, work: Iterable[tuple[Drain, dict[str, Key]]], handover: Handover, error: KubeError
+    ) -> None:
+        outcome = failed("drain", BROKEN_OFF, str(error))
+        for _, keys in work:
+            for key in keys.values():
+                self._report(key, outcome)
+        for name in list(self._awaited):
+            handover.drop(name)
+            self._answer(name, outcome)
