@@ -168,7 +168,20 @@ def operate(
         return subprocess.Popen(words, cwd=REPO_ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
     inventory, plan = place / "hosts.json", place / "roll.json"
-    with start("plan", "gpu", "-i", inventory, "--to", NEW, "--policy", place / "policy.yml", "--out", plan):
+    with start(
+        "plan",
+        "gpu",
+        "-i",
+        inventory,
+        "--to",
+        NEW,
+        "--unproven",
+        "the service is simulated",
+        "--policy",
+        place / "policy.yml",
+        "--out",
+        plan,
+    ):
         pass  # its end is waited for; without a plan there is nothing to run
     account = machine.lab.plane.kubeconfig(ACCOUNT, "system:serviceaccounts")
     login: list[str | Path] = ["--user", user, "--key", place / "user", "--host-ca", place / "authorities"]

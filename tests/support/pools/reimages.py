@@ -163,7 +163,9 @@ class RealWorld(World):
             "--endpoint",
             self.served.url,
         ]
-        self.operate("plan", "gpu", "-i", inventory, "--to", NEW, *place)
+        self.operate(
+            "plan", "gpu", "-i", inventory, "--to", NEW, "--unproven", "the service is simulated", *place
+        )
         return plan
 
     def driving(self, plan: Path) -> list[str | Path]:
@@ -184,6 +186,7 @@ POLICY: dict[str, Any] = {
     "deadlines": {"probe": 30, "verify": 300},
     "roll": {
         "max_unavailable": "50%",
+        "max_wait_seconds": 10,
         "drain": {"settle_seconds": 1, "poll_seconds": 0.3, "max_wait_seconds": 8},
     },
 }
