@@ -311,10 +311,8 @@ def _drills(contact: Contact) -> Iterator[Row]:
         worker = result.get("worker") or {}
         outcome = str(worker.get("ended") or result.get("cuda") or f"exit status {result.get('exit_status')}")
         if "xids" in result:
-            numbers = [xid["number"] for xid in result["xids"] or ()]
-            outcome += (
-                f"; Xids {numbers}{' ' if result.get('kernel_log') else ''}{result.get('kernel_log', '')}"
-            )
+            numbers = [str(xid["number"]) for xid in result["xids"] or ()]
+            outcome += f"; Xids {', '.join(numbers) or 'none'} {result.get('kernel_log', '')}".rstrip()
         holds = None if result.get("kernel_log") else bool(result.get("caught"))
         yield Row(subject, "noticed", outcome, holds)
 

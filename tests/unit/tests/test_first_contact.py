@@ -53,10 +53,12 @@ def contact(out: Path, runs: dict[str, list[float]], *, size: str = SIZE, **chan
 RUNS = {"bw.hbm": [2990.0, 3010.0] * 5, "perf.mma": [600.0, 620.0] * 5}
 
 
-def test_floors_are_five_deviations_below_the_median(tmp_path: Path) -> None:
-    document = propose.calibration(contact(tmp_path, RUNS))
-    # Twenty runs, each 10 from the median: the sample's deviation is 10 * sqrt(20 / 19), five of them 51.3.
-    assert document["overrides"]["hbm_floor_gbps"]["value"] == 2948.7
+def test_floors_are_five_deviations_or_five_percent_below_the_median(tmp_path: Path) -> None:
+    document = propose.calibration(contact(tmp_path, {**RUNS, "bw.h2d": [50.0, 54.0] * 5}))
+    # Twenty runs, each 2 from the median: the sample's deviation is 2 * sqrt(20 / 19), five of them 10.26.
+    assert document["overrides"]["h2d_floor_gbps"]["value"] == 41.7
+    # Here five of them would be 51.3.
+    assert document["overrides"]["hbm_floor_gbps"]["value"] == 2850.0
     # The rule takes 0.85 of a reference by itself.
     assert document["overrides"]["mma_reference_tflops"]["value"] == 610.0
     assert document["why_not"] == []

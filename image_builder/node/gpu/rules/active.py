@@ -223,6 +223,13 @@ def floor(id: str, key: str) -> Judge:
     return judge
 
 
+def links(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
+    if not evidence.expected.size and len(evidence.gpus) == 1:
+        yield absent("the only GPU", gpu.uuid)
+        return
+    yield from floor("bw.p2p", "p2p_floor_gbps")(evidence, gpu)
+
+
 def hbm(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     verdicts = list(floor("bw.hbm", "hbm_floor_gbps")(evidence, gpu))
     yield from verdicts

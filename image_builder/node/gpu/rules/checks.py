@@ -28,8 +28,8 @@ class Rule:
     mandatory: tuple[Tier, ...] = TIERS
 
 
-def _floor(id: str, key: str, asks: str, mandatory: tuple[Tier, ...] = TIERS) -> Rule:
-    return Rule(each(active.floor(id, key)), asks, active=True, mandatory=mandatory)
+def _floor(id: str, key: str, asks: str) -> Rule:
+    return Rule(each(active.floor(id, key)), asks, active=True)
 
 
 def _answers(id: str, asks: str) -> Rule:
@@ -111,8 +111,11 @@ RULES: Mapping[str, Rule] = {
     "bw.d2h": _floor(
         "bw.d2h", "d2h_floor_gbps", "copies from the GPU, likewise: their floor, and the bytes arrive"
     ),
-    "bw.p2p": _floor(
-        "bw.p2p", "p2p_floor_gbps", "copies between linked GPUs: their floor, the bytes arrive", _FULL
+    "bw.p2p": Rule(
+        each(active.links),
+        "copies between linked GPUs: their floor, the bytes arrive",
+        active=True,
+        mandatory=_FULL,
     ),
     "perf.mma": Rule(
         each(active.mma),
