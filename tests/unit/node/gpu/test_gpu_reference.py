@@ -22,9 +22,9 @@ HEAD = """\
 `python -m image_builder.node gpu-smoke`. It needs the driver and nothing else:
 [how to use it](../how-to/test-a-gpu-node.md).
 
-The decisions are tested on recorded answers of real GPUs, and the whole has run on [an H200](gpu-results.md). Most floors
-below are other people's measurements or judgement, not this test's own, and no size was calibrated with this test's kernels
-yet. So by default the test observes: what the GPUs compute and how fast they are only warns, until
+The decisions are tested on recorded answers of real GPUs, and the whole has run on [an H200](gpu-results.md). Most
+floors below are other people's measurements or judgement, not this test's own, and no size was calibrated with this
+test's kernels yet. So by default the test observes: what the GPUs compute and how fast they are only warns, until
 [a calibration is on record](#settings) for size, driver and program. Missing GPUs, a fabric that is not up, remapping
 failures, uncorrected errors and fatal Xids hold the node back in any mode.
 
