@@ -35,6 +35,8 @@ PREFIX = "image-builder"
 _LABELLED: Mapping[str, str] = {"disk": "local-disk", "seed": "seed", "preload": "preload"}
 PREFLIGHT_LABEL = f"{PREFIX}/preflight"
 PENDING = "pending"
+# The Node's annotation with the name of the physical machine under this virtual one.
+PHYSICAL_HOST = f"{PREFIX}/physical-host"
 # The boot that the node itself ended last. A reboot that somebody else ordered is a decision about the node.
 REBOOT = Path("/var/lib/node-agent/reboot.json")
 

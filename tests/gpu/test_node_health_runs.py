@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 
 from image_builder.lab import certificate
-from image_builder.node import mounts, zipapp
+from image_builder.node import mounts, status, zipapp
 from image_builder.node.health import report
 from image_builder.system.namespace import run_isolated
+from tests.support.nodes.health_looks import kvp_record
 from tests.support.servers import running
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
@@ -32,9 +33,9 @@ CAP_SYS_TIME = 25
 REPO = Path(__file__).resolve().parents[2]
 # The command of the archive, with places of the test's own.
 START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; "
+    "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; run = Path(sys.argv[2]); "
     "from image_builder.node.health import command; from image_builder.node.health.model import Places; "
-    "sys.exit(command.run(places=Places(run=Path(sys.argv[2])), directory=Path(sys.argv[3])))"
+    "sys.exit(command.run(places=Places(run=run, kvp=run / 'kvp'), directory=Path(sys.argv[3])))"
 )
 
 
@@ -297,6 +298,12 @@ def test_kubernetes_is_told_of_changes_alone(node: Node, tmp_path: Path) -> None
         for _ in range(3):
             node.look()
         assert conditions(api)[2:] == [("True", "NodeIsHealthy")]
+        # The physical host's name comes a moment later than the node.
+        (node.base / "run/kvp").write_bytes(kvp_record("PhysicalHostName", "GGBB90904476"))
+        for _ in range(2):
+            node.look()
+        names = [body["metadata"]["annotations"][status.PHYSICAL_HOST] for _, _, body in api.asked]
+        assert names == [None, None, None, "GGBB90904476"]
 
 
 def test_api_server_that_refuses_is_left_alone_as_long_as_it_asks(node: Node, tmp_path: Path) -> None:

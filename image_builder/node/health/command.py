@@ -23,6 +23,7 @@ from image_builder.node.health import (
     maintenance,
     memory,
     network,
+    physical_host,
     report,
     storage,
 )
@@ -81,7 +82,7 @@ def run(
         results = document(after, settings, node_condition, image)
         files.write_json(places.run / "health.json", results, durable=False)
         files.write_json(path, memory.as_json(after), durable=False)
-        reported = report_condition(after.reported, node_condition, settings)
+        reported = report_condition(after.reported, node_condition, physical_host.name(places.kvp), settings)
         if reported != after.reported:
             after = replace(after, reported=reported)
             files.write_json(path, memory.as_json(after), durable=False)
@@ -176,12 +177,12 @@ def document(
 
 
 def report_condition(
-    reported: report.Reported, node_condition: report.Condition, settings: Settings
+    reported: report.Reported, node_condition: report.Condition, host: str, settings: Settings
 ) -> report.Reported:
-    """Set the node's condition where it changed; return what is remembered of that."""
+    """Set the node's condition and its physical host where one changed; return what is remembered of that."""
     now = time.monotonic()
     # No kubeconfig: the node has not joined yet, which is no failure.
-    if not settings.condition or not report.due(reported, node_condition, now):
+    if not settings.condition or not report.due(reported, node_condition, host, now):
         return reported
     if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
         return reported
@@ -191,7 +192,12 @@ def report_condition(
         client, node = kube.as_kubelet(Path(settings.kubeconfig), settings.node_name)
         with client:
             client.patch_condition(
-                node, settings.condition, node_condition.status, node_condition.reason, node_condition.message
+                node,
+                settings.condition,
+                node_condition.status,
+                node_condition.reason,
+                node_condition.message,
+                annotations={status.PHYSICAL_HOST: host or None},
             )
     except NodeError as error:
         after: float | None = getattr(error, "retry_after", None)
@@ -200,7 +206,7 @@ def report_condition(
             status.tell(f"health: {settings.condition} could not be set: {error.message}")
         return report.after_failure(reported, now, wait)
     status.tell(f"health: {settings.condition} is {node_condition.status}: {node_condition.reason}")
-    return report.after_success(node_condition)
+    return report.after_success(node_condition, host)
 
 
 def write_metrics(latest: memory.Memory, settings: Settings) -> bool:

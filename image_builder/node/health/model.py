@@ -63,6 +63,7 @@ class Places:
     sys: Path = Path("/sys")
     dev: Path = Path("/dev")
     run: Path = Path("/run/node")
+    kvp: Path = Path("/var/lib/hyperv/.kvp_pool_3")
 
 
 @dataclass(frozen=True)

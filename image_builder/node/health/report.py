@@ -85,12 +85,16 @@ class Condition:
 
 @dataclass(frozen=True)
 class Reported:
-    """The condition that Kubernetes has, and the failures to change it. ``not_before`` is of the monotonic clock."""
+    """What Kubernetes has: the condition, and the physical host's name. And the failures to change it.
+
+    ``not_before`` is of the monotonic clock.
+    """
 
     status: str = ""
     reason: str = ""
     failures: int = 0
     not_before: float = 0.0
+    physical_host: str = ""
 
 
 def condition(alarms: Sequence[Alarm], boot_id: str, image: str) -> Condition:
@@ -108,14 +112,15 @@ def condition(alarms: Sequence[Alarm], boot_id: str, image: str) -> Condition:
     return Condition("False", kubernetes_reason(failed[0].code), text + tail)
 
 
-def due(reported: Reported, now: Condition, clock: float) -> bool:
-    """Tell whether the condition changed, and it is time. A new message alone is no change."""
-    return (reported.status, reported.reason) != (now.status, now.reason) and clock >= reported.not_before
+def due(reported: Reported, now: Condition, host: str, clock: float) -> bool:
+    """Tell whether the condition or the physical host changed, and it is time. A new message alone is no change."""
+    before = (reported.status, reported.reason, reported.physical_host)
+    return before != (now.status, now.reason, host) and clock >= reported.not_before
 
 
-def after_success(now: Condition) -> Reported:
+def after_success(now: Condition, host: str) -> Reported:
     """Return what is remembered after the condition was set."""
-    return Reported(now.status, now.reason)
+    return Reported(now.status, now.reason, physical_host=host)
 
 
 def after_failure(reported: Reported, clock: float, wait: float) -> Reported:

@@ -137,11 +137,16 @@ class Client:
         reason: str,
         message: str,
         labels: Mapping[str, str] | None = None,
+        annotations: Mapping[str, str | None] | None = None,
     ) -> None:
-        """Set one condition of a node, and labels, in one request. Raises KubeError; trying again is the caller's."""
+        """Set one condition of a node, labels and annotations (None removes one), in one request.
+
+        Raises KubeError; trying again is the caller's.
+        """
         body: dict[str, Any] = {"status": {"conditions": [condition(type, status, reason, message)]}}
-        if labels:
-            body["metadata"] = {"labels": dict(labels)}
+        metadata = {"labels": labels, "annotations": annotations}
+        if changes := {name: dict(values) for name, values in metadata.items() if values}:
+            body["metadata"] = changes
         self.request("PATCH", f"{path_of_node(node)}/status", body, STRATEGIC_MERGE)
 
     def node(self, name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from image_builder.node.health import physical_host
 from image_builder.node.health.model import Look, Outcome, Places
 from image_builder.node.health.settings import Settings
 
@@ -17,3 +18,9 @@ def look(settings: Settings | None = None, places: Places | None = None, **memor
 def found(outcome: Outcome) -> dict[str, str]:
     """Return the severity of each finding, by its code."""
     return {one.code: one.severity for one in outcome.findings}
+
+
+def kvp_record(key: str, value: str) -> bytes:
+    """Return a record as Hyper-V's daemon writes it."""
+    fields = ((key, physical_host.KEY_BYTES), (value, physical_host.VALUE_BYTES))
+    return b"".join(text.encode().ljust(size, b"\0") for text, size in fields)

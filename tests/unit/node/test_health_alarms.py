@@ -40,9 +40,9 @@ class Node:
         looked = {"check": found} if could_look else {}
         self.alarms = alarms.step(self.alarms, looked, self.now, self.now, self.settings)
         current = report.condition(alarms.counting(self.alarms), "boot", "")
-        if report.due(self.reported, current, self.now):
+        if report.due(self.reported, current, "", self.now):
             self.patches += 1
-            self.reported = report.after_success(current)
+            self.reported = report.after_success(current, "")
         return alarms.state(self.alarms)
 
 

@@ -20,10 +20,10 @@ def test_condition_names_the_worst_and_fits() -> None:
 
 def test_api_server_that_doesn_t_listen_is_asked_later_and_later() -> None:
     reported, current = report.Reported(), report.Condition("False", "X", "")
-    assert report.due(reported, current, 0.0)
+    assert report.due(reported, current, "", 0.0)
     reported = report.after_failure(reported, 0.0, 50.0)
-    assert not report.due(reported, current, 49.0) and report.due(reported, current, 50.0)
-    assert reported.failures == 1 and report.after_success(current).failures == 0
+    assert not report.due(reported, current, "", 49.0) and report.due(reported, current, "", 50.0)
+    assert reported.failures == 1 and report.after_success(current, "").failures == 0
 
 
 def test_metrics_are_prometheus_text() -> None:
