@@ -201,6 +201,28 @@ def release(
 
 
 @register(app)
+def forget(
+    host: Annotated[str, typer.Argument(metavar="HOST", help="the physical host, as `gate status` names it")],
+    kubeconfig: Kubeconfig = None,
+    as_json: AsJson = False,
+) -> int:
+    """Forget a physical host that was known as bad, such as one that was repaired.
+
+    Example:
+
+        image-builder gate forget GGBB90904476 --kubeconfig admin.conf
+    """
+    from dataclasses import asdict
+
+    from image_builder.drain import hosts
+
+    with _answered(), connect(kubeconfig, _AGENT) as client:
+        entry = hosts.forget(client, host)
+    show(asdict(entry), f"forgotten: {entry.words}", as_json=as_json)
+    return 0
+
+
+@register(app)
 def status(kubeconfig: Kubeconfig = None, taint: Taint = PREFLIGHT_LABEL, as_json: AsJson = False) -> int:
     """Show which nodes are in and which are out, and why; exit status 1 when one is not where it belongs.
 
@@ -253,10 +275,8 @@ def report(
 
     if sends and not nodes:
         raise UsageError("--send takes the nodes to report", hint="without --send, all bad nodes are shown")
-    with _answered():
-        reports, refusals = impacts(
-            connect(kubeconfig, _AGENT), Rules(taint=taint), nodes or (), category, time.time()
-        )
+    with _answered(), connect(kubeconfig, _AGENT) as client:
+        reports, refusals = impacts(client, Rules(taint=taint), nodes or (), category, time.time())
     if sends:
         refusals |= _send(reports, endpoint)
     rows = [("node", "physical host", "category", "since", "")]

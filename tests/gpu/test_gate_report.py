@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from image_builder import errors
 from image_builder.cli.main import app
 from image_builder.node.net.kube import MERGE_PATCH, path_of_node
-from image_builder.node.status import PHYSICAL_HOST
 from tests.support.arm.impacts import Impacts
 from tests.support.arm.model import SUBSCRIPTION
 from tests.support.arm.serving import found_by, served
@@ -33,10 +32,8 @@ def plane() -> Iterator[Ward]:
 
 def place(plane: Ward, name: str, number: int, host: str) -> None:
     """Say where in Azure a node is."""
-    changes = {
-        "metadata": {"annotations": {PHYSICAL_HOST: host or None}},
-        "spec": {"providerID": f"azure://{SET}/virtualMachines/{number}"},
-    }
+    plane.put_on(name, host)
+    changes = {"spec": {"providerID": f"azure://{SET}/virtualMachines/{number}"}}
     plane.admin.request("PATCH", path_of_node(name), changes, MERGE_PATCH)
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_builder.cluster.gate.policy import Policy
-from image_builder.drain import fence, quarantine
+from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.pods import moment
-from image_builder.node.status import PHYSICAL_HOST
 
-# What NVSentinel leaves on a node that it has taken out, and the label of one that it isn't to touch.
+# What NVSentinel leaves on a node that it has taken out, and the labels of which one is "false" where it isn't to touch
+# a node.
 # https://docs.nvidia.com/nvsentinel/components/cancelling-breakfix
 _NVSENTINEL_AT_WORK = "quarantineHealthEvent"
-_NVSENTINEL_MANAGES = "k8saas.nvidia.com/ManagedByNVSentinel"
+_NVSENTINEL_MANAGES = ("nvsentinel.dgxc.nvidia.com/managed", "k8saas.nvidia.com/ManagedByNVSentinel")
 # Our agent's messages end with the boot that they are of (node/health/report.py).
 _BOOT = re.compile(r"\(boot ([0-9a-f-]{36})[,)]")
 _MACHINE = re.compile(r"(?i)azure://(/subscriptions/[^/]+/.+/virtualMachines/[^/]+)")
@@ -73,9 +73,9 @@ def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Poli
     cordon = fence.record_of(document)
     machine = _MACHINE.fullmatch(str(spec.get("providerID") or ""))
     set_id = _SCALE_SET.fullmatch(machine[1]) if machine else None
-    annotations = meta.get("annotations") or {}
-    is_at_work = _NVSENTINEL_AT_WORK in annotations
-    is_managed = (meta.get("labels") or {}).get(_NVSENTINEL_MANAGES) != "false"
+    is_at_work = _NVSENTINEL_AT_WORK in (meta.get("annotations") or {})
+    labels = meta.get("labels") or {}
+    is_managed = all(labels.get(name) != "false" for name in _NVSENTINEL_MANAGES)
     return Health(
         ailments=tuple(sorted(ailments, key=lambda ailment: (ailment.since, ailment.condition))),
         well=frozenset(well),
@@ -84,6 +84,6 @@ def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Poli
         cordon=cordon.run if cordon else "",
         machine=machine[1] if machine else "",
         scale_set=set_id[1].lower() if set_id else "",
-        host=str(annotations.get(PHYSICAL_HOST, "")),
+        host=hosts.host_of(document),
         is_left=is_at_work or (pool in policy.nvsentinel and is_managed),
     )
