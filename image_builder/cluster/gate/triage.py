@@ -120,9 +120,16 @@ def plan(
             (node, step, record)
         )
     steps.sort(key=lambda item: (item[1] is not Step.GIVE_BACK, item[0].name))
-    fresh.sort(key=lambda item: (min(ailment.since for ailment in item[0].health.ailments), item[0].name))
+    fresh.sort(key=_urgency)
     away = sum(node.health.record is not None or bool(node.health.cordon) for node in nodes)
     return steps + fresh[: max(0, cap(len(nodes), policy.share) - away)]
+
+
+def _urgency(item: tuple[Node, Step, Record | None]) -> tuple[bool, float, str]:
+    """Return where a node comes among those that are to be taken out: what only its host ails by comes last."""
+    node, _, record = item
+    is_hosts = record is not None and record.condition == HOST_CONDITION
+    return is_hosts, min(ailment.since for ailment in node.health.ailments), node.name
 
 
 def _is_held(pool: str, reason: str, holds: Mapping[str, Hold]) -> bool:

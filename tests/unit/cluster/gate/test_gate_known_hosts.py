@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.cluster.gate.health import Health
+from image_builder.cluster.gate.health import Ailment, Health
 from image_builder.cluster.gate.known_hosts import judged, on_known, step
 from image_builder.cluster.gate.model import Node, Rules
 from image_builder.cluster.gate.policy import HOST_CONDITION, HOST_REASON, Policy, Rule
@@ -149,3 +149,9 @@ def test_known_hosts_are_in_the_budget() -> None:
     known = {f"H{n}": replace(BAD, name=f"H{n}") for n in range(50)}
     nodes = [judged(node(f"n{n:03}", f"H{n}"), known, policy) for n in range(100)]
     assert len(plan(nodes, {}, (), policy, RULES, NOW)) == 2
+    # Who is sick itself goes first, though the host is known for longer.
+    sick = Ailment("NodeHealthy", "GpuLost", NOW - 300)
+    nodes[99] = replace(nodes[99], health=replace(nodes[99].health, ailments=(sick,)))
+    known_since = replace(BAD, since=NOW - 9000)
+    nodes[0] = judged(node("n000", "A"), {"A": known_since}, policy)
+    assert next(n.name for n, _, _ in plan(nodes, {}, (), policy, RULES, NOW)) == "n099"
