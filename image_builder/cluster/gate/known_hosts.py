@@ -55,7 +55,7 @@ def _entry(node: Node, host: str) -> BadHost | None:
 
 def _has_passed(node: Node, known: BadHost) -> bool:
     passed = node.status == "True" and node.tested_boot == node.boot_id != ""
-    return passed and node.health.record is None and node.reported > known.since
+    return passed and node.reported > known.since
 
 
 def on_known(node: Node, known: Mapping[str, BadHost]) -> BadHost | None:
