@@ -244,7 +244,7 @@ def status(kubeconfig: Kubeconfig = None, taint: Taint = PREFLIGHT_LABEL, as_jso
 @register(app)
 def report(
     nodes: Annotated[
-        list[str] | None, typer.Argument(metavar="[NODE]...", help="nodes; by default all that are bad")
+        list[str] | None, typer.Argument(metavar="NODE", help="nodes; by default all that are bad")
     ] = None,
     category: Annotated[
         str,
