@@ -124,8 +124,8 @@ def test_who_is_held_for_its_host_comes_back_through_its_preflight_once_the_host
     subject = node("new", record=held, reported=NOW)
 
     def need(subject: Node, known: dict[str, BadHost] | None) -> Step | None:
-        found = step_of(judged(subject, known, HOLDS), HOLDS, RULES, NOW)
-        return found[0] if found else None
+        step_and_record = step_of(judged(subject, known, HOLDS), HOLDS, RULES, NOW)
+        return step_and_record[0] if step_and_record else None
 
     assert need(subject, {"A": BAD}) is None
     assert need(subject, None) is None, "while what is known can't be read"
