@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from image_builder.cli.command import AsJson, Kubeconfig, connect, register, show
-from image_builder.errors import ImageBuilderError
+from image_builder.cli.command import AsJson, Endpoint, Kubeconfig, connect, register, show
+from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.node.errors import NodeError
 from image_builder.node.status import PREFLIGHT_LABEL
 from image_builder.system.signals import waking
@@ -25,6 +26,7 @@ from image_builder.text import columns
 
 if TYPE_CHECKING:
     from image_builder.cluster.gate.controller import Settings
+    from image_builder.cluster.gate.impact import Impact
     from image_builder.node.net.kube import Client
 
 app = typer.Typer(
@@ -199,6 +201,28 @@ def release(
 
 
 @register(app)
+def forget(
+    host: Annotated[str, typer.Argument(metavar="HOST", help="the physical host, as `gate status` names it")],
+    kubeconfig: Kubeconfig = None,
+    as_json: AsJson = False,
+) -> int:
+    """Forget a physical host that was known as bad, such as one that was repaired.
+
+    Example:
+
+        image-builder gate forget GGBB90904476 --kubeconfig admin.conf
+    """
+    from dataclasses import asdict
+
+    from image_builder.drain import hosts
+
+    with _answered(), connect(kubeconfig, _AGENT) as client:
+        entry = hosts.forget(client, host)
+    show(asdict(entry), f"forgotten: {entry.words}", as_json=as_json)
+    return 0
+
+
+@register(app)
 def status(kubeconfig: Kubeconfig = None, taint: Taint = PREFLIGHT_LABEL, as_json: AsJson = False) -> int:
     """Show which nodes are in and which are out, and why; exit status 1 when one is not where it belongs.
 
@@ -215,3 +239,79 @@ def status(kubeconfig: Kubeconfig = None, taint: Taint = PREFLIGHT_LABEL, as_jso
     rows += [(line["node"], line["gate"], line["may_work"], line["why"]) for line in lines]
     show({"nodes": lines}, columns(rows), as_json=as_json)
     return 0 if all((line["gate"] == "in") == (line["may_work"] == "yes") for line in lines) else 1
+
+
+@register(app)
+def report(
+    nodes: Annotated[
+        list[str] | None, typer.Argument(metavar="NODE", help="nodes; by default all that are bad")
+    ] = None,
+    category: Annotated[
+        str,
+        typer.Option(
+            "--category", metavar="CATEGORY", help="Azure's impact category  [default: the finding's]"
+        ),
+    ] = "",
+    sends: Annotated[
+        bool,
+        typer.Option("--send", help="send the reports: Azure may take these machines' hosts out of service"),
+    ] = False,
+    endpoint: Endpoint = None,
+    kubeconfig: Kubeconfig = None,
+    taint: Taint = PREFLIGHT_LABEL,
+    as_json: AsJson = False,
+) -> int:
+    """Show what Azure's Guest Health Reporting takes of nodes with bad hardware, and send it with --send.
+
+    --json has the whole requests. Exit status 1 when a node can't be reported.
+
+    Example:
+
+        image-builder gate report gpu-17 --json --kubeconfig admin.conf
+    """
+    from image_builder.cluster.gate.impact import impacts
+    from image_builder.cluster.gate.model import Rules
+    from image_builder.drain.ask import stamp
+
+    if sends and not nodes:
+        raise UsageError("--send takes the nodes to report", hint="without --send, all bad nodes are shown")
+    with _answered(), connect(kubeconfig, _AGENT) as client:
+        reports, refusals = impacts(client, Rules(taint=taint), nodes or (), category, time.time())
+    if sends:
+        refusals |= _send(reports, endpoint)
+    rows = [("node", "physical host", "category", "since", "")]
+    for impact in reports:
+        state = "sent" if sends else "not sent"
+        finding = impact.finding
+        rows.append(
+            (
+                impact.node,
+                impact.host,
+                finding.category,
+                stamp(finding.since),
+                refusals.get(impact.node, state),
+            )
+        )
+    shown = {impact.node for impact in reports}
+    rows += [(node, "", "", "", why) for node, why in refusals.items() if node not in shown]
+    show(
+        {
+            "impacts": [{"node": i.node, "method": "PUT", "url": i.url, "body": i.body} for i in reports],
+            "problems": [{"node": node, "problem": problem} for node, problem in refusals.items()],
+        },
+        columns(rows),
+        as_json=as_json,
+    )
+    return 1 if refusals else 0
+
+
+def _send(reports: Iterable[Impact], endpoint: str | None) -> dict[str, str]:
+    """Send reports; return what went wrong, by node. Raises HostError."""
+    from image_builder.cluster.gate.impact import send
+    from image_builder.system.resource_manager import ResourceManager
+
+    problems = {}
+    for impact in reports:
+        with ResourceManager(impact.subscription, endpoint=endpoint) as manager:
+            problems[impact.node] = send(manager, impact)
+    return {node: problem for node, problem in problems.items() if problem}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from image_builder.drain import fence, quarantine
+from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.ask import stamp
 from image_builder.drain.evict import evict
 from image_builder.drain.ladder import Tenant
 from image_builder.drain.look import Looker
-from image_builder.node.net.kube import Client
+from image_builder.node.net.kube import Client, KubeError
 
+_FORBIDDEN = 403
 HEAD = ("host", "pod", "owner", "gang", "what happens", "why", "ends")
 
 
@@ -43,9 +44,21 @@ def explain(client: Client, looker: Looker, name: str, now: float) -> dict[str, 
         pods.append({**entry(tenant), "budget": answer})
     return {
         "host": name,
-        "state": _state(document),
+        "state": "; ".join(filter(None, (_state(document), _physical(client, document)))),
         "pods": pods,
     }
+
+
+def _physical(client: Client, document: Mapping[str, Any]) -> str:
+    """Return what there is to say of a node's physical host. Raises KubeError."""
+    name = hosts.host_of(document)
+    try:
+        known = (hosts.read(client) or {}).get(name) if name else None
+    except KubeError as error:
+        if error.status != _FORBIDDEN:  # who asks may drain, and need not see what the gate keeps
+            raise
+        known = None
+    return known.words if known else f"on {name}" if name else ""
 
 
 def _state(document: Mapping[str, Any]) -> str:

@@ -11,9 +11,12 @@ import pytest
 
 from image_builder.cluster.gate.admit import admit, overview
 from image_builder.cluster.gate.model import Rules
-from image_builder.drain import fence, quarantine
+from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.lease import NAMESPACE, Leases, Settings
+from image_builder.drain.look import Looker
 from image_builder.drain.pods import MARK
+from image_builder.drain.policy import Policy as DrainPolicy
+from image_builder.drain.why import explain
 from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
 from tests.support.control_plane import workloads
 from tests.support.control_plane.drains import asked
@@ -192,6 +195,40 @@ def test_a_set_that_a_rollout_drives_is_emptied_by_nobody_else(
         assert fence.is_cordoned(plane.document(sick)) and not plane.is_out(work)
     record = fence.record_of(plane.document(work))
     assert record and record.run == "roll-7"
+
+
+def test_a_bad_host_is_remembered_and_who_comes_to_it_is_held(
+    plane: Ward, nodes: Callable[..., list[str]]
+) -> None:
+    first, moved, later = nodes(3)
+    plane.put_on(first, "HOST1")
+    plane.put_on(moved, "HOST2")
+    with plane.controlled() as lines:
+        for name in (first, moved):
+            plane.report(name, "False", SICK)
+        assert wait_until(lambda: set(hosts.read(plane.admin) or {}) == {"HOST1", "HOST2"})
+        # One passes its preflight where it was, the other's machine comes up elsewhere.
+        plane.put_on(moved, "HOST3")
+        for name in (first, moved):
+            plane.kubelets.boot(name)
+            plane.passes(name)
+            plane.report(name, "True", "NodeIsHealthy")
+        assert wait_until(lambda: plane.is_clean(first) and plane.is_clean(moved))
+        assert wait_until(lambda: set(hosts.read(plane.admin) or {}) == {"HOST2"})
+        # By default that is only told.
+        plane.put_on(later, "HOST2")
+        assert wait_until(lambda: plane.events(later) == ["HostKnownBad"])
+        assert plane.is_clean(later) and any(moved in line for line in lines if later in line)
+    line = next(line for line in overview(plane.admin, Rules()) if line["node"] == later)
+    assert (line["may_work"], moved in line["why"]) == ("yes", True)
+    looker = Looker(plane.admin, DrainPolicy())
+    assert "HOST2 is known as bad" in explain(plane.admin, looker, later, 0.0)["state"]
+    with plane.controlled(rules=[{"reason": "HostKnownBad", "remedy": "taint"}]):
+        assert wait_until(lambda: plane.is_out(later))
+        hosts.forget(plane.admin, "HOST2")
+        plane.passes(later)
+        assert wait_until(lambda: plane.is_clean(later))
+        assert plane.events(later) == ["HostKnownBad", "NodeQuarantined", "NodeReturned"]
 
 
 def test_a_controller_that_advises_changes_nothing(plane: Ward, nodes: Callable[..., list[str]]) -> None:

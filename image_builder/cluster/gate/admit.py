@@ -10,9 +10,11 @@ from typing import Any
 
 from image_builder.cluster.gate import breaker
 from image_builder.cluster.gate.decide import Action, is_tainted, may_work, patch
+from image_builder.cluster.gate.known_hosts import on_known
 from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
-from image_builder.drain import fence, quarantine
+from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.fence import pointer
+from image_builder.drain.hosts import BadHost
 from image_builder.errors import UsageError
 from image_builder.node.net.kube import JSON_PATCH, Client, path_of_node
 from image_builder.node.preflight.hold import OPEN, Hold, of_node
@@ -54,12 +56,15 @@ def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
     """Return what the gate knows of each node; two requests."""
     query = urllib.parse.urlencode({"labelSelector": rules.label, "resourceVersion": "0"})
     listed = client.request("GET", f"/api/v1/nodes?{query}")["items"]
-    holds = breaker.read(client) or {}
-    return [_line(item, rules, holds) for item in sorted(listed, key=lambda i: i["metadata"]["name"])]
+    holds, known = breaker.read(client) or {}, hosts.read(client) or {}
+    return [_line(item, rules, holds, known) for item in sorted(listed, key=lambda i: i["metadata"]["name"])]
 
 
-def _line(document: Mapping[str, Any], rules: Rules, holds: Mapping[str, Hold]) -> dict[str, str]:
+def _line(
+    document: Mapping[str, Any], rules: Rules, holds: Mapping[str, Hold], known: Mapping[str, BadHost]
+) -> dict[str, str]:
     node = node_from(document, rules)
+    host = on_known(node, known)
     labels = document["metadata"].get("labels") or {}
     codes = [breaker.code_of(node), *(ailment.reason for ailment in node.health.ailments)]
     matches = [of_node(code, labels, holds) for code in codes]
@@ -69,7 +74,7 @@ def _line(document: Mapping[str, Any], rules: Rules, holds: Mapping[str, Hold]) 
         "node": node.name,
         "gate": "out" if is_tainted(node, rules) or node.health.is_tainted else "in",
         "may_work": "no" if node.health.record or not may_work(node) else "yes",
-        "why": notice + why(node),
+        "why": notice + why(node) + (f"; {host.words}" if host else ""),
     }
 
 

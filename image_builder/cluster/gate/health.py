@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_builder.cluster.gate.policy import Policy
-from image_builder.drain import fence, quarantine
+from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.pods import moment
 
-# What NVSentinel leaves on a node that it has taken out, and the label of one that it isn't to touch.
+# What NVSentinel leaves on a node that it has taken out, and the labels of which one is "false" where it isn't to touch
+# a node.
 # https://docs.nvidia.com/nvsentinel/components/cancelling-breakfix
 _NVSENTINEL_AT_WORK = "quarantineHealthEvent"
-_NVSENTINEL_MANAGES = "k8saas.nvidia.com/ManagedByNVSentinel"
+_NVSENTINEL_MANAGES = ("nvsentinel.dgxc.nvidia.com/managed", "k8saas.nvidia.com/ManagedByNVSentinel")
 # Our agent's messages end with the boot that they are of (node/health/report.py).
 _BOOT = re.compile(r"\(boot ([0-9a-f-]{36})[,)]")
-_SCALE_SET = re.compile(
-    r"(?i)azure://(/subscriptions/.+/virtualMachineScaleSets/[^/]+)/virtualMachines/[^/]+"
-)
+_MACHINE = re.compile(r"(?i)azure://(/subscriptions/[^/]+/.+/virtualMachines/[^/]+)")
+_SCALE_SET = re.compile(r"(?i)(.+/virtualMachineScaleSets/[^/]+)/virtualMachines/[^/]+")
 _DETAIL = 300
 
 
@@ -37,9 +37,10 @@ class Ailment:
 class Health:
     """What counts of a Node for its health.
 
-    ``well`` are the conditions that say that all is well with this boot. ``scale_set`` is its id in Azure in lower
-    case, empty where the Node doesn't name it. ``cordon``: whose cordon it has, of ours. ``is_left``: NVSentinel is at
-    work on it, or its pool is left to NVSentinel.
+    ``well`` are the conditions that say that all is well with this boot. ``machine`` is its id in Azure, ``scale_set``
+    that of its scale set in lower case, ``host`` the physical machine's name; each is empty where the Node doesn't name
+    it. ``cordon``: whose cordon it has, of ours. ``is_left``: NVSentinel is at work on it, or its pool is
+    left to NVSentinel.
     """
 
     ailments: tuple[Ailment, ...] = ()
@@ -47,7 +48,9 @@ class Health:
     record: quarantine.Record | None = None
     is_tainted: bool = False
     cordon: str = ""
+    machine: str = ""
     scale_set: str = ""
+    host: str = ""
     is_left: bool = False
 
 
@@ -68,15 +71,19 @@ def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Poli
         since = moment(condition.get("lastTransitionTime")) or 0.0
         ailments.append(Ailment(kind, str(condition.get("reason") or kind), since, message[:_DETAIL]))
     cordon = fence.record_of(document)
-    set_id = _SCALE_SET.fullmatch(str(spec.get("providerID") or ""))
+    machine = _MACHINE.fullmatch(str(spec.get("providerID") or ""))
+    set_id = _SCALE_SET.fullmatch(machine[1]) if machine else None
     is_at_work = _NVSENTINEL_AT_WORK in (meta.get("annotations") or {})
-    is_managed = (meta.get("labels") or {}).get(_NVSENTINEL_MANAGES) != "false"
+    labels = meta.get("labels") or {}
+    is_managed = all(labels.get(name) != "false" for name in _NVSENTINEL_MANAGES)
     return Health(
         ailments=tuple(sorted(ailments, key=lambda ailment: (ailment.since, ailment.condition))),
         well=frozenset(well),
         record=quarantine.record_of(document),
         is_tainted=quarantine.is_tainted(document),
         cordon=cordon.run if cordon else "",
+        machine=machine[1] if machine else "",
         scale_set=set_id[1].lower() if set_id else "",
+        host=hosts.host_of(document),
         is_left=is_at_work or (pool in policy.nvsentinel and is_managed),
     )

@@ -14,18 +14,36 @@ from image_builder.strict_yaml import Strict
 Seconds = Annotated[float, Field(ge=0)]
 Status = Literal["True", "False"]
 
-# Conditions that say that a node is bad, as patterns, and the status that says it. Ours; node-problem-detector's and
-# what AKS adds to it (https://learn.microsoft.com/azure/aks/node-problem-detector); and those of NVSentinel's monitors.
+# What a node ails by whose physical host is known as bad: no condition of the Node object.
+HOST_CONDITION, HOST_REASON = "PhysicalHost", "HostKnownBad"
+# Conditions that say that a node is bad, as patterns, and the status that says it. Ours; node-problem-detector's (its
+# config/, August 2026; not NTPProblem) and what AKS adds to it (https://learn.microsoft.com/azure/aks/node-problem-detector);
+# and those of NVSentinel's monitors (its docs/INTEGRATIONS.md and docs/configuration/nic-health-monitor.md).
 CONDITIONS: Mapping[str, Status] = {
     "NodeHealthy": "False",
     "image-builder/NodeHealthy": "False",
     **dict.fromkeys(
         (
-            *("KernelDeadlock", "ReadonlyFilesystem", "CorruptDockerOverlay2", "FrequentUnregisterNetDevice"),
-            *("FrequentKubeletRestart", "FrequentDockerRestart", "FrequentContainerdRestart"),
+            *(
+                "KernelDeadlock",
+                "ReadonlyFilesystem",
+                "XfsShutdown",
+                "DiskBadBlock",
+                "CperHardwareErrorFatal",
+            ),
+            *("CorruptDockerOverlay2", "FrequentUnregisterNetDevice", "FrequentKubeletRestart"),
+            *("FrequentDockerRestart", "FrequentContainerdRestart"),
+            *("KubeletUnhealthy", "ContainerRuntimeUnhealthy", "KubeProxyUnhealthy"),
             *("FilesystemCorruptionProblem", "KubeletProblem", "ContainerRuntimeProblem", "VMEventScheduled"),
-            *("GPUMissing", "NVLinkStatusInactive"),
-            *("Gpu*Watch", "SysLogs*"),
+            *("GPUMissing", "NVLinkStatusInactive", "XIDErrors", "IBLinkFlapping"),
+            *(
+                "Gpu*Watch",
+                "SysLogs*",
+                "InfiniBand*Check",
+                "Ethernet*Check",
+                "NVSwitchFatalError",
+                "NVSwitchDown",
+            ),
         ),
         "True",
     ),
@@ -53,6 +71,8 @@ class Rule(Strict):
 
 # Azure gives notice of minutes.
 _MAINTENANCE = Rule(reason="MaintenanceScheduled", remedy="taint", lasting_seconds=0.0)
+# A machine that passes its preflight on a host that is known as bad is only told of.
+_KNOWN_HOST = Rule(condition=HOST_CONDITION, reason=HOST_REASON, remedy="ignore")
 _ANY = Rule(remedy="taint")
 
 
@@ -81,6 +101,9 @@ class Policy(Strict):
     nvsentinel: tuple[str, ...] = Field(
         default=(), description="Pools whose bad nodes are left to NVSentinel: nothing is done to them here."
     )
+    remember_days: Annotated[float, Field(ge=0)] = Field(
+        default=90.0, description="How long a bad physical host is remembered. 0: not at all."
+    )
     drain: DrainPolicy = Field(
         default=DrainPolicy(),
         description="How nodes are emptied, by the policy of [drains](drain.md#the-policy).",
@@ -96,7 +119,9 @@ class Policy(Strict):
 
     def rule(self, condition: str, reason: str) -> Rule:
         """Return what is to be done about a finding."""
-        return next(rule for rule in (*self.rules, _MAINTENANCE, _ANY) if rule.matches(condition, reason))
+        return next(
+            rule for rule in (*self.rules, _MAINTENANCE, _KNOWN_HOST, _ANY) if rule.matches(condition, reason)
+        )
 
     def lasts(self, rule: Rule) -> float:
         """Return how many seconds a finding of a rule must last."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from image_builder.cluster.gate import triage
+from image_builder.cluster.gate import known_hosts, triage
 from image_builder.cluster.gate.model import Node, Rules, node_from
+from image_builder.cluster.gate.policy import HOST_REASON
 from image_builder.cluster.gate.triage import Step
 from image_builder.drain import event, fence, quarantine
 from image_builder.drain.lease import Holders, lease_of
@@ -32,10 +33,12 @@ class Remedies:
         self, client: Client, rules: Rules, tell: Callable[[str], None], clock: Callable[[], float]
     ) -> None:
         self._client, self._rules, self._tell, self._clock = client, rules, tell, clock
+        self._memory = known_hosts.Memory(client, rules.health, tell)
         self._holders = Holders(clock)
         self._drains: dict[str, Drain] = {}
         self._rests: dict[str, float] = {}
         self._advised: set[tuple[str, str]] = set()
+        self._told: set[tuple[str, str]] = set()
 
     def turn(
         self, nodes: Sequence[Node], holds: Mapping[str, Hold], now: float, may_act: Callable[[], bool]
@@ -44,7 +47,11 @@ class Remedies:
 
         What can't be done is said, and is done at another turn if it is still to be done then.
         """
-        steps = self._plan(nodes, holds, now)
+        if not may_act():
+            return
+        self._memory.turn(nodes, now)
+        self._tell_of_hosts(nodes, now)
+        steps = self._plan([self._judged(node) for node in nodes], holds, now)
         draining = {node.name for node, step, _ in steps if step is Step.DRAIN}
         for name in self._drains.keys() - draining:
             # It is back, held by the breaker, or of a rollout: what a cordon means is decided anew.
@@ -59,7 +66,9 @@ class Remedies:
 
     def advise(self, nodes: Sequence[Node], holds: Mapping[str, Hold], now: float) -> None:
         """Say once what would be done."""
-        steps = triage.plan(nodes, holds, (), self._rules.health, self._rules, now)
+        self._memory.turn(nodes, now, advises=True)
+        judged = [self._judged(node) for node in nodes]
+        steps = triage.plan(judged, holds, (), self._rules.health, self._rules, now)
         advice = {(node.name, f"would be {step.value}{_of(record)}") for node, step, record in steps}
         for name, line in sorted(advice - self._advised):
             self._tell(f"{name}: {line}")
@@ -86,7 +95,7 @@ class Remedies:
         document = self._client.find(path_of_node(node.name))
         if document is None:
             return
-        fresh = node_from(document, self._rules)
+        fresh = self._judged(node_from(document, self._rules))
         need = triage.step_of(fresh, self._rules.health, self._rules, now)
         if need is None or need[0] is not step:
             return
@@ -97,6 +106,28 @@ class Remedies:
             self._drain(document, record)
         elif record:
             self._mark(document, step, record, now)
+
+    def _judged(self, node: Node) -> Node:
+        return known_hosts.judged(node, self._memory.known, self._rules.health)
+
+    def _tell_of_hosts(self, nodes: Sequence[Node], now: float) -> None:
+        """Post an Event on each node that has come up on a host that is known as bad, once."""
+        known = self._memory.known or {}
+        arrivals = [(node.name, entry) for node in nodes if (entry := known_hosts.on_known(node, known))]
+        for name, entry in arrivals:
+            if (name, entry.words) in self._told:
+                continue
+            try:
+                document = self._client.find(path_of_node(name))
+                if document is not None:
+                    uid = document["metadata"]["uid"]
+                    event.post(
+                        self._client, event.event(name, uid, HOST_REASON, entry.words, now, kind="Warning")
+                    )
+            except NodeError as error:
+                self._tell(f"{name}: no Event {HOST_REASON}: {error.message}")
+            self._tell(f"{name}: {entry.words}")
+        self._told = {(name, entry.words) for name, entry in arrivals}
 
     def _mark(self, document: Mapping[str, Any], step: Step, record: Record, now: float) -> None:
         if step is Step.TAKE_OUT:

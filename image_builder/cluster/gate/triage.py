@@ -12,7 +12,7 @@ from typing import get_args
 from image_builder.cluster.gate.decide import is_tainted
 from image_builder.cluster.gate.health import Ailment
 from image_builder.cluster.gate.model import Node, Rules
-from image_builder.cluster.gate.policy import Policy
+from image_builder.cluster.gate.policy import HOST_CONDITION, Policy
 from image_builder.cluster.gate.retest import cap
 from image_builder.drain.quarantine import ASKING, RUN, Record, Remedy
 from image_builder.node.preflight.hold import OPEN, Hold
@@ -71,9 +71,11 @@ def step_of(node: Node, policy: Policy, rules: Rules, now: float) -> tuple[Step,
     if record is None:
         if health.is_tainted or health.cordon == RUN:
             return Step.GIVE_BACK, None  # somebody took our annotation away
-        # Who is out for its preflight takes no work anyway.
-        is_in = bool(node.boot_id) and not is_tainted(node, rules)
-        return (Step.TAKE_OUT, due) if due and is_in and not health.is_left else None
+        if due is None or not node.boot_id or health.is_left:
+            return None
+        # Who is out for its preflight takes no work anyway; but on a bad host, passing it is not enough.
+        is_due = due.condition == HOST_CONDITION or not is_tainted(node, rules)
+        return (Step.TAKE_OUT, due) if is_due else None
     if is_back(node, record):
         return Step.GIVE_BACK, record
     if health.is_left:
@@ -118,9 +120,16 @@ def plan(
             (node, step, record)
         )
     steps.sort(key=lambda item: (item[1] is not Step.GIVE_BACK, item[0].name))
-    fresh.sort(key=lambda item: (min(ailment.since for ailment in item[0].health.ailments), item[0].name))
+    fresh.sort(key=_urgency)
     away = sum(node.health.record is not None or bool(node.health.cordon) for node in nodes)
     return steps + fresh[: max(0, cap(len(nodes), policy.share) - away)]
+
+
+def _urgency(item: tuple[Node, Step, Record | None]) -> tuple[bool, float, str]:
+    """Return where a node comes among those that are to be taken out: what only its host ails by comes last."""
+    node, _, record = item
+    is_hosts = record is not None and record.condition == HOST_CONDITION
+    return is_hosts, min(ailment.since for ailment in node.health.ailments), node.name
 
 
 def _is_held(pool: str, reason: str, holds: Mapping[str, Hold]) -> bool:

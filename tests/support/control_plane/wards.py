@@ -15,11 +15,11 @@ from image_builder.cluster.gate.policy import Policy
 from image_builder.cluster.gate.remedies import Remedies
 from image_builder.drain import fence, quarantine
 from image_builder.drain.lease import Settings as LeaseSettings
-from image_builder.node.net.kube import Client, path_of_node
+from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
 from image_builder.node.net.kubeconfig import load
 from image_builder.node.preflight import model
 from image_builder.node.preflight.model import PASSED, Verdict
-from image_builder.node.status import PREFLIGHT_LABEL
+from image_builder.node.status import PHYSICAL_HOST, PREFLIGHT_LABEL
 from tests.support.control_plane.gates import GATE, Cluster, give_rights, in_background, running
 from tests.support.control_plane.kubelets import AGENT, Kubelets
 from tests.support.control_plane.servers import ADMINISTRATORS
@@ -73,6 +73,11 @@ class Ward:
         """Set a condition as the node's agent does, or another's."""
         message = f"{reason} (boot {self.kubelets.nodes[name]})" if condition == HEALTHY else reason
         self.admin.patch_condition(name, condition, status, reason, message)
+
+    def put_on(self, name: str, host: str) -> None:
+        """Name a node's physical host as its agent does."""
+        changes = {"metadata": {"annotations": {PHYSICAL_HOST: host or None}}}
+        self.admin.request("PATCH", path_of_node(name), changes, MERGE_PATCH)
 
     def document(self, name: str) -> dict[str, Any]:
         return self.admin.node(name)

@@ -44,6 +44,8 @@ COMMANDS = [
     ("gate", "run"),
     ("gate", "admit"),
     ("gate", "release"),
+    ("gate", "report"),
+    ("gate", "forget"),
     ("gate", "status"),
     ("pool", "snapshot"),
     ("pool", "slice"),

@@ -197,7 +197,7 @@ def test_status_says_held_for_nodes_of_the_pool_that_is() -> None:
             "metadata": {"name": "n", "labels": labels},
             "status": {"nodeInfo": {"bootID": BOOT}, "conditions": [condition]},
         }
-        return status_line(document, Rules(), HOLDS)["why"]
+        return status_line(document, Rules(), HOLDS, {})["why"]
 
     assert why(OWN).startswith("HELD, 12 of 40 nodes of pool h100 failed alike: don't replace it: boot=")
     assert why({LABEL: "a100"}).startswith("boot=")

@@ -69,6 +69,7 @@ def test_a_scale_set_is_read_from_the_providers_id() -> None:
         ({}, "a", False),
         ({}, "h100", True),
         ({"labels": {"k8saas.nvidia.com/ManagedByNVSentinel": "false"}}, "h100", False),
+        ({"labels": {"nvsentinel.dgxc.nvidia.com/managed": "false"}}, "h100", False),
         ({"annotations": {"quarantineHealthEvent": "{}"}}, "a", True),
     ],
 )

@@ -1,0 +1,102 @@
+"""What the gate remembers of bad physical hosts, and which nodes are on one.
+
+A host is remembered from when a node on it is taken out for its hardware, or fails its preflight by it. It is
+struck when that same node passes its preflight there again; so what stays are hosts whose machines have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from image_builder.cluster.gate.breaker import code_of
+from image_builder.cluster.gate.health import Ailment
+from image_builder.cluster.gate.impact import category_of
+from image_builder.cluster.gate.model import Node
+from image_builder.cluster.gate.policy import HOST_CONDITION, HOST_REASON, Policy
+from image_builder.drain import hosts
+from image_builder.drain.hosts import BadHost
+from image_builder.node.errors import NodeError
+from image_builder.node.net.kube import Client
+
+# A ConfigMap holds 1 MiB.
+_MOST = 1500
+_DAY = 86400.0
+
+
+def step(
+    nodes: Iterable[Node], current: Mapping[str, BadHost], now: float, policy: Policy
+) -> dict[str, BadHost]:
+    """Return the hosts as they are to be remembered now, by name."""
+    oldest = now - policy.remember_days * _DAY
+    entries = {name: entry for name, entry in current.items() if entry.since >= oldest}
+    for node in nodes:
+        host = node.health.host
+        if not host:
+            continue
+        entry, known = _entry(node, host), entries.get(host)
+        if entry is not None and entry.since >= oldest and (known is None or entry.since > known.since):
+            entries[host] = entry
+        elif entry is None and known is not None and known.node == node.name and _has_passed(node, known):
+            del entries[host]
+    newest = sorted(entries.values(), key=lambda entry: (-entry.since, entry.name))[:_MOST]
+    return {entry.name: entry for entry in newest}
+
+
+def _entry(node: Node, host: str) -> BadHost | None:
+    """Return what a node says against its host now."""
+    record, code = node.health.record, code_of(node)
+    if record and category_of(record.condition, record.reason, record.detail):
+        return BadHost(host, node.name, record.reason, record.detail, record.since)
+    if code and category_of("", code):
+        return BadHost(host, node.name, code, "it failed the preflight", node.reported)
+    return None
+
+
+def _has_passed(node: Node, known: BadHost) -> bool:
+    passed = node.status == "True" and node.tested_boot == node.boot_id != ""
+    return passed and node.reported > known.since
+
+
+def on_known(node: Node, known: Mapping[str, BadHost]) -> BadHost | None:
+    """Return what is known of the host of a node that has come to it since."""
+    entry = known.get(node.health.host)
+    return entry if entry and entry.node != node.name else None
+
+
+def judged(node: Node, known: Mapping[str, BadHost] | None, policy: Policy) -> Node:
+    """Return a node that ails by its host where that is known as bad, unless the policy ignores that.
+
+    While what is known can't be read (None), it neither ails by it nor is well.
+    """
+    if known is None:
+        return node
+    health, entry = node.health, on_known(node, known)
+    if entry is None or policy.rule(HOST_CONDITION, HOST_REASON).remedy == "ignore":
+        return replace(node, health=replace(health, well=health.well | {HOST_CONDITION}))
+    ailment = Ailment(HOST_CONDITION, HOST_REASON, entry.since, entry.words)
+    return replace(node, health=replace(health, ailments=(*health.ailments, ailment)))
+
+
+class Memory:
+    """Carries out ``step``. ``known``: by the last turn, None where that was never read."""
+
+    def __init__(self, client: Client, policy: Policy, tell: Callable[[str], None]) -> None:
+        self._client, self._policy, self._tell = client, policy, tell
+        self.known: Mapping[str, BadHost] | None = None
+
+    def turn(self, nodes: Iterable[Node], now: float, *, advises: bool = False) -> None:
+        """Look at all nodes and write down what has changed; what can't be done is said, and done at another turn."""
+        try:
+            current = hosts.read(self._client)
+            entries = step(nodes, current or {}, now, self._policy)
+            if not advises:
+                hosts.write(self._client, current, entries)
+        except NodeError as error:
+            self._tell(f"the bad hosts: {error.message}")
+            return
+        for name in entries.keys() - (current or {}).keys():
+            self._tell(f"remembered: {entries[name].words}")
+        for name in (current or {}).keys() - entries.keys():
+            self._tell(f"no longer known as bad: {name}")
+        self.known = entries

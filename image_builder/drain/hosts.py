@@ -1,0 +1,97 @@
+"""Physical hosts that are known as bad: machines on them left for a finding of their hardware.
+
+The gate keeps them in one ConfigMap. A machine that comes up on one of them is another in Kubernetes, by name and
+history, and has the same fault.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from image_builder.drain.ask import stamp
+from image_builder.errors import UsageError
+from image_builder.node.net.kube import MERGE_PATCH, Client
+from image_builder.node.status import PHYSICAL_HOST
+
+NAMESPACE, NAME = "kube-system", "image-builder-bad-hosts"
+COLLECTION = f"/api/v1/namespaces/{NAMESPACE}/configmaps"
+PATH = f"{COLLECTION}/{NAME}"
+# The key of a ConfigMap, and what Azure takes as a name.
+_HOST = re.compile(r"[A-Za-z0-9][-A-Za-z0-9_.]{0,62}")
+
+
+@dataclass(frozen=True)
+class BadHost:
+    """A host by its name, and the finding for which a node on it was taken out at ``since`` (Unix time)."""
+
+    name: str
+    node: str
+    reason: str
+    detail: str
+    since: float
+
+    def text(self) -> str:
+        return json.dumps(
+            {key: value for key, value in asdict(self).items() if key != "name"}, sort_keys=True
+        )
+
+    @property
+    def words(self) -> str:
+        return (
+            f"{self.name} is known as bad: {self.node}, {self.reason} at {stamp(self.since)}: {self.detail}"
+        )
+
+
+def host_of(document: Mapping[str, Any]) -> str:
+    """Return the physical host that a Node names, empty for none."""
+    name = str(((document.get("metadata") or {}).get("annotations") or {}).get(PHYSICAL_HOST, ""))
+    return name if _HOST.fullmatch(name) else ""
+
+
+def parse(config_map: Mapping[str, Any]) -> dict[str, BadHost]:
+    """Return the hosts of a ConfigMap by name; an entry that is malformed counts as not there."""
+    hosts = {}
+    for name, text in (config_map.get("data") or {}).items():
+        try:
+            values = json.loads(text)
+            texts = {key: str(values[key]) for key in ("node", "reason", "detail")}
+            entry = BadHost(name=name, since=float(values["since"]), **texts)
+        except (KeyError, TypeError, ValueError, RecursionError):
+            continue
+        if math.isfinite(entry.since):
+            hosts[name] = entry
+    return hosts
+
+
+def read(client: Client) -> dict[str, BadHost] | None:
+    """Return the hosts by name, None where there is no ConfigMap yet. Raises KubeError."""
+    config_map = client.find(PATH)
+    return None if config_map is None else parse(config_map)
+
+
+def write(client: Client, before: Mapping[str, BadHost] | None, after: Mapping[str, BadHost]) -> None:
+    """Write what has changed. Raises KubeError."""
+    current = before or {}
+    changes: dict[str, str | None] = dict.fromkeys(current.keys() - after.keys())
+    changes |= {name: entry.text() for name, entry in after.items() if current.get(name) != entry}
+    if not changes:
+        return
+    if before is None:
+        meta = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": NAME}}
+        client.request("POST", COLLECTION, {**meta, "data": changes})
+    else:
+        client.request("PATCH", PATH, {"data": changes}, MERGE_PATCH)
+
+
+def forget(client: Client, name: str) -> BadHost:
+    """Strike a host that was repaired, and return what was known of it. Raises UsageError, KubeError."""
+    current = read(client) or {}
+    if name not in current:
+        raise UsageError(f"{name} is not known as bad; known are: {', '.join(sorted(current)) or 'none'}")
+    write(client, current, {other: entry for other, entry in current.items() if other != name})
+    return current[name]
