@@ -139,8 +139,6 @@ def apply_layers(vm: Vm, inventory: Path, packages: str, folder: Path) -> None:
                 *("-i", REPO / "inventories/lab", "-i", inventory, "-e", "target_hosts=nodes"),
                 ANSIBLE_ROLES_PATH=os.fspath(REPO / "roles"),
                 ANSIBLE_SSH_CONTROL_PATH_DIR=sockets,
-                # Its default of 10 s is less than an emulated machine takes to log in on a busy host.
-                ANSIBLE_TIMEOUT="120",
                 # In memory: its default is the user's home, where the suite finds it.
                 ANSIBLE_REMOTE_TMP="/tmp/.ansible",
             )
