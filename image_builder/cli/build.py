@@ -21,6 +21,7 @@ from image_builder.cli.command import (
     Output,
     StoreDir,
     VaultIds,
+    complete_images,
     extensions,
     host_settings,
     read_inventory,
@@ -60,7 +61,9 @@ def images(
 def validate(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[IMAGES]...", help="images or patterns  [default: all]"),
+        typer.Argument(
+            metavar="[IMAGES]...", help="images or patterns  [default: all]", autocompletion=complete_images
+        ),
     ] = None,
     inventory: Inventories = None,
     vault: VaultIds = None,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import io
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
@@ -151,16 +153,31 @@ def connect(kubeconfig: Path | None, agent: str, timeout: float = 15.0) -> Clien
     return Client.in_cluster(agent=agent, timeout=timeout)
 
 
-def _complete_images(incomplete: str) -> list[str]:
-    """Complete names of images, of the default inventory; nothing when that can't be read."""
-    try:
-        return [name for name in read_inventory(None).images if name.startswith(incomplete)]
-    except Exception:  # a completion can't show an error: the command itself will
-        return []
+def completion(
+    names: Callable[[Mapping[str, Any]], Iterable[str]],
+) -> Callable[[typer.Context, str], list[str]]:
+    """Return a completion of the names that ``names`` reads, by the options before the word; none if that fails."""
+
+    def complete(context: typer.Context, incomplete: str) -> list[str]:
+        try:
+            with contextlib.redirect_stderr(
+                io.StringIO()
+            ):  # a warning would stand in the line that is being typed
+                return [str(name) for name in names(context.params) if name.startswith(incomplete)]
+        except Exception:  # the command itself will show the error
+            return []
+
+    return complete
+
+
+@completion
+def complete_images(options: Mapping[str, Any]) -> Iterable[str]:
+    """Return the images of an inventory, by default that of the ``ansible.cfg``."""
+    return read_inventory(options.get("inventory"), options.get("vault"), options.get("extra")).images
 
 
 Image = Annotated[
-    str, typer.Argument(metavar="IMAGE", help="an image in the inventory", autocompletion=_complete_images)
+    str, typer.Argument(metavar="IMAGE", help="an image in the inventory", autocompletion=complete_images)
 ]
 Inventories = Annotated[
     list[Path] | None,

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from image_builder.cli import ci, failure, render
-from image_builder.cli.command import AsJson, Facts, Output, StoreDir, VaultIds, host_settings, register, show
+from image_builder.cli.command import (
+    AsJson,
+    Facts,
+    Output,
+    StoreDir,
+    VaultIds,
+    complete_images,
+    host_settings,
+    register,
+    show,
+)
 from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.settings import DEFAULT_STORE
 from image_builder.text import human_seconds
@@ -35,7 +45,12 @@ LocalDisks = Annotated[
 @register(app)
 def boot(
     artefact: Annotated[
-        str, typer.Argument(metavar="ARTIFACT", help="a disk, a build's directory, or an image's name")
+        str,
+        typer.Argument(
+            metavar="ARTIFACT",
+            help="a disk, a build's directory, or an image's name",
+            autocompletion=complete_images,
+        ),
     ],
     verify: Annotated[
         bool,

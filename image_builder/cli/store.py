@@ -14,6 +14,7 @@ from image_builder.cli.command import (
     AsJson,
     Inventories,
     StoreDir,
+    complete_images,
     extensions,
     host_settings,
     inventory_paths,
@@ -96,7 +97,10 @@ def verify(store: StoreDir = DEFAULT_STORE, as_json: AsJson = False) -> int:
 
 @register(app, isolated=True)
 def export(
-    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="images that were built")],
+    images: Annotated[
+        list[str],
+        typer.Argument(metavar="IMAGE...", help="images that were built", autocompletion=complete_images),
+    ],
     directory: Annotated[
         Path, typer.Option("--to", metavar="DIR", help="an export to bring up to date, or a new directory")
     ],

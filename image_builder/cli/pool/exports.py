@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from image_builder.cli.command import AsJson, VaultIds, register, show
-from image_builder.cli.pool.plan import USER_HELP, Inventory, PlanFile, writing
+from image_builder.cli.pool.plan import (
+    USER_HELP,
+    Inventory,
+    PlanFile,
+    complete_groups,
+    complete_hosts,
+    writing,
+)
 from image_builder.errors import UsageError
 from image_builder.text import columns, did_you_mean
 
@@ -28,7 +35,10 @@ app = typer.Typer()
 @register(app, name="render")
 def render(
     names: Annotated[
-        list[str], typer.Argument(metavar="HOST|GROUP...", help="hosts and groups of the inventory")
+        list[str],
+        typer.Argument(
+            metavar="HOST|GROUP...", help="hosts and groups of the inventory", autocompletion=complete_hosts
+        ),
     ],
     inventory: Inventory,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="where to write HOST.json")],
@@ -61,7 +71,10 @@ def render(
 
 @register(app)
 def template(
-    pool: Annotated[str, typer.Argument(metavar="POOL", help="a group of the inventory")],
+    pool: Annotated[
+        str,
+        typer.Argument(metavar="POOL", help="a group of the inventory", autocompletion=complete_groups),
+    ],
     inventory: Inventory,
     version: Annotated[
         str, typer.Option("--version", metavar="VERSION", help="the image's version in its gallery, exactly")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from image_builder.cli.command import AsJson, Endpoint, VaultIds, register, show
+from image_builder.cli.command import AsJson, Endpoint, VaultIds, completion, register, show
 from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.settings import Settings
 from image_builder.text import columns, human_seconds
@@ -56,9 +56,24 @@ Unproven = Annotated[
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="the file that `pool plan` wrote")]
 
 
+def _names(options: Mapping[str, Any], *kinds: str) -> list[str]:
+    from image_builder.pool.plan.source import opened
+
+    paths = [path.absolute() for path in options["inventory"]]
+    with opened(paths, options["vault"] or ()) as source:
+        return [name for kind in kinds for name in getattr(source.manager, kind)]
+
+
+complete_groups = completion(lambda options: _names(options, "groups"))
+complete_hosts = completion(lambda options: _names(options, "groups", "hosts"))
+
+
 @register(app)
 def plan(
-    pools: Annotated[list[str], typer.Argument(metavar="POOL...", help="groups of the inventory")],
+    pools: Annotated[
+        list[str],
+        typer.Argument(metavar="POOL...", help="groups of the inventory", autocompletion=complete_groups),
+    ],
     inventory: Inventory,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="where to write the plan")],
     policy: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from cryptography.hazmat.primitives.serialization import (
 
 from image_builder.errors import PublishError, UsageError
 from image_builder.pool.show.report import report
-from tests.support.arm.place import Place
+from tests.support.arm.kills import started
+from tests.support.arm.place import Place, write_build
 from tests.support.arm.publisher import Publisher
 from tests.unit.pool.simulation import Faults, make, simulate
 
@@ -49,6 +51,19 @@ def test_a_build_becomes_a_version_by_the_calls_of_its_plan(
     before = azure.changes()
     assert publish("run")["version"] == result["version"]
     assert azure.changes() == before
+
+
+def test_an_ordinary_user_publishes_what_root_built(azure: Place, inventory: Path, tmp_path: Path) -> None:
+    """The build is root's; the journal is in a directory of the user's own."""
+    write_build(tmp_path / "output")
+    (tmp_path / "output/publish").mkdir()
+    os.chown(tmp_path / "output/publish", 65534, 65534)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)  # pytest's own are closed to others
+    with started(azure, inventory, tmp_path / "output", user=65534) as publication:
+        out, err = publication.communicate()
+    assert publication.returncode == 0, err
+    assert json.loads(out)["version"].lower() in azure.arm.resources
 
 
 def _write_keys(folder: Path) -> tuple[Path, Path]:

@@ -62,14 +62,28 @@ def publish(cloud: Place, inventory: Path, output: Path, points: Iterable[Point]
 
 
 def started(
-    cloud: Place, inventory: Path, output: Path, command: str = "run", *arguments: str
+    cloud: Place,
+    inventory: Path,
+    output: Path,
+    command: str = "run",
+    *arguments: str,
+    user: int | None = None,
 ) -> subprocess.Popen[str]:
-    """Begin a command of `publish`, in a process of its own."""
+    """Begin a command of `publish`, in a process of its own, as ``user``."""
     argv = [sys.executable, "-m", "image_builder.cli", "publish", command, "worker", *arguments]
     argv += ["-i", str(inventory)]
     argv += ["--output", str(output), "--endpoint", cloud.arm.url, "--json"]
     environment = {**os.environ, **cloud.environment, "PYTHONPATH": str(REPO)}
-    return subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        argv,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
+    )
 
 
 def is_copy(cloud: Place, disk: Path) -> bool:

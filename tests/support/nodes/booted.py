@@ -110,6 +110,8 @@ def play(
             "PATH": os.environ["PATH"],
             "HOME": os.fspath(folder),
             "ANSIBLE_PIPELINING": "true",
+            # On a busy host a log-in took 12 s and more, that of an emulated machine half a minute; its default is 10.
+            "ANSIBLE_TIMEOUT": "120",
             **settings,
         },
         folder,

@@ -218,3 +218,29 @@ def test_the_brokers_configuration_is_looked_at(tmp_path: Path) -> None:
     path.write_text("pools: []")
     status, _, err = _run("pool", "broker", "--config", str(path), "--check")
     assert status == errors.DefinitionError.exit_code and "listen" in err and "identity" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("build -i {} al", ["alpha"]),
+        ("boot {}", []),
+        ("pool plan -i {} o", ["our-hosts"]),
+        ("pool render -i {} ", ["all", "ungrouped", "images", "our-hosts", "alpha", "node-1"]),
+        ("pool plan ", []),
+    ],
+)
+def test_names_of_the_inventory_before_them_are_completed(
+    line: str, names: list[str], tmp_path: Path
+) -> None:
+    """Silently, even if Ansible would warn of a name, or no inventory can be read."""
+    inventory = tmp_path / "hosts.yml"
+    inventory.write_text("images: {hosts: {alpha: }}\nour-hosts: {hosts: {node-1: }}\n")
+    typed = f"image-builder {line.format(inventory)}"
+    environment = {
+        "_IMAGE_BUILDER_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split(" ")) - 1),
+    }
+    done = CliRunner().invoke(app, [], env=environment, prog_name="image-builder")
+    assert (done.exit_code, done.stdout.split(), done.stderr) == (0, names, "")
