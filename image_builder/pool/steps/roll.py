@@ -34,7 +34,8 @@ from image_builder.pool.run.driver import Work
 from image_builder.pool.scale_set import records
 from image_builder.pool.scale_set.client import Client as Azure
 from image_builder.pool.scale_set.model import ScaleSet, Version
-from image_builder.pool.scale_set.roll import Drive, Ending, Patience, driving, roll_instance
+from image_builder.pool.scale_set.roll import IMAGE_REQUESTS, Drive, Patience, driving, roll_instance
+from image_builder.pool.scale_set.upgrades import Ending
 from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.drains import BROKEN_OFF, TROUBLE_SECONDS, Drains, Key, is_final
 from image_builder.pool.steps.fleet import Fleet, Setup
@@ -344,10 +345,14 @@ class RollFleet(Fleet):
 
     def _set_image(self, drive: Drive, version: Version) -> None:
         """Have a scale set's model name the new version, once."""
-        with self._models:
-            if drive.path not in self._changed and not self._is_turned:
-                drive.set_image(self._planned[drive.path], version.id)
-                self._changed.add(drive.path)
+        with drive.changing:
+            if drive.path in self._changed or self._is_turned:
+                return
+            drive.take(IMAGE_REQUESTS)
+            with self._models:
+                if not self._is_turned:
+                    drive.set_image(self._planned[drive.path], version.id)
+                    self._changed.add(drive.path)
 
     def _restore(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
         drive = self._drive(host.scale_set_id)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ import pytest
 from image_builder.errors import PoolError
 from image_builder.pool.scale_set.client import HOLD_TAG, Client
 from image_builder.pool.scale_set.records import Replacement, open_journal, read_journal
-from image_builder.pool.scale_set.roll import SERVICES, Ending, Patience, driving, roll_instance
+from image_builder.pool.scale_set.roll import SERVICES, Patience, driving, roll_instance
+from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
 from tests.support.arm.direct import Direct
 from tests.support.arm.fleet import NEW, OLD, Fleet, fleet
 from tests.support.arm.model import Answer, Fault, Request, error
@@ -251,18 +253,19 @@ def test_one_list_is_for_all_instances_of_a_set(rolling: Rolling) -> None:
         assert drive.instance("0") and rolling.fleet.arm.reads == before + 2
 
 
-class Queue:
+class Queue(Upgrades):
     """The wait for the other upgrades of a set, in which ``meanwhile`` happens."""
 
     def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
         self.is_over, self._meanwhile = False, meanwhile
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def joined(self, member: Member, send: Callable[[Sequence[Member]], None]) -> Iterator[None]:
         self._meanwhile()
         self.is_over = True
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        with super().joined(member, send):
+            yield
 
 
 def queued(rolling: Rolling, queue: Queue, busy: Callable[[], str]) -> Ending:
@@ -272,7 +275,7 @@ def queued(rolling: Rolling, queue: Queue, busy: Callable[[], str]) -> Ending:
         open_journal(rolling.journal) as journal,
         driving(client, path, "run-1", journal, patience=PATIENCE) as drive,
     ):
-        drive.upgrading = queue  # type: ignore[assignment]  # as much of a lock as is used
+        drive.upgrades = queue
         drive.set_image(client.scale_set(path), NEW)
         version = client.version(NEW)
         assert version is not None
