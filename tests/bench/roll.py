@@ -14,7 +14,7 @@ IMAGE_BUILDER_PROGRAMS for today's Kubernetes.
     driver_peak_mib      its largest resident size, goal <= 300
     requests_a_node      the driver's requests to Kubernetes for a node that goes from one image to the other,
                          by the API server's audit log, goal <= 12
-    azure_requests_a_node  the same to Azure, reading and looks at operations included, by the simulator's log, goal <= 4
+    azure_requests_a_node  the same to Azure, reading and operations included, by the simulator's log, goal <= 4
     back_seconds         from the third failure of a kind until all models name the previous image again, Azure
                          without delays, goal <= 30
 

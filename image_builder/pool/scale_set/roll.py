@@ -31,7 +31,7 @@ from image_builder.pool.scale_set.records import (
     suspended,
 )
 from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
-from image_builder.pool.scale_set.verdict import SETTLE_SECONDS, Look, Node, Operation, judge, shows
+from image_builder.pool.scale_set.verdict import SETTLE_SECONDS, Look, Node, Operation, judge
 
 # Of what takes minutes, and of an instance whose node boots, so many looks are one: Azure counts them all.
 LOOKS: dict[Verb, int] = {"upgrade": 1, "reimage": 4}
@@ -110,9 +110,7 @@ class Drive:
         """Return an instance as it was read some looks ago at most; None where it isn't there. Raises FetchError."""
         return self.read(number, looks=looks)[1]
 
-    def read(
-        self, number: str, since: float = -math.inf, *, looks: int = 1
-    ) -> tuple[float, Instance | None]:
+    def read(self, number: str, since: float = -math.inf, *, looks: int = 1) -> tuple[float, Instance | None]:
         """As ``instance``, but read after ``since``, and with the moment when it was."""
         with self.reading:
             now = self.client.now()
@@ -253,10 +251,10 @@ def roll_instance(
             return Ending("failed", f"refused: {last.settled.detail}")
         member = Member(instance, version, reading, busy, is_single=is_refused)
         if step == "upgrade":
-            with drive.upgrades.joined(member, partial(_send, drive, step)):
+            with drive.upgrades.joined(member, partial(send, drive, step)):
                 _settled(drive, number, node)
         else:
-            _send(drive, step, [member])
+            send(drive, step, [member])
             _settled(drive, number, node)
         if member.error:
             raise member.error
@@ -334,7 +332,7 @@ def _require_model(drive: Drive, version: Version) -> None:
         raise PoolError(f"the model of {drive.path} doesn't name {version.name}", hint="nothing was sent")
 
 
-def _send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
+def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
     """Send one request for instances that are as they were read and may be replaced, after the last look at each.
 
     For who doesn't come to it in time nothing is sent.
@@ -431,7 +429,7 @@ def _operation(drive: Drive, request: Request, looks: Sequence[Look]) -> Operati
     """
     look = looks[-1]
     instance = look.instance
-    if instance is None or not instance.is_at_rest or judge(request.sent, None, looks) in ("done", "failed"):
+    if instance is None or not instance.is_at_rest or judge(request.sent, None, looks) == "done":
         return None
     operation = drive.client.operation(request.operation)
     has_failed = operation is not None and operation.has_ended and operation.status.lower() != "succeeded"
