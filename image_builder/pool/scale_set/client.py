@@ -72,11 +72,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Client:
-    """``wait`` passes a number of seconds, ``now`` is the time in seconds since 1970."""
+    """``wait`` passes a number of seconds, ``now`` is the time in seconds since 1970; ``pause`` is what Azure gets to
+    do something, if it doesn't say how long.
+    """
 
     manager: Manager
     wait: Callable[[float], None] = time.sleep
     now: Callable[[], float] = time.time
+    pause: float = _LOOK_SECONDS
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -217,7 +220,7 @@ class Client:
                     raise PoolError(f"{path}: {service} is not {state}: {problem}", hint=_AGAIN)
                 self.wait(answer.wait * (attempt + 1))
                 while (operation := self.operation(answer.operation)) and not operation.has_ended:
-                    self.wait(_LOOK_SECONDS)
+                    self.wait(self.pause)
         raise PoolError(f"{path}: {', '.join(names)} is not {state}: {problem}", hint=_AGAIN)
 
     def _patch(self, path: str, change: Callable[[ScaleSet], Json | None], *, read: bool = True) -> ScaleSet:
@@ -248,13 +251,13 @@ class Client:
     def _send(self, method: str, path: str, body: Json, *, if_match: str | None = None) -> Answer:
         answer, problem = self.manager.send(method, path, COMPUTE_API, body, if_match=if_match)
         if answer is None:
-            return Answer(0, problem)
+            return Answer(0, problem, wait=self.pause)
         pause = str(answer.headers.get("Retry-After", ""))
         return Answer(
             answer.status_code,
             problem if answer.status_code >= 300 else "",
             answer.headers.get("Azure-AsyncOperation") or "",
-            min(float(pause), _LONGEST_WAIT) if pause.isdigit() else _LOOK_SECONDS,
+            min(float(pause), _LONGEST_WAIT) if pause.isdigit() else self.pause,
         )
 
 

@@ -33,9 +33,11 @@ from image_builder.pool.scale_set.records import (
 from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
 from image_builder.pool.scale_set.verdict import SETTLE_SECONDS, Look, Node, Operation, judge
 
-# Of what takes minutes, and of an instance whose node boots, so many looks are one: Azure counts them all.
-LOOKS: dict[Verb, int] = {"upgrade": 1, "reimage": 4}
-_RARELY = 10
+# Of what takes minutes, and of an instance whose node boots, so many looks are one: Azure counts them all. Nothing is
+# over before the first.
+_FIRST: dict[Verb, int] = {"upgrade": 2, "reimage": 10}
+_LOOKS: dict[Verb, int] = {"upgrade": 1, "reimage": 4}
+RARELY = 10
 # Half of the requests to a scale set that Azure lets through in a minute, for ever: this is what a roll takes.
 _A_MINUTE = 6
 _FIRST_REQUESTS, IMAGE_REQUESTS = 6, 3
@@ -241,7 +243,7 @@ def roll_instance(
             step = "reimage"
         if isinstance(step, Ending):
             return step
-        looks = _RARELY if step == "wait" else 1
+        looks = RARELY if step == "wait" else 1
         if step == "wait":
             drive.client.wait(drive.patience.look)
             continue
@@ -402,11 +404,11 @@ def _settle(drive: Drive, request: Request, node: Callable[[], Node | None]) -> 
     """Find out what became of a request, journal it and return it; raises FetchError."""
     client, sent = drive.client, request.sent
     began, looks = client.now(), list[Look]()
-    pause = drive.patience.look * LOOKS[sent.verb]
+    first, pause = (drive.patience.look * looks_of[sent.verb] for looks_of in (_FIRST, _LOOKS))
     # Who has just sent it knows that it isn't over.
-    client.wait(min(pause, max(0.0, sent.at + pause - began)))
+    client.wait(min(first, max(0.0, sent.at + first - began)))
     while True:
-        at, instance = drive.read(sent.instance, since=sent.at, looks=LOOKS[sent.verb])
+        at, instance = drive.read(sent.instance, since=sent.at, looks=_LOOKS[sent.verb])
         # A node whose instance is in work says nothing that counts.
         is_at_rest = instance is not None and instance.is_at_rest
         looks.append(Look(at, instance, node() if is_at_rest else None))

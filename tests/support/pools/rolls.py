@@ -43,7 +43,7 @@ from image_builder.pool.run.resume import take_up
 from image_builder.pool.run.state import Progress
 from image_builder.pool.scale_set.client import HOLD_TAG, Client
 from image_builder.pool.scale_set.records import read_journal as read_requests
-from image_builder.pool.scale_set.roll import LOOKS, Patience
+from image_builder.pool.scale_set.roll import RARELY, Patience
 from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.control_plane import Unwatched
@@ -373,7 +373,7 @@ def drive(
     )
     access = load(account)
     assert rolled.target and rolled.policy.rolls
-    longest = patience.look * max(LOOKS.values())
+    longest = patience.look * RARELY
     with ResourceManager(SUBSCRIPTION, endpoint=url) as manager:
         change = Change(
             target=rolled.target,
@@ -381,7 +381,7 @@ def drive(
             holder=rolled.holder,
             kube=lambda: Kube(access, agent=RUN_AGENT),
             # What Azure asks to wait for isn't shorter in tests.
-            azure=Client(manager, wait=lambda seconds: time.sleep(min(seconds, longest))),
+            azure=Client(manager, lambda seconds: time.sleep(min(seconds, longest)), pause=patience.look),
             journal=folder / "requests.jsonl",
             policy=rolled.policy.rolls.drain,
             max_fenced=rolled.max_fenced,
