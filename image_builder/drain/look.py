@@ -16,7 +16,7 @@ from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client, path_of_node
 
 # Who asks for a Node within so many seconds of others gets what they got, if there are more than a few of them.
-_MOMENT, _FEW = 0.3, 2
+_MOMENT, _FEW = 0.8, 1
 _UNFINISHED = "status.phase!=Succeeded,status.phase!=Failed"
 
 

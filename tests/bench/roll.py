@@ -70,7 +70,7 @@ def _patience(speed: float) -> Patience:
         boot=real.boot,
         hold=real.hold,
         # A request takes as long as it does.
-        minute=real.minute / speed + 0.3,
+        minute=real.minute / speed + 1.0,
     )
 
 

@@ -42,8 +42,11 @@ RARELY = 10
 _A_MINUTE = 6
 _FIRST_REQUESTS, IMAGE_REQUESTS = 6, 3
 _REQUESTS: dict[Verb, int] = {"upgrade": 2, "reimage": 1}
-# So long the last looks at the hosts of one request may take together: the first counts for two seconds.
-_LAST_LOOKS_SECONDS = 0.5
+# Looks between two upgrades of a set: hosts that are brought to the same step together need fewer requests.
+_APART = 10
+# So long the last looks at the hosts of one request may take together, and the request be later than the first of them,
+# which counts for two seconds.
+_LAST_LOOKS_SECONDS, _LATE_SECONDS = 0.5, 1.2
 # What acts on instances by itself: the former replaces what doesn't answer, the latter moves machines between zones.
 SERVICES = ("AutomaticRepairs", "AutomaticZoneRebalancing")
 
@@ -85,7 +88,8 @@ class Drive:
     force_ephemeral: bool = False
     records: list[Record] = field(default_factory=list)
     held_until: float = 0.0
-    upgrades: Upgrades = field(default_factory=Upgrades)
+    upgrades: Upgrades = field(init=False)
+    upgraded_at: float = -math.inf
     # One list of its instances, for all that are in work: Azure counts each look at one of them.
     reading: threading.Lock = field(default_factory=threading.Lock)
     listed: dict[str, Instance] = field(default_factory=dict)
@@ -95,6 +99,15 @@ class Drive:
     taking: threading.Lock = field(default_factory=threading.Lock)
     changing: threading.Lock = field(default_factory=threading.Lock)
     taken: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.upgrades = Upgrades(self.gather)
+
+    def gather(self) -> None:
+        """Let those that are nearly as far come to the same upgrade."""
+        look, now = self.patience.look, self.client.now()
+        self.client.wait(max(look, self.upgraded_at + _APART * look - now))
+        self.upgraded_at = self.client.now()
 
     def append(self, record: Record) -> None:
         self.journal.append(record)
@@ -353,7 +366,7 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
             break
         if _is_free(member):
             ready.append(member)
-    if not ready:
+    if not ready or client.now() - began > _LATE_SECONDS:
         return
     for member in ready:
         drive.append(_intent(drive, verb, member))

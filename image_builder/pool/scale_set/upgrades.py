@@ -45,7 +45,9 @@ class Member:
 class Upgrades:
     """Those of one scale set, for the threads of its instances."""
 
-    def __init__(self) -> None:
+    def __init__(self, gather: Callable[[], None] = lambda: None) -> None:
+        """``gather`` waits for others to come, before a request is for those that have."""
+        self._gather = gather
         self._turn = threading.Condition()
         self._waiting: list[Member] = []
         self._open: list[Member] = []
@@ -59,10 +61,10 @@ class Upgrades:
         with self._turn:
             self._waiting.append(member)
             self._turn.wait_for(lambda: member.is_over or not self._open)
-            batch = [] if member.is_over else self._chosen(member)
-            self._open += batch
-        if batch:
-            self._send(batch, send)
+            leads = not member.is_over
+            self._open += [member] if leads else []
+        if leads:
+            self._send(member, send)
         try:
             if member.error:
                 raise member.error
@@ -83,9 +85,12 @@ class Upgrades:
         self._waiting = [member for member in self._waiting if member not in batch]
         return batch
 
-    def _send(self, batch: Sequence[Member], send: Callable[[Sequence[Member]], None]) -> None:
-        error: Exception | None = None
+    def _send(self, first: Member, send: Callable[[Sequence[Member]], None]) -> None:
+        batch, error = [first], None
         try:
+            self._gather()
+            with self._turn:
+                self._open = batch = self._chosen(first)
             send(list(batch))
         except Exception as raised:  # each of their threads raises it
             error = raised
@@ -93,4 +98,5 @@ class Upgrades:
             with self._turn:
                 for member in batch:
                     member.error, member.is_over = member.error or error, True
+                self._waiting = [member for member in self._waiting if not member.is_over]
                 self._turn.notify_all()
