@@ -85,6 +85,8 @@ class Drive:
     holder: str
     journal: Log
     patience: Patience
+    # Passes seconds, as the client does; raises where the run ends meanwhile.
+    wait: Callable[[float], None]
     force_ephemeral: bool = False
     records: list[Record] = field(default_factory=list)
     held_until: float = 0.0
@@ -106,7 +108,7 @@ class Drive:
     def gather(self) -> None:
         """Let those that are nearly as far come to the same upgrade."""
         look, now = self.patience.look, self.client.now()
-        self.client.wait(max(look, self.upgraded_at + _APART * look - now))
+        self.wait(max(look, self.upgraded_at + _APART * look - now))
         self.upgraded_at = self.client.now()
 
     def append(self, record: Record) -> None:
@@ -149,7 +151,7 @@ class Drive:
         """Wait until no instance is in work by an upgrade that another process sent before it was killed."""
         others = self.inherited - set(members)
         while any((instance := self.instance(n)) and not instance.is_at_rest for n in sorted(others)):
-            self.client.wait(self.patience.look)
+            self.wait(self.patience.look)
         self.inherited -= others
 
     def renew(self) -> None:
@@ -171,7 +173,7 @@ class Drive:
                 over = len(self.taken) + count - _A_MINUTE
                 if over <= 0:
                     break
-                self.client.wait(self.taken[over - 1] + self.patience.minute - now)
+                self.wait(self.taken[over - 1] + self.patience.minute - now)
             self.taken += [now] * count
 
     def set_image(self, before: ScaleSet, version: str) -> ScaleSet:
@@ -190,14 +192,22 @@ def driving(
     *,
     patience: Patience | None = None,
     force_ephemeral: bool = False,
+    wait: Callable[[float], None] | None = None,
 ) -> Iterator[Drive]:
     """Drive a scale set until the block ends, however it does; raises PoolError where another does, FetchError.
 
     Services that are resumed at the end are those that the journal says were suspended: also by a process that was
-    killed.
+    killed. ``wait`` passes the time between looks, and may raise FetchError.
     """
     drive = Drive(
-        client, path, holder, journal, patience or Patience(), force_ephemeral, list(journal.records)
+        client,
+        path,
+        holder,
+        journal,
+        patience or Patience(),
+        wait or client.wait,
+        force_ephemeral,
+        list(journal.records),
     )
     drive.take(_FIRST_REQUESTS)
     drive.renew()
@@ -258,7 +268,7 @@ def roll_instance(
             return step
         looks = RARELY if step == "wait" else 1
         if step == "wait":
-            drive.client.wait(drive.patience.look)
+            drive.wait(drive.patience.look)
             continue
         is_late = drive.client.now() - began > drive.patience.request
         is_refused = bool(last and last.settled and last.settled.outcome == "refused")
@@ -419,7 +429,7 @@ def _settle(drive: Drive, request: Request, node: Callable[[], Node | None]) -> 
     began, looks = client.now(), list[Look]()
     first, pause = (drive.patience.look * looks_of[sent.verb] for looks_of in (_FIRST, _LOOKS))
     # Who has just sent it knows that it isn't over.
-    client.wait(min(first, max(0.0, sent.at + first - began)))
+    drive.wait(min(first, max(0.0, sent.at + first - began)))
     while True:
         at, instance = drive.read(sent.instance, since=sent.at, looks=_LOOKS[sent.verb])
         # A node whose instance is in work says nothing that counts.
@@ -428,7 +438,7 @@ def _settle(drive: Drive, request: Request, node: Callable[[], Node | None]) -> 
         operation = _operation(drive, request, looks)
         verdict = judge(sent, operation, looks, drive.patience.settle)
         if verdict in ("running", "unknown") and client.now() - began <= drive.patience.request:
-            client.wait(pause)
+            drive.wait(pause)
             continue
         detail = ""
         if verdict == "failed":

@@ -441,9 +441,21 @@ class RollFleet(Fleet):
             if path not in self._drives:
                 self._leases.hold(path)
                 change = self._change
-                context = driving(change.azure, path, change.holder, self._journal, patience=change.patience)
+                context = driving(
+                    change.azure,
+                    path,
+                    change.holder,
+                    self._journal,
+                    patience=change.patience,
+                    wait=self._pause,
+                )
                 self._drives[path] = self._stack.enter_context(context)
             return self._drives[path]
+
+    def _pause(self, seconds: float) -> None:
+        """Wait between two looks at an instance; raises FetchError as soon as the run ends."""
+        if self._ending.wait(seconds):
+            raise FetchError("the run ends", hint="image-builder pool resume")
 
 
 def _raise(error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 from image_builder.errors import PoolError
@@ -10,7 +11,7 @@ from image_builder.pool.scale_set.model import Instance, Version
 from image_builder.pool.scale_set.upgrades import Member, Upgrades
 from tests.support.arm.fleet import NEW, OLD
 
-_SECONDS = 20.0
+_SECONDS = 5.0
 
 
 def member(number: str, version: str = NEW, *, is_single: bool = False) -> Member:
@@ -44,8 +45,9 @@ class Sender:
         with self.upgrades.joined(member("0"), self.send):
             for waiting, thread in enumerate(threads, 1):
                 thread.start()
-                while len(self.upgrades._waiting) < waiting:
-                    threading.Event().wait(0.001)
+                deadline = time.monotonic() + _SECONDS
+                while len(self.upgrades._waiting) < waiting and time.monotonic() < deadline:
+                    time.sleep(0.001)
             assert self.sent == [["0"]]
         for thread in threads:
             thread.join(_SECONDS)
