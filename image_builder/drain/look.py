@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +15,8 @@ from image_builder.drain.pods import Class, Owner, Pod, classify, moment, owner_
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client, path_of_node
 
+# Who asks for a Node within so many seconds of others gets what they got, if there are more than a few of them.
+_MOMENT, _FEW = 0.8, 1
 _UNFINISHED = "status.phase!=Succeeded,status.phase!=Failed"
 
 
@@ -31,15 +35,46 @@ def job_from(document: Mapping[str, Any]) -> Job:
     return Job(owner_of(document), ends)
 
 
-class Looker:
-    """Looks at hosts; each Job is asked for once. Raises KubeError."""
+class Cordoned:
+    """The Nodes that take no new pods, for all that look at some of them in the same moment: one request reads all.
 
-    def __init__(self, client: Client, policy: Policy) -> None:
+    A Node that isn't among them is read by itself, so what was cordoned since is never taken for free.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._asked: list[float] = []
+        self._nodes: dict[str, dict[str, Any]] = {}
+        self._until = 0.0
+
+    def node(self, client: Client, name: str) -> dict[str, Any] | None:
+        """Return a Node object as it was a moment ago at most, None where there is none. Raises KubeError."""
+        with self._lock:
+            now = self._clock()
+            self._asked = [*(at for at in self._asked if at > now - _MOMENT), now]
+            if now >= self._until and len(self._asked) > _FEW:
+                self._nodes = {}
+                client.each_page("/api/v1/nodes", {"fieldSelector": "spec.unschedulable=true"}, self._take)
+                self._until = now + _MOMENT
+            document = self._nodes.get(name) if self._clock() < self._until else None
+        return document or client.find(path_of_node(name))
+
+    def _take(self, document: dict[str, Any]) -> None:
+        self._nodes[document["metadata"]["name"]] = document
+
+
+class Looker:
+    """Looks at hosts; each Job is asked for once. ``cordoned`` needs the right to list Nodes. Raises KubeError."""
+
+    def __init__(self, client: Client, policy: Policy, cordoned: Cordoned | None = None) -> None:
         self._client, self._policy = client, policy
+        self._cordoned = cordoned
         self._jobs: dict[str, Job] = {}
 
-    def node(self, name: str) -> dict[str, Any] | None:
-        """Return a Node object, None where there is none."""
+    def node(self, name: str, *, is_cordoned: bool = False) -> dict[str, Any] | None:
+        """Return a Node object, None where there is none. ``is_cordoned``: it was, and is likely to be still."""
+        if self._cordoned and is_cordoned:
+            return self._cordoned.node(self._client, name)
         return self._client.find(path_of_node(name))
 
     def tenants(self, host: str, now: float) -> tuple[Tenant, ...]:

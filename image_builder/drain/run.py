@@ -18,7 +18,7 @@ from image_builder.drain.ask import ask
 from image_builder.drain.evict import Answer, evict
 from image_builder.drain.fence import Record
 from image_builder.drain.ladder import Action, Host, Tenant, decide
-from image_builder.drain.look import Looker
+from image_builder.drain.look import Cordoned, Looker
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.retry import backoff
@@ -87,7 +87,8 @@ def free(
 class Drain:
     """A drain at work. ``turn`` looks at all its hosts and does what is next; ``outcomes`` has those that ended.
 
-    ``clock`` is monotonic, ``wall`` the time of day, both in seconds.
+    ``clock`` is monotonic, ``wall`` the time of day, both in seconds. ``cordoned`` is shared with drains beside it,
+    and needs the right to list Nodes.
     """
 
     def __init__(
@@ -99,11 +100,12 @@ class Drain:
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        cordoned: Cordoned | None = None,
     ) -> None:
         self.outcomes: dict[str, Outcome] = {}
         self._client, self._run, self._policy, self._tell = client, run, policy, tell
         self._clock, self._wall = clock, wall
-        self._looker = Looker(client, policy)
+        self._looker = Looker(client, policy, cordoned)
         self._visits: dict[str, _Visit] = {}
         self._attempts: dict[str, _Attempt] = {}
         self._is_mute = False
@@ -152,7 +154,7 @@ class Drain:
     def _look(self, name: str) -> Host | None:
         """Return a host as it is now; None for one whose Node object is away and may come back."""
         visit, now = self._visits[name], self._clock()
-        document = self._looker.node(name)
+        document = self._looker.node(name, is_cordoned=visit.fenced is not None)
         if document is None:
             if not visit.node_uid:
                 return Host(name, visit.began, obstacle="there is no such node")

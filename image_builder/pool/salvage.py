@@ -140,9 +140,9 @@ def _reason(host: Host | None, instances: Mapping[str, Mapping[str, Instance]], 
 
 def _release(azure: Azure, path: str, holder: str) -> list[str]:
     """Resume the services of a scale set, and take the claim off it; return what isn't certain."""
-    suspended = [service for service in SERVICES if azure.services(path).get(service) == "Suspended"]
-    for service in suspended:
-        azure.set_service(path, service, "Resume")
+    states = azure.services(path)
+    suspended = [service for service in SERVICES if states.get(service) == "Suspended"]
+    azure.set_services(path, suspended, "Resume", states)
     azure.release(path, holder)
     return [
         f"{path}: {service} was suspended, maybe by somebody else, and is resumed" for service in suspended

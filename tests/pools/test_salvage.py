@@ -50,7 +50,7 @@ def test_only_who_has_the_image_from_before_is_freed(tmp_path: Path, monkeypatch
         ):
             azure = Client(manager)
             azure.hold(path, f"{RUN}-back-111111111111", time.time() + 600)
-            azure.set_service(path, "AutomaticRepairs", "Suspend")
+            azure.set_services(path, ["AutomaticRepairs"], "Suspend")
             with pytest.raises(PoolError, match="its driver may be alive"):
                 salvage(kube, azure, inventory, RUN, NEW, settle=0.1)
             assert all(fleet.is_ours(name) for name in names[:5]), "nothing was changed"

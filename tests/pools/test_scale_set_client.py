@@ -12,7 +12,8 @@ import pytest
 
 from image_builder.pool.scale_set.client import Client
 from image_builder.pool.scale_set.records import open_journal
-from image_builder.pool.scale_set.roll import Ending, driving, roll_instance
+from image_builder.pool.scale_set.roll import driving, roll_instance
+from image_builder.pool.scale_set.upgrades import Ending
 from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.fleet import NEW, OLD, Fleet, fleet
 from tests.support.arm.model import SUBSCRIPTION

@@ -36,7 +36,7 @@ def admitted(progress: Progress, names: Iterable[str]) -> list[str]:
     # Those that are being drained may be empty at any moment.
     emptying = Counter(
         status.host.zone
-        for wave in progress.waves[: progress.began]
+        for wave in progress.open_waves
         for status in map(progress.hosts.__getitem__, wave.names("draining"))
         if not status.unavailable
     )
@@ -79,11 +79,15 @@ def proven(progress: Progress, names: Iterable[str]) -> list[str]:
 
 def away(progress: Progress) -> int:
     """Return how many hosts may not be Ready because of a roll: they get another image, or came to grief with it."""
-    begun = progress.waves[: progress.began]
+    begun = [wave for wave in progress.waves[: progress.began] if wave.unfinished or wave.failed]
     broken = [
         name
         for wave in begun
-        for name in wave.names("waiting", "probing", "broken", "ended")
+        # Who ended and is away has failed.
+        for name in (
+            *wave.names("waiting", "probing", "broken"),
+            *(wave.names("ended") if wave.failed else ()),
+        )
         if progress.hosts[name].touched and progress.hosts[name].unavailable
     ]
     return len(broken) + sum(wave.count("reimaging", "restoring", "joined", "verifying") for wave in begun)
@@ -91,11 +95,9 @@ def away(progress: Progress) -> int:
 
 def in_work(progress: Progress) -> int:
     """Return how many hosts are in work: a step was begun, or has to follow before anything is known of them."""
-    count = sum(w.count(*IN_WORK) for w in progress.waves[: progress.began])
+    count = sum(w.count(*IN_WORK) for w in progress.open_waves)
     return count + sum(
-        progress.hosts[name].unavailable
-        for w in progress.waves[: progress.began]
-        for name in w.names("waiting")
+        progress.hosts[name].unavailable for w in progress.open_waves for name in w.names("waiting")
     )
 
 
@@ -171,7 +173,8 @@ def _all_straggle(progress: Progress, status: WaveStatus, now: float) -> bool:
     hosts = [progress.hosts[name] for name in status.names("waiting", *running)]
     if any(host.started is None for host in hosts):
         return False
-    steps = STEPS[progress.plan.policy.mode]
+    states = {host.state for host in hosts}
+    steps = [step for step in STEPS[progress.plan.policy.mode] if RUNNING[step] in states]
     limits = {step: straggler_seconds(progress, status, step) for step in steps}
     return all(
         host.state == "waiting"

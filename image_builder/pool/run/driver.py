@@ -252,9 +252,7 @@ def _canaries_chosen(r: _Run, now: float) -> bool:
 
 def _dispatch(r: _Run, now: float) -> None:
     """Begin every step that may be begun. Of a stopped run only what ends what is in work."""
-    for wave in r.progress.waves[: r.progress.began]:
-        if not wave.unfinished:
-            continue
+    for wave in r.progress.open_waves:
         _begin(r, "probe", _fitting(r, "probe", wave.names("waiting"), now), now)
         _begin(r, "verify", _fitting(r, "verify", wave.names("joined"), now), now)
         _begin(r, "free", _fitting(r, "free", wave.names("settled"), now), now)
@@ -286,7 +284,7 @@ def _turn(r: _Run, now: float) -> None:
     roll = progress.plan.policy.rolls
     if roll is None:
         return
-    for wave in progress.waves[: progress.began]:
+    for wave in progress.open_waves:
         for step in _WAITING_FOR_JOBS:
             for name in wave.names(RUNNING[step]):
                 status = progress.hosts[name]

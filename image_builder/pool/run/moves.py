@@ -12,11 +12,11 @@ def move(progress: Progress, name: str, state: State) -> None:
     wave = progress.waves[status.wave]
     count_unavailable(progress, status, -1)
     _count_failed(progress, wave, status, -1)
-    del wave.at[status.state][name]
+    wave.remove(name, status.state)
     status.state = state
     if state != "ended":
         status.outcome = status.ended_at = None
-    wave.at.setdefault(state, {})[name] = None
+    wave.add(name, state)
     _count_failed(progress, wave, status, 1)
     count_unavailable(progress, status, 1)
 
@@ -57,9 +57,9 @@ def set_empty(progress: Progress, status: HostStatus, *, empty: bool) -> None:
 def change_wave(progress: Progress, name: str, number: int) -> None:
     """Put a host into another wave; its state stays."""
     status = progress.hosts[name]
-    del progress.waves[status.wave].at[status.state][name]
+    progress.waves[status.wave].remove(name, status.state)
     status.wave = number
-    progress.waves[number].at.setdefault(status.state, {})[name] = None
+    progress.waves[number].add(name, status.state)
 
 
 def _count_failed(progress: Progress, wave: WaveStatus, status: HostStatus, by: int) -> None:

@@ -116,7 +116,7 @@ def _add(progress: Progress, hosts: Iterable[Host], waves: Iterable[Wave]) -> No
         for name in wave.hosts:
             status = HostStatus(by_name[name], number)
             progress.hosts[name] = status
-            progress.waves[number].at.setdefault("waiting", {})[name] = None
+            progress.waves[number].add(name, "waiting")
 
 
 def _open(progress: Progress, record: Opened) -> None:

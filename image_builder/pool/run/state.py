@@ -45,7 +45,8 @@ State = Literal[
     "ended",
     "gone",
 ]
-OPEN: tuple[State, ...] = tuple(s for s in get_args(State) if s not in ("deferred", "ended", "gone"))
+_CLOSED = frozenset({"deferred", "ended", "gone"})
+OPEN: tuple[State, ...] = tuple(s for s in get_args(State) if s not in _CLOSED)
 # A step is begun on hosts of these states, or has to follow before anything is known of them.
 IN_WORK: tuple[State, ...] = tuple(s for s in OPEN if s not in ("waiting", "ready", "resting"))
 # The state of a host while a step is in work on it.
@@ -125,7 +126,7 @@ class HostStatus:
 
 @dataclass
 class WaveStatus:
-    """One wave. ``at`` has its hosts by state, in the order in which they came into it.
+    """One wave. ``at`` has its hosts by state, in the order in which they came into it; ``unfinished`` counts the open.
 
     ``sample`` are the hosts to verify, ``not_ready_before`` the nodes that were NotReady when it began.
     """
@@ -138,16 +139,21 @@ class WaveStatus:
     failed: int = 0
     signatures: Counter[str] = field(default_factory=Counter)
     not_ready_before: int = 0
+    unfinished: int = 0
+
+    def add(self, name: str, state: State) -> None:
+        self.at.setdefault(state, {})[name] = None
+        self.unfinished += state not in _CLOSED
+
+    def remove(self, name: str, state: State) -> None:
+        del self.at[state][name]
+        self.unfinished -= state not in _CLOSED
 
     def names(self, *states: State) -> list[str]:
         return [name for state in states for name in self.at.get(state, ())]
 
     def count(self, *states: State) -> int:
         return sum([len(self.at[state]) for state in states if state in self.at])
-
-    @property
-    def unfinished(self) -> int:
-        return self.count(*OPEN)
 
     @property
     def present(self) -> list[str]:
@@ -183,6 +189,11 @@ class Progress:
     stopped: str = ""
     stop_asked: bool = False
     finished: bool = False
+
+    @property
+    def open_waves(self) -> list[WaveStatus]:
+        """The waves that began and in which a host isn't finished."""
+        return [wave for wave in self.waves[: self.began] if wave.unfinished]
 
     @property
     def current(self) -> WaveStatus | None:

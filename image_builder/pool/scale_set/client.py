@@ -26,6 +26,7 @@ HOLD_TAG = "image-builder-roll"
 _TRIES = 6
 _LONGEST_WAIT = 300.0
 _LOOK_SECONDS = 5.0
+_AGAIN = "the same command again goes on"
 _THROTTLED, _CONFLICT, _CHANGED = 429, 409, 412
 
 
@@ -71,11 +72,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Client:
-    """``wait`` passes a number of seconds, ``now`` is the time in seconds since 1970."""
+    """``wait`` passes a number of seconds, ``now`` is the time in seconds since 1970; ``pause`` is what Azure gets to
+    do something, if it doesn't say how long.
+    """
 
     manager: Manager
     wait: Callable[[float], None] = time.sleep
     now: Callable[[], float] = time.time
+    pause: float = _LOOK_SECONDS
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -170,7 +174,7 @@ class Client:
             mark = present.tags.get(HOLD_TAG, "")
             return None if mark == value else {"tags": {**present.tags, HOLD_TAG: value}}
 
-        self._patch(path, change)
+        self._patch(path, change, read=False)
 
     def require_free(self, present: ScaleSet, holder: str) -> None:
         """Raise PoolError where a scale set, as it was read, is driven by another than ``holder``."""
@@ -189,27 +193,41 @@ class Client:
                 return None
             return {"tags": {name: value for name, value in present.tags.items() if name != HOLD_TAG}}
 
-        self._patch(path, change)
+        self._patch(path, change, read=False)
 
-    def set_service(self, path: str, service: str, action: Literal["Suspend", "Resume"]) -> None:
-        """Suspend or resume a service of a scale set, and wait for that; raises PoolError, FetchError."""
+    def set_services(
+        self,
+        path: str,
+        services: Iterable[str],
+        action: Literal["Suspend", "Resume"],
+        states: Mapping[str, str] | None = None,
+    ) -> None:
+        """Suspend or resume services of a scale set, and wait for that; raises PoolError, FetchError.
+
+        ``states`` are those that were just read.
+        """
         state = {"Suspend": "Suspended", "Resume": "Running"}[action]
-        problem = ""
+        problem, names = "", sorted(services)
         for attempt in range(_TRIES):
-            if self.services(path).get(service) == state:
+            states = self.services(path) if states is None or attempt else states
+            if not (names := [service for service in names if states.get(service) != state]):
                 return
-            body = {"serviceName": service, "action": action}
-            answer = self._send("POST", f"{path}/setOrchestrationServiceState", body)
-            problem = answer.problem
-            if answer.is_refused and not answer.is_passing:
-                break
-            self.wait(answer.wait * (attempt + 1))
-            while (operation := self.operation(answer.operation)) and not operation.has_ended:
-                self.wait(_LOOK_SECONDS)
-        raise PoolError(f"{path}: {service} is not {state}: {problem}", hint="the same command again goes on")
+            for service in names:
+                body = {"serviceName": service, "action": action}
+                answer = self._send("POST", f"{path}/setOrchestrationServiceState", body)
+                problem = answer.problem or problem
+                if answer.is_refused and not answer.is_passing:
+                    raise PoolError(f"{path}: {service} is not {state}: {problem}", hint=_AGAIN)
+                self.wait(answer.wait * (attempt + 1))
+                while (operation := self.operation(answer.operation)) and not operation.has_ended:
+                    self.wait(self.pause)
+        raise PoolError(f"{path}: {', '.join(names)} is not {state}: {problem}", hint=_AGAIN)
 
-    def _patch(self, path: str, change: Callable[[ScaleSet], Json | None]) -> ScaleSet:
-        """Send what ``change`` makes of a scale set, unless that is None or another changed it meanwhile."""
+    def _patch(self, path: str, change: Callable[[ScaleSet], Json | None], *, read: bool = True) -> ScaleSet:
+        """Send what ``change`` makes of a scale set, unless that is None or another changed it meanwhile.
+
+        Return it as it is then, or as it was before where nobody has to ``read`` what was accepted.
+        """
         problem = ""
         for attempt in range(_TRIES):
             present = self.scale_set(path)
@@ -224,20 +242,22 @@ class Client:
             problem = answer.problem
             if answer.is_refused and not answer.is_passing:
                 break
+            if answer.is_accepted and not read:
+                return present
             if not answer.is_accepted:
                 self.wait(answer.wait * (attempt + 1))
-        raise PoolError(f"{path} was not changed: {problem}", hint="the same command again goes on")
+        raise PoolError(f"{path} was not changed: {problem}", hint=_AGAIN)
 
     def _send(self, method: str, path: str, body: Json, *, if_match: str | None = None) -> Answer:
         answer, problem = self.manager.send(method, path, COMPUTE_API, body, if_match=if_match)
         if answer is None:
-            return Answer(0, problem)
+            return Answer(0, problem, wait=self.pause)
         pause = str(answer.headers.get("Retry-After", ""))
         return Answer(
             answer.status_code,
             problem if answer.status_code >= 300 else "",
             answer.headers.get("Azure-AsyncOperation") or "",
-            min(float(pause), _LONGEST_WAIT) if pause.isdigit() else _LOOK_SECONDS,
+            min(float(pause), _LONGEST_WAIT) if pause.isdigit() else self.pause,
         )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 from image_builder.errors import PoolError
@@ -29,11 +30,23 @@ from image_builder.pool.scale_set.records import (
     requests,
     suspended,
 )
-from image_builder.pool.scale_set.verdict import SETTLE_SECONDS, Look, Node, judge, shows
+from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
+from image_builder.pool.scale_set.verdict import SETTLE_SECONDS, Look, Node, Operation, judge
 
-# Of what takes minutes, and of an instance whose node boots, so many looks are one: Azure counts them all.
+# Of what takes minutes, and of an instance whose node boots, so many looks are one: Azure counts them all. Nothing is
+# over before the first.
+_FIRST: dict[Verb, int] = {"upgrade": 2, "reimage": 10}
 _LOOKS: dict[Verb, int] = {"upgrade": 1, "reimage": 4}
-_RARELY = 10
+RARELY = 10
+# Half of the requests to a scale set that Azure lets through in a minute, for ever: this is what a roll takes.
+_A_MINUTE = 6
+_FIRST_REQUESTS, IMAGE_REQUESTS = 6, 3
+_REQUESTS: dict[Verb, int] = {"upgrade": 2, "reimage": 1}
+# Looks between two upgrades of a set: hosts that are brought to the same step together need fewer requests.
+_APART = 10
+# So long the last looks at the hosts of one request may take together, and the request be later than the first of them,
+# which counts for two seconds.
+_LAST_LOOKS_SECONDS, _LATE_SECONDS = 0.5, 1.2
 # What acts on instances by itself: the former replaces what doesn't answer, the latter moves machines between zones.
 SERVICES = ("AutomaticRepairs", "AutomaticZoneRebalancing")
 
@@ -41,7 +54,8 @@ SERVICES = ("AutomaticRepairs", "AutomaticZoneRebalancing")
 @dataclass(frozen=True)
 class Patience:
     """Seconds between two looks, for an instance that is read as untouched, for a request, for a node's boot; for how
-    long a scale set is held. ``repetitions``: how often a request that never arrived is sent again.
+    long a scale set is held. ``repetitions``: how often a request that never arrived is sent again. ``minute``: that of
+    Azure's limits, and what a request may take longer than the next.
     """
 
     look: float = 30.0
@@ -49,15 +63,8 @@ class Patience:
     request: float = 1800.0
     boot: float = 1800.0
     hold: float = 1800.0
+    minute: float = 65.0
     repetitions: int = 2
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How an instance ended; what equal failures have in common is their ``reason``. `busy`: nothing was sent."""
-
-    kind: Literal["ok", "failed", "gone", "unknown", "busy"]
-    reason: str = ""
 
 
 class Log(Protocol):
@@ -78,15 +85,31 @@ class Drive:
     holder: str
     journal: Log
     patience: Patience
+    # Passes seconds, as the client does; raises where the run ends meanwhile.
+    wait: Callable[[float], None]
     force_ephemeral: bool = False
     records: list[Record] = field(default_factory=list)
     held_until: float = 0.0
-    # Two operations of a whole scale set preempt each other, and an upgrade is one.
-    upgrading: threading.Lock = field(default_factory=threading.Lock)
+    upgrades: Upgrades = field(init=False)
+    upgraded_at: float = -math.inf
     # One list of its instances, for all that are in work: Azure counts each look at one of them.
     reading: threading.Lock = field(default_factory=threading.Lock)
     listed: dict[str, Instance] = field(default_factory=dict)
     listed_at: float = -math.inf
+    # Instances with an upgrade of another process, which nobody here has waited for yet.
+    inherited: set[str] = field(default_factory=set)
+    taking: threading.Lock = field(default_factory=threading.Lock)
+    changing: threading.Lock = field(default_factory=threading.Lock)
+    taken: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.upgrades = Upgrades(self.gather)
+
+    def gather(self) -> None:
+        """Let those that are nearly as far come to the same upgrade."""
+        look, now = self.patience.look, self.client.now()
+        self.wait(max(look, self.upgraded_at + _APART * look - now))
+        self.upgraded_at = self.client.now()
 
     def append(self, record: Record) -> None:
         self.journal.append(record)
@@ -100,17 +123,18 @@ class Drive:
         self.append(record)
         return record
 
-    def instance(self, number: str, since: float = -math.inf, *, looks: int = 1) -> Instance | None:
-        """Return an instance as it was read after ``since``, and some looks ago at most; None where it isn't there.
+    def instance(self, number: str, *, looks: int = 1) -> Instance | None:
+        """Return an instance as it was read some looks ago at most; None where it isn't there. Raises FetchError."""
+        return self.read(number, looks=looks)[1]
 
-        Raises FetchError.
-        """
+    def read(self, number: str, since: float = -math.inf, *, looks: int = 1) -> tuple[float, Instance | None]:
+        """As ``instance``, but read after ``since``, and with the moment when it was."""
         with self.reading:
             now = self.client.now()
             if self.listed_at <= since or now - self.listed_at >= self.patience.look * looks:
                 self.listed = {instance.id: instance for instance in self.client.instances(self.path)}
                 self.listed_at = now
-            return self.listed.get(number)
+            return self.listed_at, self.listed.get(number)
 
     def is_still(self, instance: Instance) -> bool:
         """Tell whether an instance is as it was read, at most a look ago; raises FetchError."""
@@ -119,12 +143,38 @@ class Drive:
     def requests(self, number: str) -> list[Request]:
         return requests(self.records, self.path, number)
 
+    def is_shared(self, operation: str) -> bool:
+        """Tell whether an operation is on more than one instance."""
+        return sum(isinstance(r, Accepted) and r.operation == operation for r in self.records) > 1
+
+    def await_others(self, members: Iterable[str]) -> None:
+        """Wait until no instance is in work by an upgrade that another process sent before it was killed."""
+        others = self.inherited - set(members)
+        while any((instance := self.instance(n)) and not instance.is_at_rest for n in sorted(others)):
+            self.wait(self.patience.look)
+        self.inherited -= others
+
     def renew(self) -> None:
         """Hold the scale set for longer, where half of the time is over; raises PoolError if another took it."""
         if self.held_until - self.client.now() < self.patience.hold / 2:
             until = self.client.now() + self.patience.hold
             self.client.hold(self.path, self.holder, until)
             self.held_until = until
+
+    def take(self, count: int) -> None:
+        """Wait until so many requests more are no more in a minute than a roll takes; lists have limits of their own.
+
+        Who takes a failed roll back doesn't ask.
+        """
+        with self.taking:
+            while True:
+                now = self.client.now()
+                self.taken = [at for at in self.taken if at > now - self.patience.minute]
+                over = len(self.taken) + count - _A_MINUTE
+                if over <= 0:
+                    break
+                self.wait(self.taken[over - 1] + self.patience.minute - now)
+            self.taken += [now] * count
 
     def set_image(self, before: ScaleSet, version: str) -> ScaleSet:
         """Have the model name a version; raises PoolError, FetchError."""
@@ -142,26 +192,37 @@ def driving(
     *,
     patience: Patience | None = None,
     force_ephemeral: bool = False,
+    wait: Callable[[float], None] | None = None,
 ) -> Iterator[Drive]:
     """Drive a scale set until the block ends, however it does; raises PoolError where another does, FetchError.
 
     Services that are resumed at the end are those that the journal says were suspended: also by a process that was
-    killed.
+    killed. ``wait`` passes the time between looks, and may raise FetchError.
     """
     drive = Drive(
-        client, path, holder, journal, patience or Patience(), force_ephemeral, list(journal.records)
+        client,
+        path,
+        holder,
+        journal,
+        patience or Patience(),
+        wait or client.wait,
+        force_ephemeral,
+        list(journal.records),
     )
+    drive.take(_FIRST_REQUESTS)
     drive.renew()
+    drive.inherited = {number for number in _instances(drive) if _is_upgraded(drive.requests(number))}
     try:
         states = client.services(path)
-        for service in SERVICES:
-            if states.get(service) == "Running":
-                drive.append(Suspension(at=client.now(), scale_set=path, service=service))
-                client.set_service(path, service, "Suspend")
+        running = [service for service in SERVICES if states.get(service) == "Running"]
+        for service in running:
+            drive.append(Suspension(at=client.now(), scale_set=path, service=service))
+        client.set_services(path, running, "Suspend", states)
         yield drive
     finally:
-        for service in sorted(suspended(drive.records, path)):
-            client.set_service(path, service, "Resume")
+        if services := suspended(drive.records, path):
+            client.set_services(path, services, "Resume")
+        for service in sorted(services):
             drive.append(Suspension(at=client.now(), scale_set=path, service=service, over=True))
         client.release(path, holder)
 
@@ -205,24 +266,25 @@ def roll_instance(
             step = "reimage"
         if isinstance(step, Ending):
             return step
-        looks = _RARELY if step == "wait" else 1
+        looks = RARELY if step == "wait" else 1
         if step == "wait":
-            drive.client.wait(drive.patience.look)
+            drive.wait(drive.patience.look)
             continue
         is_late = drive.client.now() - began > drive.patience.request
-        if is_late and last and last.settled and last.settled.outcome == "refused":
+        is_refused = bool(last and last.settled and last.settled.outcome == "refused")
+        if is_late and last and last.settled and is_refused:
             return Ending("failed", f"refused: {last.settled.detail}")
-        with drive.upgrading if step == "upgrade" else nullcontext():
-            # Others' upgrades may have taken long: what was read before them doesn't count any more.
-            if not drive.is_still(instance):
-                continue
-            drive.renew()
-            if step == "upgrade":
-                _require_model(drive, version)
-            if reason := busy():
-                return Ending("busy", reason)
-            _send(drive, step, instance, version, reading)
+        member = Member(instance, version, reading, busy, is_single=is_refused)
+        if step == "upgrade":
+            with drive.upgrades.joined(member, partial(send, drive, step)):
+                _settled(drive, number, node)
+        else:
+            send(drive, step, [member])
             _settled(drive, number, node)
+        if member.error:
+            raise member.error
+        if member.ending:
+            return member.ending
 
 
 def _settled(drive: Drive, number: str, node: Callable[[], Node | None]) -> list[Request]:
@@ -270,6 +332,16 @@ def _ending(history: list[Request], patience: Patience) -> Ending | None:
             return None
 
 
+def _instances(drive: Drive) -> set[str]:
+    """Return the instances that something was sent for."""
+    return {r.instance for r in drive.records if isinstance(r, Replacement) and r.scale_set == drive.path}
+
+
+def _is_upgraded(history: Sequence[Request]) -> bool:
+    """Tell whether the last request for an instance is an upgrade whose end isn't known."""
+    return bool(history) and history[-1].sent.verb == "upgrade" and history[-1].settled is None
+
+
 def _lost(history: Iterable[Request], verb: Verb) -> int:
     return sum(
         request.sent.verb == verb
@@ -285,55 +357,105 @@ def _require_model(drive: Drive, version: Version) -> None:
         raise PoolError(f"the model of {drive.path} doesn't name {version.name}", hint="nothing was sent")
 
 
-def _send(drive: Drive, verb: Verb, instance: Instance, version: Version, reading: Node | None) -> None:
-    """Send a request for an instance, once, as soon as it is in the journal: its host was just looked at."""
+def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
+    """Send one request for instances that are as they were read and may be replaced, after the last look at each.
+
+    For who doesn't come to it in time nothing is sent.
+    """
     client = drive.client
-    drive.append(
-        Replacement(
-            at=client.now(),
-            verb=verb,
-            vm_id=instance.vm_id,
-            boot_id=reading.boot_id if reading else "",
-            version=version.id,
-            build=version.build,
-            scale_set=drive.path,
-            instance=instance.id,
-        )
-    )
+    drive.renew()
+    drive.take(_REQUESTS[verb])
     if verb == "upgrade":
-        answer = client.upgrade(drive.path, [instance.id])
+        drive.await_others(member.instance.id for member in members)
+        _require_model(drive, members[0].version)
+    # Others' upgrades may have taken long: what was read before them doesn't count any more.
+    still = [member for member in members if drive.is_still(member.instance)]
+    began, ready = client.now(), list[Member]()
+    for member in still:
+        if client.now() - began > _LAST_LOOKS_SECONDS:
+            break
+        if _is_free(member):
+            ready.append(member)
+    if not ready or client.now() - began > _LATE_SECONDS:
+        return
+    for member in ready:
+        drive.append(_intent(drive, verb, member))
+    numbers = [member.instance.id for member in ready]
+    if verb == "upgrade":
+        answer = client.upgrade(drive.path, numbers)
     else:
-        answer = client.reimage(drive.path, instance.id, force_ephemeral=drive.force_ephemeral)
-    if answer.is_accepted:
-        drive.append(
-            Accepted(at=client.now(), scale_set=drive.path, instance=instance.id, operation=answer.operation)
-        )
-    elif answer.is_refused:
-        drive.settle(instance.id, "refused" if answer.is_passing else "failed", answer.problem)
+        answer = client.reimage(drive.path, numbers[0], force_ephemeral=drive.force_ephemeral)
+    for number in numbers:
+        if answer.is_accepted:
+            drive.append(
+                Accepted(at=client.now(), scale_set=drive.path, instance=number, operation=answer.operation)
+            )
+        elif answer.is_refused:
+            # Of several, one may be what it was refused for.
+            is_passing = answer.is_passing or len(numbers) > 1
+            drive.settle(number, "refused" if is_passing else "failed", answer.problem)
+    if answer.is_refused:
         client.wait(answer.wait)
+
+
+def _is_free(member: Member) -> bool:
+    """Take the last look at an instance's host."""
+    try:
+        reason = member.busy()
+    except Exception as error:  # its own thread raises it, and the others go on
+        member.error = error
+        return False
+    member.ending = Ending("busy", reason) if reason else None
+    return not reason
+
+
+def _intent(drive: Drive, verb: Verb, member: Member) -> Replacement:
+    """Return the record of a request that is about to be sent."""
+    return Replacement(
+        at=drive.client.now(),
+        verb=verb,
+        vm_id=member.instance.vm_id,
+        boot_id=member.reading.boot_id if member.reading else "",
+        version=member.version.id,
+        build=member.version.build,
+        scale_set=drive.path,
+        instance=member.instance.id,
+    )
 
 
 def _settle(drive: Drive, request: Request, node: Callable[[], Node | None]) -> Request:
     """Find out what became of a request, journal it and return it; raises FetchError."""
     client, sent = drive.client, request.sent
     began, looks = client.now(), list[Look]()
-    pause = drive.patience.look * _LOOKS[sent.verb]
+    first, pause = (drive.patience.look * looks_of[sent.verb] for looks_of in (_FIRST, _LOOKS))
     # Who has just sent it knows that it isn't over.
-    client.wait(min(pause, max(0.0, sent.at + drive.patience.look - began)))
+    drive.wait(min(first, max(0.0, sent.at + first - began)))
     while True:
-        instance = drive.instance(sent.instance, since=sent.at)
+        at, instance = drive.read(sent.instance, since=sent.at, looks=_LOOKS[sent.verb])
         # A node whose instance is in work says nothing that counts.
         is_at_rest = instance is not None and instance.is_at_rest
-        looks.append(Look(client.now(), instance, node() if is_at_rest else None))
-        # Its own address is asked for the error, once the list shows an end that isn't what was asked for.
-        is_asked = is_at_rest and not shows(sent, looks[-1])
-        operation = client.operation(request.operation) if is_asked else None
+        looks.append(Look(at, instance, node() if is_at_rest else None))
+        operation = _operation(drive, request, looks)
         verdict = judge(sent, operation, looks, drive.patience.settle)
         if verdict in ("running", "unknown") and client.now() - began <= drive.patience.request:
-            client.wait(pause)
+            drive.wait(pause)
             continue
         detail = ""
         if verdict == "failed":
-            detail = (operation.code if operation else "") or (instance.code if instance else "")
+            detail = (instance.code if instance else "") or (operation.code if operation else "")
         outcome: Result = "unknown" if verdict == "running" else verdict
         return Request(sent, request.operation, drive.settle(sent.instance, outcome, detail))
+
+
+def _operation(drive: Drive, request: Request, looks: Sequence[Look]) -> Operation | None:
+    """Ask how a request's own operation ended, once the list shows an end that isn't what was asked for.
+
+    One that failed for several instances says nothing of one that Azure doesn't call failed.
+    """
+    look = looks[-1]
+    instance = look.instance
+    if instance is None or not instance.is_at_rest or judge(request.sent, None, looks) == "done":
+        return None
+    operation = drive.client.operation(request.operation)
+    has_failed = operation is not None and operation.has_ended and operation.status.lower() != "succeeded"
+    return None if has_failed and drive.is_shared(request.operation) else operation

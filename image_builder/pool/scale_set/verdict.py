@@ -77,6 +77,8 @@ def judge(
         return "done"
     if instance.state.lower() == "failed":
         return "failed"
+    if _was_replaced(sent, looks):
+        return "done"
     untouched = [look.at for look in takewhile(partial(_is_untouched, sent), reversed(looks))]
     if untouched and untouched[0] - untouched[-1] >= settle:
         return "not accepted"
@@ -88,6 +90,14 @@ def shows(sent: Replacement, look: Look) -> bool:
     if sent.verb == "upgrade":
         return look.instance is not None and look.instance.runs(sent.version)
     return look.node is not None and look.node.boot_id != sent.boot_id and look.node.build == sent.build
+
+
+def _was_replaced(sent: Replacement, looks: Sequence[Look]) -> bool:
+    """Tell whether a reimage was seen in work and is over, and the node has yet to boot."""
+    instance, node = looks[-1].instance, looks[-1].node
+    was_in_work = any(look.instance is not None and not look.instance.is_at_rest for look in looks)
+    is_over = instance is not None and instance.runs(sent.version)
+    return sent.verb == "reimage" and was_in_work and is_over and node is None
 
 
 def _is_untouched(sent: Replacement, look: Look) -> bool:

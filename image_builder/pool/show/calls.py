@@ -1,7 +1,7 @@
 """What a roll sends: every request that changes something in Azure or in the cluster, if all goes well.
 
 Reading isn't among it, nor is what depends on the moment: a claim on a scale set that is renewed, its Lease, Events, a
-request that is refused and sent again, evictions by a policy that has them.
+request that is refused and sent again, evictions by a policy that has them, which hosts are upgraded by one request.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 from image_builder.drain import run as drains
 from image_builder.drain.handover import Handover
 from image_builder.drain.ladder import PATIENCE
+from image_builder.drain.look import Cordoned
 from image_builder.drain.policy import Policy
 from image_builder.drain.run import Drain
 from image_builder.node.net.kube import Client as Kube
@@ -64,6 +65,7 @@ class Drains:
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._over: set[Key] = set()
+        self._cordoned = Cordoned()
         # Nodes of hosts that are empty, as they were then.
         self.nodes: dict[str, dict[str, Any]] = {}
         self._thread = threading.Thread(target=self._run, name="drains")
@@ -172,7 +174,7 @@ class Drains:
             for hurry in (False, True):
                 keys_of = {key[0]: key for key in asked if (key[0] in self._rested) == hurry}
                 policy = self._policy.model_copy(update={"max_wait_seconds": 0.0}) if hurry else self._policy
-                drain = Drain(kube, self._name, policy, lambda _: None)
+                drain = Drain(kube, self._name, policy, lambda _: None, cordoned=self._cordoned)
                 drain.add(keys_of)
                 work.append((drain, keys_of))
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 from image_builder.drain import bar, fence
 from image_builder.drain import run as drains
 from image_builder.drain.lease import Leases
-from image_builder.drain.look import Looker
+from image_builder.drain.look import Cordoned, Looker
 from image_builder.drain.policy import Policy
 from image_builder.errors import FetchError, PoolError
 from image_builder.node.net.kube import Client as Kube
@@ -34,7 +34,8 @@ from image_builder.pool.run.driver import Work
 from image_builder.pool.scale_set import records
 from image_builder.pool.scale_set.client import Client as Azure
 from image_builder.pool.scale_set.model import ScaleSet, Version
-from image_builder.pool.scale_set.roll import Drive, Ending, Patience, driving, roll_instance
+from image_builder.pool.scale_set.roll import IMAGE_REQUESTS, Drive, Patience, driving, roll_instance
+from image_builder.pool.scale_set.upgrades import Ending
 from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.drains import BROKEN_OFF, TROUBLE_SECONDS, Drains, Key, is_final
 from image_builder.pool.steps.fleet import Fleet, Setup
@@ -109,6 +110,7 @@ class RollFleet(Fleet):
         self._ending = threading.Event()
         self._versions: dict[str, Version] = {}
         self._planned: dict[str, ScaleSet] = {}
+        self._cordoned = Cordoned()
         # Nodes as they were last read or changed, so that the next change needs no reading.
         self._nodes: dict[str, dict[str, Any]] = {}
         # Scale sets whose models this process has had name the new version.
@@ -344,10 +346,14 @@ class RollFleet(Fleet):
 
     def _set_image(self, drive: Drive, version: Version) -> None:
         """Have a scale set's model name the new version, once."""
-        with self._models:
-            if drive.path not in self._changed and not self._is_turned:
-                drive.set_image(self._planned[drive.path], version.id)
-                self._changed.add(drive.path)
+        with drive.changing:
+            if drive.path in self._changed or self._is_turned:
+                return
+            drive.take(IMAGE_REQUESTS)
+            with self._models:
+                if not self._is_turned:
+                    drive.set_image(self._planned[drive.path], version.id)
+                    self._changed.add(drive.path)
 
     def _restore(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
         drive = self._drive(host.scale_set_id)
@@ -414,8 +420,8 @@ class RollFleet(Fleet):
 
     def _occupied(self, kube: Kube, host: Host, *, barred: bool = False) -> str:
         """Return why a host isn't empty and ours alone; nothing where it is."""
-        looker = Looker(kube, self._change.policy)
-        document = looker.node(host.name)
+        looker = Looker(kube, self._change.policy, self._cordoned)
+        document = looker.node(host.name, is_cordoned=True)
         if document is None:
             return "there is no such node"
         record = fence.record_of(document)
@@ -435,9 +441,21 @@ class RollFleet(Fleet):
             if path not in self._drives:
                 self._leases.hold(path)
                 change = self._change
-                context = driving(change.azure, path, change.holder, self._journal, patience=change.patience)
+                context = driving(
+                    change.azure,
+                    path,
+                    change.holder,
+                    self._journal,
+                    patience=change.patience,
+                    wait=self._pause,
+                )
                 self._drives[path] = self._stack.enter_context(context)
             return self._drives[path]
+
+    def _pause(self, seconds: float) -> None:
+        """Wait between two looks at an instance; raises FetchError as soon as the run ends."""
+        if self._ending.wait(seconds):
+            raise FetchError("the run ends", hint="image-builder pool resume")
 
 
 def _raise(error: Exception) -> None:

@@ -15,7 +15,7 @@ from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.model import SUBSCRIPTION
 
 # Of tenths of a second where a real fleet has minutes.
-PATIENCE = Patience(look=0.02, settle=0.3, request=30.0, boot=30.0)
+PATIENCE = Patience(look=0.02, settle=0.3, request=30.0, boot=30.0, minute=0.1)
 
 
 def roll(

@@ -1,11 +1,12 @@
-"""What a Job adds to what is known of its pods."""
+"""What a Job adds to what is known of its pods; how Nodes are read that many look at."""
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
-from image_builder.drain.look import Job, job_from
+from image_builder.drain.look import Cordoned, Job, job_from
+from image_builder.node.net.kube import Client
 
 START = "2026-01-01T00:00:00Z"
 
@@ -26,3 +27,52 @@ def test_who_controls_a_job() -> None:
     assert job(meta={"ownerReferences": [reference]}).parent is None
     parent = job(meta={"ownerReferences": [{**reference, "controller": True}]}).parent
     assert str(parent) == "JobSet big"
+
+
+class Server:
+    """Nodes by name, and what it was asked for; cordoned ones are listed."""
+
+    def __init__(self, names: list[str], cordoned: set[str]) -> None:
+        self.names, self.cordoned = names, cordoned
+        self.asked: list[str] = []
+
+    def find(self, path: str) -> dict[str, Any] | None:
+        self.asked.append(name := path.rpartition("/")[2])
+        return self._node(name) if name in self.names else None
+
+    def each_page(self, path: str, query: dict[str, str], take: Any) -> None:
+        assert (path, query) == ("/api/v1/nodes", {"fieldSelector": "spec.unschedulable=true"})
+        self.asked.append("all")
+        for name in self.names:
+            if name in self.cordoned:
+                take(self._node(name))
+
+    def _node(self, name: str) -> dict[str, Any]:
+        return {"metadata": {"name": name}, "spec": {"unschedulable": name in self.cordoned}}
+
+
+def read(cordoned: Cordoned, server: Server, name: str) -> dict[str, Any] | None:
+    return cordoned.node(cast(Client, server), name)
+
+
+def test_many_that_look_in_the_same_moment_look_once() -> None:
+    moment = [0.0]
+    names = [f"gpu-{number}" for number in range(20)]
+    server, cordoned = Server(names, set(names)), Cordoned(lambda: moment[0])
+    for name in names:
+        assert read(cordoned, server, name) == server._node(name)
+    assert server.asked == ["gpu-0", "all"]
+    # A moment later nothing of it counts, and one is too few for a list.
+    moment[0] += 1
+    server.cordoned = set()
+    assert read(cordoned, server, "gpu-0") == server._node("gpu-0")
+    assert server.asked[2:] == ["gpu-0"]
+
+
+def test_a_node_that_is_not_cordoned_or_gone_is_read_by_itself() -> None:
+    server, cordoned = Server(["gpu-0", "gpu-1"], {"gpu-0"}), Cordoned(lambda: 0.0)
+    for _ in range(2):
+        read(cordoned, server, "gpu-0")
+    assert read(cordoned, server, "gpu-1") == server._node("gpu-1")
+    assert read(cordoned, server, "gpu-9") is None
+    assert server.asked == ["gpu-0", "all", "gpu-1", "gpu-9"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +28,7 @@ class Days(World):
     gap: float = 600.0
     seed: int = 1
     since: dict[str, float] = field(default_factory=dict)
-    queue: deque[Work] = field(default_factory=deque)
+    queue: dict[str, Work] = field(default_factory=dict)
     sightings: dict[str, tuple[float, int, Event]] = field(default_factory=dict)
     out: set[str] = field(default_factory=set)
     jobs_begun: Counter[str] = field(default_factory=Counter)
@@ -77,7 +77,7 @@ class Days(World):
 
     def _await(self, w: Work, node: Node, _fate: Fate) -> None:
         self.rested.add(w.host.name)
-        self.queue.append(w)
+        self.queue[w.host.name] = w
         self._fence()
         if not node.awaited:
             self._sight(w, node)
@@ -106,13 +106,12 @@ class Days(World):
 
     def _fence(self) -> None:
         while self.queue and self.fenced < self.plan.max_fenced:
-            w = self.queue.popleft()
+            w = self.queue.pop(next(iter(self.queue)))
             node = self.nodes[w.host.name]
             if sighting := self.sightings.pop(w.host.name, None):
-                if sighting not in self.events:
+                if (w.host.name, "await", w.attempt) in self.over:
                     continue
-                self.events.remove(sighting)
-                heapq.heapify(self.events)
+                self.void.add(sighting[1])
             self._advance(w.host.name, node)
             node.cordoned, node.awaited = "us", True
             self.since[w.host.name] = self.time
@@ -125,7 +124,7 @@ class Days(World):
         was_cordoned = node.cordoned == "us"
         if event.step == "await":
             self.sightings.pop(event.host, None)
-            self.queue = deque(w for w in self.queue if w.host.name != event.host)
+            self.queue.pop(event.host, None)
             if node.awaited:
                 self.fenced -= 1
             self._fence()

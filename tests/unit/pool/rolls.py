@@ -68,6 +68,8 @@ class World:
     models: dict[str, str] = field(default_factory=dict)
     events: list[tuple[float, int, Event]] = field(default_factory=list)
     over: set[tuple[str, Step, int]] = field(default_factory=set)
+    # The numbers of events that don't come about.
+    void: set[int] = field(default_factory=set)
     order: Iterator[int] = field(default_factory=count)
     is_red: Callable[[], bool] = lambda: False
     not_ready: set[str] = field(default_factory=set)
@@ -116,8 +118,8 @@ class World:
         self.time = max(self.time, self.events[0][0])
         events = []
         while self.events and self.events[0][0] <= self.time:
-            event = heapq.heappop(self.events)[2]
-            if (event.host, event.step, event.attempt) not in self.over:
+            _, number, event = heapq.heappop(self.events)
+            if number not in self.void and (event.host, event.step, event.attempt) not in self.over:
                 self._happen(event)
                 events.append(event)
         return events

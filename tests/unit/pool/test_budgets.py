@@ -54,9 +54,9 @@ def move(progress: Progress, names: Sequence[str], state: State, *, seconds: flo
     """Put hosts into a state; those in work have been there for ``seconds``, those that ended took so long."""
     for name in names:
         host = progress.hosts[name]
-        at = progress.waves[host.wave].at
-        at[host.state].pop(name)
-        at.setdefault(state, {})[name] = None
+        of_host = progress.waves[host.wave]
+        of_host.remove(name, host.state)
+        of_host.add(name, state)
         host.state, host.started = state, 0.0
         if seconds is not None:
             host.since = NOW - seconds

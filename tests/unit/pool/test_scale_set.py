@@ -173,17 +173,17 @@ def test_a_service_is_suspended_whatever_answer_is_lost(
     client: Client, machines: Fleet, effect: Literal["lose", "drop"] | Answer
 ) -> None:
     machines.arm.faults = [_first("POST", effect)]
-    client.set_service(machines.path, "AutomaticRepairs", "Suspend")
+    client.set_services(machines.path, ["AutomaticRepairs"], "Suspend")
     assert client.services(machines.path)["AutomaticRepairs"] == "Suspended"
     assert machines.scale_sets.repair(machines.path, "1") is False
-    client.set_service(machines.path, "AutomaticRepairs", "Resume")
+    client.set_services(machines.path, ["AutomaticRepairs"], "Resume")
     assert machines.scale_sets.repair(machines.path, "1") is True
 
 
 def test_a_service_that_cannot_be_suspended_is_an_error(client: Client, machines: Fleet) -> None:
     machines.arm.faults = [_first("POST", error(403, "AuthorizationFailed", "no"), 9)]
     with pytest.raises(PoolError, match="AutomaticRepairs is not Suspended: .*AuthorizationFailed"):
-        client.set_service(machines.path, "AutomaticRepairs", "Suspend")
+        client.set_services(machines.path, ["AutomaticRepairs"], "Suspend")
 
 
 @pytest.mark.parametrize(

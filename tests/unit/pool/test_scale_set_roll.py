@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,10 +12,11 @@ import pytest
 
 from image_builder.errors import PoolError
 from image_builder.pool.scale_set.client import HOLD_TAG, Client
-from image_builder.pool.scale_set.records import Replacement, open_journal, read_journal
-from image_builder.pool.scale_set.roll import SERVICES, Ending, Patience, driving, roll_instance
+from image_builder.pool.scale_set.records import Accepted, Replacement, Settled, open_journal, read_journal
+from image_builder.pool.scale_set.roll import SERVICES, Patience, driving, roll_instance, send
+from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
 from tests.support.arm.direct import Direct
-from tests.support.arm.fleet import NEW, OLD, Fleet, fleet
+from tests.support.arm.fleet import BUILDS, NEW, OLD, Fleet, fleet
 from tests.support.arm.model import Answer, Fault, Request, error
 
 PATIENCE = Patience()
@@ -251,18 +253,83 @@ def test_one_list_is_for_all_instances_of_a_set(rolling: Rolling) -> None:
         assert drive.instance("0") and rolling.fleet.arm.reads == before + 2
 
 
-class Queue:
+def upgraded_together(rolling: Rolling, *numbers: str) -> None:
+    """Send one upgrade for instances, as a driver that is killed right then."""
+    path, client = rolling.fleet.path, rolling.client
+    client.set_image(client.scale_set(path), NEW)
+    with open_journal(rolling.journal) as journal:
+        for number in numbers:
+            node = rolling.fleet.node(number)()
+            assert node is not None
+            journal.append(
+                Replacement(
+                    at=rolling.clock(),
+                    verb="upgrade",
+                    vm_id=rolling.fleet.machine(number).vm_id,
+                    boot_id=node.boot_id,
+                    version=NEW,
+                    build=BUILDS[NEW],
+                    scale_set=path,
+                    instance=number,
+                )
+            )
+        operation = client.upgrade(path, numbers).operation
+        for number in numbers:
+            journal.append(Accepted(at=rolling.clock(), scale_set=path, instance=number, operation=operation))
+
+
+def test_one_that_fails_in_an_upgrade_of_several_fails_alone(rolling: Rolling) -> None:
+    rolling.fleet.scale_sets.failures["2"] = ["OSProvisioningTimedOut"]
+    upgraded_together(rolling, "1", "2")
+    assert rolling("1") == Ending("ok")
+    assert rolling("2") == Ending("failed", "upgrade: OSProvisioningTimedOut")
+    assert [body["instanceIds"] for body in rolling.fleet.posts("/manualupgrade")] == [["1", "2"]]
+
+
+def test_no_upgrade_is_sent_beside_one_of_a_driver_that_was_killed(rolling: Rolling) -> None:
+    upgraded_together(rolling, "2")
+    began = rolling.clock()
+    assert rolling("1") == Ending("ok")
+    sent = [r.at for r in read_journal(rolling.journal) if isinstance(r, Replacement) and r.instance == "1"]
+    assert sent[0] - began >= rolling.fleet.scale_sets.seconds["upgrade"]
+    assert rolling("2") == Ending("ok")
+
+
+def test_of_an_upgrade_that_is_refused_for_several_each_is_sent_by_itself(rolling: Rolling) -> None:
+    """Where one of them is the reason, the others aren't held to it."""
+    rolling.fleet.arm.faults = [once("/manualupgrade", error(400, "InvalidParameter", "no active VM"))]
+    with (
+        open_journal(rolling.journal) as journal,
+        driving(rolling.client, rolling.fleet.path, "run-1", journal, patience=PATIENCE) as drive,
+    ):
+        client, path = rolling.client, rolling.fleet.path
+        drive.set_image(client.scale_set(path), NEW)
+        version = client.version(NEW)
+        instances = [drive.instance(number) for number in ("1", "2")]
+        assert version is not None and all(instances)
+        members = [Member(each, version, None, lambda: "") for each in instances if each]
+        send(drive, "upgrade", members)
+        assert [r.outcome for r in drive.records if isinstance(r, Settled)] == ["refused", "refused"]
+        for number in ("1", "2"):
+            machine, node = rolling.fleet.machine(number), rolling.fleet.node(number)
+            assert roll_instance(drive, number, machine.vm_id, version, node) == Ending("ok")
+    named = [body["instanceIds"] for body in rolling.fleet.posts("/manualupgrade")]
+    assert named == [["1", "2"], ["1"], ["2"]]
+
+
+class Queue(Upgrades):
     """The wait for the other upgrades of a set, in which ``meanwhile`` happens."""
 
     def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
         self.is_over, self._meanwhile = False, meanwhile
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def joined(self, member: Member, send: Callable[[Sequence[Member]], None]) -> Iterator[None]:
         self._meanwhile()
         self.is_over = True
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        with super().joined(member, send):
+            yield
 
 
 def queued(rolling: Rolling, queue: Queue, busy: Callable[[], str]) -> Ending:
@@ -272,7 +339,7 @@ def queued(rolling: Rolling, queue: Queue, busy: Callable[[], str]) -> Ending:
         open_journal(rolling.journal) as journal,
         driving(client, path, "run-1", journal, patience=PATIENCE) as drive,
     ):
-        drive.upgrading = queue  # type: ignore[assignment]  # as much of a lock as is used
+        drive.upgrades = queue
         drive.set_image(client.scale_set(path), NEW)
         version = client.version(NEW)
         assert version is not None

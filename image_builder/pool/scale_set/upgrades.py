@@ -1,0 +1,102 @@
+"""Upgrades of a scale set's instances: an operation of the whole set each, so one request is for all that wait.
+
+Two of them at once would preempt each other. Who comes while one is open waits, and goes with all that came meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from image_builder.pool.scale_set.model import Instance, Version
+from image_builder.pool.scale_set.verdict import Node
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an instance ended; what equal failures have in common is their ``reason``. `busy`: nothing was sent."""
+
+    kind: Literal["ok", "failed", "gone", "unknown", "busy"]
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class Member:
+    """An instance that a request is to name, as it was read, and its node.
+
+    ``busy`` is the last look: why nothing may be sent, empty where it may. One whose request was refused is sent by
+    itself (``is_single``): another may be the reason. What comes of it: it is ``busy`` or ``error``, or it was sent, or
+    is to be read again, since it is not as it was.
+    """
+
+    instance: Instance
+    version: Version
+    reading: Node | None
+    busy: Callable[[], str]
+    is_single: bool = False
+    ending: Ending | None = None
+    error: Exception | None = None
+    is_over: bool = False
+
+
+class Upgrades:
+    """Those of one scale set, for the threads of its instances."""
+
+    def __init__(self, gather: Callable[[], None] = lambda: None) -> None:
+        """``gather`` waits for others to come, before a request is for those that have."""
+        self._gather = gather
+        self._turn = threading.Condition()
+        self._waiting: list[Member] = []
+        self._open: list[Member] = []
+
+    @contextmanager
+    def joined(self, member: Member, send: Callable[[Sequence[Member]], None]) -> Iterator[None]:
+        """Have a member sent, by one of those that wait together; the next ones are sent when all blocks have ended.
+
+        Raises what ``send`` did.
+        """
+        with self._turn:
+            self._waiting.append(member)
+            self._turn.wait_for(lambda: member.is_over or not self._open)
+            leads = not member.is_over
+            self._open += [member] if leads else []
+        if leads:
+            self._send(member, send)
+        try:
+            if member.error:
+                raise member.error
+            yield
+        finally:
+            with self._turn:
+                self._open.remove(member)
+                self._turn.notify_all()
+
+    def _chosen(self, first: Member) -> list[Member]:
+        """Return the members of the next request, which don't wait any more."""
+        batch = [
+            member
+            for member in self._waiting
+            if member is first
+            or (not (first.is_single or member.is_single) and member.version == first.version)
+        ]
+        self._waiting = [member for member in self._waiting if member not in batch]
+        return batch
+
+    def _send(self, first: Member, send: Callable[[Sequence[Member]], None]) -> None:
+        batch, error = [first], None
+        try:
+            self._gather()
+            with self._turn:
+                self._open = batch = self._chosen(first)
+            send(list(batch))
+        except Exception as raised:  # each of their threads raises it
+            error = raised
+        finally:
+            with self._turn:
+                for member in batch:
+                    member.error, member.is_over = member.error or error, True
+                self._waiting = [member for member in self._waiting if not member.is_over]
+                self._turn.notify_all()
