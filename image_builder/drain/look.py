@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,10 +32,13 @@ def job_from(document: Mapping[str, Any]) -> Job:
 
 
 class Looker:
-    """Looks at hosts; each Job is asked for once. Raises KubeError."""
+    """Looks at hosts; each Job is asked for once. Raises KubeError.
 
-    def __init__(self, client: Client, policy: Policy) -> None:
-        self._client, self._policy = client, policy
+    ``overrules``: a deadline is over, and owners are not asked any more.
+    """
+
+    def __init__(self, client: Client, policy: Policy, *, overrules: bool = False) -> None:
+        self._client, self._policy, self.overrules = client, policy, overrules
         self._jobs: dict[str, Job] = {}
 
     def node(self, name: str) -> dict[str, Any] | None:
@@ -47,6 +50,14 @@ class Looker:
         pods = self._pods("/api/v1/pods", f"spec.nodeName={host},{_UNFINISHED}")
         tenants = [self._tenant(pod, now) for pod in pods]
         return tuple(tenant for tenant in tenants if tenant.verdict.kind is not Class.IGNORED)
+
+    def tenants_of(self, hosts: Container[str], now: float) -> dict[str, list[Tenant]]:
+        """Return the pods that keep hosts busy, of many hosts at once."""
+        tenants: dict[str, list[Tenant]] = {}
+        for pod in self._pods("/api/v1/pods", f"spec.nodeName!=,{_UNFINISHED}"):
+            if pod.host in hosts:
+                tenants.setdefault(pod.host, []).append(self._tenant(pod, now))
+        return tenants
 
     def spread(self, namespaces: Iterable[str]) -> dict[str, set[str]]:
         """Return the hosts of all gangs of some namespaces."""
@@ -66,7 +77,7 @@ class Looker:
         job = self._job(pod)
         if job and pod.deadline is None:
             pod = replace(pod, deadline=job.deadline)
-        verdict = classify(pod, self._policy, now)
+        verdict = classify(pod, self._policy, now, overruled=self.overrules)
         return Tenant(pod, verdict, gang_of(pod, self._parents(pod)), is_asked=CHECKPOINT in pod.annotations)
 
     def _parents(self, pod: Pod) -> dict[str, Owner]:

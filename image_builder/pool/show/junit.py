@@ -7,7 +7,7 @@ one: the first suite has a single case, the run itself, so that such a run isn't
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from xml.etree import ElementTree
@@ -25,13 +25,16 @@ def junit(progress: Progress, report: Mapping[str, Any]) -> bytes:
     """Return the document; ``report`` is the run's report (``pool.report.report``).
 
     A host that ended in anything but `ok` is a ``failure``, with its signature as the type: what failed alike has
-    the same. One that has no class yet is ``skipped``.
+    the same. One that has no class yet is ``skipped``. What a host's steps took, and which pods were evicted from it, is
+    its ``system-out``.
     """
     root = Element("testsuites", name=_text("pools " + ", ".join(pool.name for pool in progress.plan.pools)))
     suites = [_run_suite(report)]
     for wave in progress.waves:
         statuses = [progress.hosts[name] for name in sorted(wave.present)]
-        suites.append(_suite(wave.wave.name, wave.began, (_case(status) for status in statuses)))
+        evicted = report.get("evicted", {})
+        cases = (_case(status, evicted.get(status.host.name, ())) for status in statuses)
+        suites.append(_suite(wave.wave.name, wave.began, cases))
     for suite in suites:
         root.append(suite)
     for key in ("tests", "failures", "errors", "skipped"):
@@ -63,10 +66,13 @@ def _run_suite(report: Mapping[str, Any]) -> Element:
         SubElement(case, "failure", type=state, message=_text(why))
     elif state != "finished":
         SubElement(case, "skipped", message=state)
+    if hours := report.get("idle_hours"):
+        lines = f"empty for {hours['hosts']:.1f} host-hours, {hours['gpus']:.1f} GPU-hours"
+        SubElement(case, "system-out").text = lines
     return _suite("run", None, [case])
 
 
-def _case(status: HostStatus) -> Element:
+def _case(status: HostStatus, evicted: Sequence[str]) -> Element:
     host = status.host
     seconds = sum(status.seconds.values())
     case = Element(
@@ -82,6 +88,10 @@ def _case(status: HostStatus) -> Element:
         SubElement(case, "skipped", message=_text(status.outcome.detail))
     elif not status.outcome.ok:
         case.append(_failure(status, status.outcome))
+    lines = [f"{step}: {took:.1f} s" for step, took in status.seconds.items()]
+    lines += [f"evicted: {pod}" for pod in evicted]
+    if lines:
+        SubElement(case, "system-out").text = _text("\n".join(lines))
     return case
 
 
