@@ -120,6 +120,10 @@ def _defer(progress: Progress, status: HostStatus, at: float) -> None:
         conclude(progress, status, ended("skipped", STOPPED), at)
     else:
         is_rest = progress.waves[status.wave].wave.is_rest
+        rolls = progress.plan.policy.rolls
+        if is_rest and rolls and at >= rolls.deadline_at:
+            # It is due at once, and what was in the way may still be there.
+            status.not_before = at + rolls.drain.max_wait_seconds
         move(progress, status.host.name, "resting" if is_rest else "deferred")
 
 

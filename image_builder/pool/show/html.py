@@ -201,9 +201,7 @@ def _durations(mode: Mode, seconds: Mapping[str, Mapping[str, float]]) -> Iterat
                 )
 
 
-def _drains(
-    progress: Progress, records: Sequence[Record], report: Mapping[str, Any]
-) -> Iterator[_Drain]:
+def _drains(progress: Progress, records: Sequence[Record], report: Mapping[str, Any]) -> Iterator[_Drain]:
     """Yield what a roll did about work on hosts; who was busy for its whole patience, and for how long."""
     events = [(host, "skipped", detail) for host, detail in report.get("skipped", {}).items()]
     events += [(host, "evicted", ", ".join(pods)) for host, pods in report.get("evicted", {}).items()]

@@ -158,7 +158,7 @@ class Drains:
         """Report a host that was awaited."""
         key, _ = self._awaited.pop(name)
         if key not in self._over:
-            self._report(key, outcome, Emptied(unit))
+            self._report(key, outcome, Emptied(unit=unit))
 
     def _take(self, work: list[tuple[Drain, dict[str, Key]]], kube: Kube, handover: Handover) -> None:
         """Begin what was asked for meanwhile, and let go of hosts."""

@@ -204,8 +204,8 @@ class RollFleet(Fleet):
             self._threads.submit(self._do, does[step], w.host, key)
 
     def room(self, step: Step) -> int:
-        # All that are awaited take one thread, and are looked at in turn.
-        return sys.maxsize if step == "await" else super().room(step)
+        # All that are awaited or drained take one thread, and are looked at in turn.
+        return sys.maxsize if step in ("await", "drain") else super().room(step)
 
     def idle(self, cells: Sequence[Sequence[Host]], each: int) -> Collection[str] | None:
         if self._sought is None:
