@@ -231,10 +231,10 @@ def test_hosts_of_a_gang_are_admitted_together() -> None:
 
 
 def test_a_gang_that_never_fits_is_known() -> None:
-    planned = rolls.plan(40, max_unavailable="50%")
+    planned = rolls.plan(400, max_unavailable="50%")
     progress = begin(planned)
     zone = [host.name for host in planned.hosts if host.zone == planned.hosts[0].zone]
     half = len(zone) // 2
     assert not budgets.too_many(progress, zone[:half])
     assert f"{half + 1} hosts of zone" in budgets.too_many(progress, zone[: half + 1])
-    assert "40 hosts, of which 20 may be away" in budgets.too_many(progress, list(planned.host))
+    assert "400 hosts, of which 200 may be away" in budgets.too_many(progress, list(planned.host))
