@@ -196,7 +196,7 @@ class World:
         if remaining and node.cordoned != "somebody" and room > 0:
             node.cordoned, node.awaited = "us", True
         if self.time + remaining > w.until:
-            self._later(w.until - self.time, w, "await", ended("busy", BUSY))
+            self._later(max(0.0, w.until - self.time), w, "await", ended("busy", BUSY))
         else:
             self._later(remaining + 1.0, w, "await", OK, emptied=Emptied(unit=unit))
 
