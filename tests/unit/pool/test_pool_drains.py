@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -49,12 +50,15 @@ class Cluster(Server):
         self.pods[name.removeprefix("on-")] = []
 
 
+def _report(reports: Reports, key: Key, outcome: Outcome, emptied: Emptied) -> None:
+    reports.put((key, outcome, emptied))
+
+
 @contextmanager
 def at_work(cluster: Server, reports: Reports, deadline: float) -> Iterator[Drains]:
     policy = Policy(poll_seconds=0.01, looks_per_second=1000.0, settle_seconds=0.0, max_wait_seconds=60.0)
-    drains = Drains(
-        lambda: cluster, "roll", policy, 0, lambda *report: reports.put(report), deadline=deadline
-    )
+    report = partial(_report, reports)
+    drains = Drains(lambda: cluster, "roll", policy, 0, report, deadline)
     drains.start()
     try:
         yield drains
