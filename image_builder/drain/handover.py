@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from image_builder.drain import fence
+from image_builder.drain.gangs import units
 from image_builder.drain.look import Looker
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client
@@ -27,14 +29,23 @@ class _Visit:
     is_known: bool = False
     ends: float = math.inf
     pod: str = ""
+    gangs: frozenset[str] = frozenset()
     is_fenced: bool = False
     is_free: bool = False
+
+
+class Due(NamedTuple):
+    """A host to be drained now: it is idle, or the deadline is over. ``unit`` are the hosts that share its gangs."""
+
+    name: str
+    unit: tuple[str, ...] = ()
 
 
 class Handover:
     """Hosts that are awaited; at most ``max_fenced`` of them are cordoned while they work.
 
-    A cordon that somebody else made, or took away, stays as it is.
+    A cordon that somebody else made, or took away, stays as it is. After ``deadline``, in seconds of the epoch, nobody
+    is awaited any more.
     """
 
     def __init__(
@@ -44,9 +55,10 @@ class Handover:
         policy: Policy,
         max_fenced: int,
         *,
+        deadline: float = math.inf,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._client, self._run, self._wall = client, run, wall
+        self._client, self._run, self._deadline, self._wall = client, run, deadline, wall
         self._max_fenced = 0 if policy.mode == "idle-only" else max_fenced
         self._looker = Looker(client, policy)
         # So many a turn.
@@ -67,21 +79,32 @@ class Handover:
         """Return a pod that an awaited host works on; empty where it was not looked at yet."""
         return self._visits[name].pod
 
-    def turn(self) -> Iterator[str]:
+    def turn(self) -> Iterator[Due]:
         """Look at the hosts whose last look is longest ago, yield those that are idle, and cordon who is next.
 
-        Raises KubeError.
+        After the deadline all of them are due, as soon as it is known which share a gang. Raises KubeError.
         """
         for name in list(islice(self._visits, self._looks)):
             visit = self._look(name)
             del self._visits[name]
             if visit is None:
-                yield name
+                yield Due(name)
             else:
                 self._visits[name] = visit
         # After a driver that was killed, its cordons have to be seen first.
-        if all(visit.is_known for visit in self._visits.values()):
+        if not all(visit.is_known for visit in self._visits.values()):
+            return
+        if self._wall() < self._deadline:
             self._fence()
+            return
+        spread: dict[str, set[str]] = {}
+        for name, visit in self._visits.items():
+            for gang in visit.gangs:
+                spread.setdefault(gang, set()).add(name)
+        for unit in units(self._visits, spread):
+            for name in sorted(unit):
+                yield Due(name, tuple(sorted(unit)) if len(unit) > 1 else ())
+        self._visits.clear()
 
     def _look(self, name: str) -> _Visit | None:
         """Return what a host is at work on, None where it is idle."""
@@ -94,6 +117,7 @@ class Handover:
             is_known=True,
             ends=max(math.inf if t.pod.deadline is None else t.pod.deadline for t in tenants),
             pod=str(tenants[0].pod),
+            gangs=frozenset(tenant.gang for tenant in tenants if tenant.gang),
             is_fenced=is_cordoned and record is not None and record.run == self._run,
             is_free=not is_cordoned and record is None,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,10 +64,15 @@ class Cordoned:
 
 
 class Looker:
-    """Looks at hosts; each Job is asked for once. ``cordoned`` needs the right to list Nodes. Raises KubeError."""
+    """Looks at hosts; each Job is asked for once. ``cordoned`` needs the right to list Nodes. Raises KubeError.
 
-    def __init__(self, client: Client, policy: Policy, cordoned: Cordoned | None = None) -> None:
-        self._client, self._policy = client, policy
+    ``overrules``: a deadline is over, and owners are not asked any more.
+    """
+
+    def __init__(
+        self, client: Client, policy: Policy, cordoned: Cordoned | None = None, *, overrules: bool = False
+    ) -> None:
+        self._client, self._policy, self.overrules = client, policy, overrules
         self._cordoned = cordoned
         self._jobs: dict[str, Job] = {}
 
@@ -82,6 +87,14 @@ class Looker:
         pods = self._pods("/api/v1/pods", f"spec.nodeName={host},{_UNFINISHED}")
         tenants = [self._tenant(pod, now) for pod in pods]
         return tuple(tenant for tenant in tenants if tenant.verdict.kind is not Class.IGNORED)
+
+    def tenants_of(self, hosts: Container[str], now: float) -> dict[str, list[Tenant]]:
+        """Return the pods that keep hosts busy, of many hosts at once."""
+        tenants: dict[str, list[Tenant]] = {}
+        for pod in self._pods("/api/v1/pods", f"spec.nodeName!=,{_UNFINISHED}"):
+            if pod.host in hosts:
+                tenants.setdefault(pod.host, []).append(self._tenant(pod, now))
+        return tenants
 
     def spread(self, namespaces: Iterable[str]) -> dict[str, set[str]]:
         """Return the hosts of all gangs of some namespaces."""
@@ -101,7 +114,7 @@ class Looker:
         job = self._job(pod)
         if job and pod.deadline is None:
             pod = replace(pod, deadline=job.deadline)
-        verdict = classify(pod, self._policy, now)
+        verdict = classify(pod, self._policy, now, overruled=self.overrules)
         return Tenant(pod, verdict, gang_of(pod, self._parents(pod)), is_asked=CHECKPOINT in pod.annotations)
 
     def _parents(self, pod: Pod) -> dict[str, Owner]:

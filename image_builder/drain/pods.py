@@ -27,6 +27,7 @@ UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
 _DEVICE = re.compile(
     r"(nvidia\.com|amd\.com|gpu\.intel\.com|rdma|mellanox\.com)/.+|.+/(gpu|rdma|hca|ib)[\w.-]*"
 )
+_GPU = re.compile(r"(nvidia\.com/(gpu|mig-.+)|amd\.com/gpu|gpu\.intel\.com/.+)")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(h|m|s)")
 _UNIT_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
@@ -66,6 +67,7 @@ class Pod:
     deadline: float | None = None
     is_leaving: bool = False
     has_devices: bool = False
+    gpus: int = 0
     has_empty_dir: bool = False
     tolerates_cordons: bool = False
     group: str = ""
@@ -110,6 +112,7 @@ def pod_from(document: Mapping[str, Any]) -> Pod:
         deadline=moment(annotations.get(ENDS)) or by_deadline,
         is_leaving=bool(meta.get("deletionTimestamp")),
         has_devices=uses_devices(spec),
+        gpus=_gpus(spec),
         has_empty_dir=any("emptyDir" in volume for volume in spec.get("volumes") or ()),
         tolerates_cordons=any(map(_tolerates_cordons, spec.get("tolerations") or ())),
         # Kubernetes' own gangs, by which the scheduler places pods together.
@@ -126,11 +129,11 @@ def moment(text: object) -> float | None:
     return parsed.timestamp() if parsed.tzinfo else None
 
 
-def classify(pod: Pod, policy: Policy, now: float) -> Verdict:
+def classify(pod: Pod, policy: Policy, now: float, *, overruled: bool = False) -> Verdict:
     """Return what a pod means for the drain of its host; ``now`` in seconds of the epoch.
 
     A mark of another project may protect a pod with devices, never give it away: that is for its owner to say by our
-    own mark, or for a rule that names such pods.
+    own mark, or for a rule that names such pods. Once owners are ``overruled`` only rules protect a pod.
     """
     if _MIRROR in pod.annotations:
         return Verdict(Class.IGNORED, "mirror of a static pod")
@@ -138,7 +141,12 @@ def classify(pod: Pod, policy: Policy, now: float) -> Verdict:
         return Verdict(Class.IGNORED, "of a DaemonSet")
     if pod.phase in ("Succeeded", "Failed"):
         return Verdict(Class.IGNORED, "finished")
-    return _by_rules(pod, policy.rules) or _by_marks(pod, now) or _by_shape(pod)
+    if by_rule := _by_rules(pod, policy.rules):
+        return by_rule
+    verdict = _by_marks(pod, now) or _by_shape(pod)
+    if overruled and verdict.kind is Class.WAIT:
+        return Verdict(Class.EVICT, f"the deadline is over, though: {verdict.reason}")
+    return verdict
 
 
 _BY_RULE = {"ignore": Class.IGNORED, "wait": Class.WAIT, "evict": Class.EVICT}
@@ -205,6 +213,18 @@ def uses_devices(spec: Mapping[str, Any]) -> bool:
         for name in (container.get("resources") or {}).get(kind) or ()
     }
     return bool(spec.get("resourceClaims")) or any(map(_DEVICE.fullmatch, names))
+
+
+def _gpus(spec: Mapping[str, Any]) -> int:
+    """Return how many GPUs, or parts of them, a pod's containers have; claims don't say."""
+    containers = spec.get("containers", ())
+    return sum(count_gpus((container.get("resources") or {}).get("limits")) for container in containers)
+
+
+def count_gpus(resources: Mapping[str, Any] | None) -> int:
+    """Return how many GPUs, or parts of them, are among resources of a container, or of a Node."""
+    counts = [str(count) for name, count in (resources or {}).items() if _GPU.fullmatch(name)]
+    return sum(int(count) for count in counts if count.isdecimal())
 
 
 def _tolerates_cordons(toleration: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ goes on from the annotations.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +35,8 @@ _chance: Callable[[], float] = random.random
 class Outcome:
     """How the drain of a host ended: ``empty`` and cordoned, or ``skipped`` without our cordon.
 
-    ``tenants`` are the pods that it was skipped for, ``node`` is the Node that was empty.
+    ``tenants`` are the pods that it was skipped for, ``node`` is the Node that was empty, ``evicted`` are the pods that
+    were evicted from it.
     """
 
     host: str
@@ -42,6 +44,7 @@ class Outcome:
     reason: str = ""
     tenants: tuple[Tenant, ...] = ()
     node: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    evicted: tuple[str, ...] = ()
 
 
 @dataclass
@@ -57,6 +60,7 @@ class _Visit:
     idle_since: float | None = None
     # When it is worth a look: what is idle settles first.
     due: float = 0.0
+    evicted: list[str] = field(default_factory=list)
     evicted_owners: set[str] = field(default_factory=set)
 
 
@@ -87,8 +91,9 @@ def free(
 class Drain:
     """A drain at work. ``turn`` looks at all its hosts and does what is next; ``outcomes`` has those that ended.
 
-    ``clock`` is monotonic, ``wall`` the time of day, both in seconds. ``cordoned`` is shared with drains beside it,
-    and needs the right to list Nodes.
+    ``clock`` is monotonic, ``wall`` the time of day, both in seconds. After ``deadline``, by the latter, it evicts,
+    whatever owners say: its mode is `evict` from then on, and each host's patience begins. ``cordoned`` is shared with
+    drains beside it, and needs the right to list Nodes.
     """
 
     def __init__(
@@ -98,13 +103,16 @@ class Drain:
         policy: Policy,
         tell: Tell,
         *,
+        deadline: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         cordoned: Cordoned | None = None,
     ) -> None:
         self.outcomes: dict[str, Outcome] = {}
         self._client, self._run, self._policy, self._tell = client, run, policy, tell
-        self._clock, self._wall = clock, wall
+        self._clock, self._wall, self._deadline = clock, wall, deadline
+        # When owners were overruled (monotonic): no host's patience counts from before.
+        self._overruled: float | None = None
         self._looker = Looker(client, policy, cordoned)
         self._visits: dict[str, _Visit] = {}
         self._attempts: dict[str, _Attempt] = {}
@@ -132,6 +140,8 @@ class Drain:
 
     def turn(self) -> None:
         """Look once, and act. Raises KubeError: nothing is decided from half a look."""
+        if self._overruled is None and self._wall() >= self._deadline:
+            self._overrule()
         due = [name for name in self.open_hosts if self._visits[name].due <= self._clock()]
         looks = {name: host for name in due if (host := self._look(name)) is not None}
         elsewhere = self._elsewhere(looks)
@@ -142,6 +152,12 @@ class Drain:
                 return  # whose gangs may reach further
         for action in decide(looks, elsewhere, self._policy, self._clock()):
             self._do(action, looks[action.host])
+
+    def _overrule(self) -> None:
+        self._overruled, self._looker.overrules = self._clock(), True
+        self._policy = self._policy.model_copy(update={"mode": "evict"})
+        for visit in self._visits.values():
+            visit.fenced = None if visit.fenced is None else max(visit.fenced, self._overruled)
 
     def release(self) -> None:
         """Take our cordons away from hosts that are not empty yet: the drain ends here. Raises KubeError."""
@@ -185,6 +201,8 @@ class Drain:
             return f"it is held by {record.run}"
         if record and visit.fenced is None:
             visit.fenced = self._clock() - max(0.0, self._wall() - record.since)
+            if self._overruled is not None:
+                visit.fenced = max(visit.fenced, visit.began)
             self._tell(f"{name}: its drain goes on")
         visit.record = record or visit.record
         if record and is_cordoned:
@@ -240,11 +258,13 @@ class Drain:
                 for tenant in action.tenants:
                     self._evict(host.name, tenant)
             case "empty":
-                self._end(Outcome(host.name, "empty", node=self._visits[host.name].node))
+                visit = self._visits[host.name]
+                self._end(Outcome(host.name, "empty", node=visit.node, evicted=tuple(visit.evicted)))
             case "skip":
                 self._post(host.name, "DrainSkipped", f"{action.reason} ({self._run})")
                 free(self._client, host.name, self._run, now=self._wall())
-                self._end(Outcome(host.name, "skipped", action.reason, host.tenants))
+                evicted = tuple(self._visits[host.name].evicted)
+                self._end(Outcome(host.name, "skipped", action.reason, host.tenants, evicted=evicted))
 
     def _end(self, outcome: Outcome) -> None:
         self.outcomes[outcome.host] = outcome
@@ -300,9 +320,12 @@ class Drain:
         refusal = reply.message if reply.answer is Answer.REFUSED else ""
         self._attempts[pod.uid] = _Attempt(due, reply.message, refusal)
         if reply.answer is Answer.ACCEPTED:
+            visit = self._visits[host]
+            visit.evicted.append(str(pod))
             if pod.owner:
-                self._visits[host].evicted_owners.add(pod.owner.uid)
-            self._tell(f"{host}: {pod} is evicted")
-            self._post(host, "PodEvicted", f"{pod} is evicted ({self._run})")
+                visit.evicted_owners.add(pod.owner.uid)
+            why = f", {tenant.verdict.reason}" if self._overruled is not None else ""
+            self._tell(f"{host}: {pod} is evicted{why}")
+            self._post(host, "PodEvicted", f"{pod} is evicted ({self._run}){why}")
         elif reply.message and (attempt is None or attempt.message != reply.message):
             self._tell(f"{host}: {pod} is not evicted: {reply.message}")

@@ -119,7 +119,10 @@ def _plan(before: Plan, fleet: Fleet, hosts: list[Host], target: Target) -> Plan
     """Return a plan with a roll's own limits: as many hosts may be away, or fail, as there."""
     rolls = before.policy.rolls
     assert rolls is not None
-    rolls = rolls.model_copy(update={"restore": "never", "max_unavailable": str(before.max_unavailable)})
+    # Whoever is hurried by a way back, too, says so anew.
+    rolls = rolls.model_copy(
+        update={"restore": "never", "max_unavailable": str(before.max_unavailable), "deadline": ""}
+    )
     policy = before.policy.model_copy(update={"roll": rolls, "budget": str(before.budget)})
     # It ran on these hosts before: no canary has to prove it.
     cells = {host.cell for host in hosts}

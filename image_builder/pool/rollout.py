@@ -8,6 +8,7 @@ import os
 import signal
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
+from image_builder.drain.jobs import Job
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
 from image_builder.node.net import kubeconfig
 from image_builder.node.net.kube import Client
+from image_builder.pool.evictions import jobs, require_confirmation
 from image_builder.pool.plan import plan as plans
 from image_builder.pool.plan.inventory import Fleet as InventoryFleet
 from image_builder.pool.plan.inventory import read_fleet
@@ -63,7 +66,7 @@ class Options(NamedTuple):
     """What the command line says. ``facts`` are ``IMAGE=FILE``, or FILE for the image that it names itself.
 
     ``azure`` is the address of Resource Manager, where it isn't that of the cloud, ``public_key`` that of who signs
-    statements about versions.
+    statements about versions, ``evict`` the roll that may evict jobs after its deadline.
     """
 
     plan: Path
@@ -79,6 +82,7 @@ class Options(NamedTuple):
     vault: tuple[VaultId, ...] = ()
     azure: str | None = None
     public_key: Path | None = None
+    evict: str = ""
 
 
 @dataclass(frozen=True)
@@ -371,14 +375,26 @@ class Stop:
         self.number = number
 
 
+def jobs_to_evict(rollout: Rollout) -> list[Job]:
+    """Return the jobs that a roll evicts after its deadline, as far as they run now; raises NodeError."""
+    plan, path = rollout.plan, rollout.options.kubeconfig
+    if not plan.deadline:
+        return []
+    assert path  # prepare saw to that
+    with Client(kubeconfig.load(path), agent=_AGENT) as client:
+        return jobs(client, plan, time.time())
+
+
 def drive(
     rollout: Rollout, show: Callable[[], AbstractContextManager[Display]]
 ) -> tuple[dict[str, Any], int]:
     """Drive a rollout to its end; return its report, and the signal that stopped it or 0.
 
-    Raises ImageBuilderError where another process drives it, OSError where the journal can't be written.
+    Raises UsageError for a deadline that nobody confirmed, ImageBuilderError where another process drives it, OSError
+    where the journal can't be written.
     """
     options = rollout.options
+    require_confirmation(rollout.plan, options.evict)
     with open_journal(journal_of(options.plan)) as journal:
         if journal.records and not options.is_resumed:
             raise UsageError("another process has just begun this plan's run")
@@ -433,6 +449,7 @@ def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[],
         journal=requests_of(options.plan),
         policy=plan.policy.rolls.drain,
         max_fenced=plan.max_fenced,
+        deadline=plan.policy.rolls.deadline_at,
     )
     return RollFleet(rollout.setup, change, work, on_wait)
 

@@ -14,7 +14,7 @@ from image_builder.pool.show.html import page
 from image_builder.pool.show.report import report
 from tests.support.pools import browser
 from tests.support.pools.browser import Tab
-from tests.unit.pool.report_runs import HOSTILE, hostile_run, large_run
+from tests.unit.pool.report_runs import HOSTILE, deadline_run, hostile_run, large_run
 from tests.unit.pool.simulation import make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE
 
@@ -248,6 +248,28 @@ def test_what_assistive_technology_is_told(chromium: Tab, bad_day: Path) -> None
         if role in ("link", "button", "searchbox", "combobox", "region") and not name
     ]
     assert unnamed == []
+
+
+def test_a_roll_shows_what_became_of_work(chromium: Tab, tmp_path: Path) -> None:
+    """Who was evicted, deferred or skipped, and why; each leads to its host."""
+    progress, records = deadline_run()
+    chromium.open(_write(tmp_path, (progress, records)))
+    assert _complaints(chromium) == []
+    rows = chromium.run(
+        "[...document.querySelectorAll('section[aria-labelledby=drains] tbody tr')]"
+        ".map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    assert {event for _, event, _ in rows} == {"deferred", "evicted", "skipped"}
+    evicted = report(progress, records)["evicted"]
+    assert {host for host, event, _ in rows if event == "evicted"} == evicted.keys()
+    facts = chromium.run("document.querySelector('.facts').textContent")
+    assert "GPU-hours" in facts and progress.plan.deadline in facts
+    chromium.run("document.querySelector('section[aria-labelledby=drains] a').click()")
+    shown = "document.querySelector(':target').cells[0].textContent"
+    assert chromium.run(shown) == rows[0][0]
+    assert chromium.run("document.documentElement.scrollWidth") <= 1280
+    heads = chromium.run("[...document.querySelectorAll('#slow th[scope=col]')].map((e) => e.textContent)")
+    assert [head for head in heads if head in ("Bootstrap", "Drain", "Reimage")] == ["Drain", "Reimage"]
 
 
 def test_hostile_hosts_are_shown_as_they_are_and_do_nothing(chromium: Tab, tmp_path: Path) -> None:

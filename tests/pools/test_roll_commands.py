@@ -187,6 +187,17 @@ def test_a_roll_without_a_proof_says_why_it_has_none(desk: Desk) -> None:
     assert f"{NEW} is unproven: the signing service is down" in done.stdout
 
 
+def test_a_plan_has_a_deadline_and_the_name_that_confirms_it(desk: Desk) -> None:
+    deadline = "2026-11-28T06:00:00Z"
+    status, answer, _ = desk.plan("--unproven", "a test", "--deadline", deadline)
+    planned, result = load(desk.folder / "roll.json"), json.loads(answer)
+    assert status == 0 and planned.deadline == result["deadline"] == deadline
+    assert result["run"] == planned.run
+    status, _, err = desk.plan("--unproven", "a test", "--deadline", "soon")
+    assert status == errors.UsageError.exit_code and "a time with its zone" in err
+    assert load(desk.folder / "roll.json") == planned
+
+
 def test_a_plan_shows_each_request_of_its_run(desk: Desk) -> None:
     status, answer, _ = desk.plan("--unproven", "a test", "--calls")
     listed = json.loads(answer)["calls"]

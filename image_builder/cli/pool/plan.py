@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from image_builder.pool.show.calls import Call
 
 app = typer.Typer()
+_TIME = "2026-11-27T08:00:00Z"
 
 Inventory = Annotated[
     list[Path],
@@ -89,6 +90,14 @@ def plan(
     public_key: PublicKey = None,
     statement: Statement = None,
     unproven: Unproven = "",
+    deadline: Annotated[
+        str,
+        typer.Option(
+            "--deadline",
+            metavar="TIME",
+            help="of a roll: evict jobs after this time, though their owners didn't allow it",
+        ),
+    ] = "",
     calls: Annotated[
         bool,
         typer.Option(
@@ -109,8 +118,9 @@ def plan(
     from image_builder.pool.plan.plan import Faults, make_plan, save
     from image_builder.pool.show.calls import rows as call_rows
 
-    if calls and to is None:
-        raise UsageError("--calls is for a roll", hint="give its version with --to")
+    for option in ["--calls"] * calls + ["--deadline"] * bool(deadline):
+        if to is None:
+            raise UsageError(f"{option} is for a roll", hint="give its version with --to")
     faults = Faults()
     chosen = faults.collect("--policy", lambda: _policy(policy))
     if chosen is None:
@@ -119,7 +129,7 @@ def plan(
     fleet = read_fleet(inventory, pools, vault or ())
     proof = Proof(public_key, statement, unproven)
     target = _target(fleet.hosts, to, chosen, endpoint, proof)
-    chosen = chosen.model_copy(update={"mode": "roll"}) if target else chosen
+    chosen = _rolling(chosen, deadline) if target else chosen
     rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen, target=target)
     keep_begun(out, rollout_plan)
     with writing(out):
@@ -132,6 +142,22 @@ def plan(
         lines.append(columns(call_rows(listed)))
     show(result, "\n".join(lines), as_json=as_json)
     return 0
+
+
+def _rolling(policy: Policy, deadline: str) -> Policy:
+    """Return the policy of a roll; raises UsageError for a deadline that is none."""
+    from pydantic import ValidationError
+
+    from image_builder.pool.plan.policy import Roll
+
+    policy = policy.model_copy(update={"mode": "roll"})
+    if not deadline:
+        return policy
+    try:
+        roll = Roll.model_validate({**dict(policy.rolls or Roll()), "deadline": deadline})
+    except ValidationError as error:
+        raise UsageError(f"--deadline {deadline}: must be a time with its zone, such as {_TIME}") from error
+    return policy.model_copy(update={"roll": roll})
 
 
 def _calls(rollout_plan: Plan, endpoint: str | None) -> list[Call]:
@@ -164,6 +190,8 @@ def summary(out: Path, rollout_plan: Plan, fleet: Fleet) -> dict[str, Any]:
         "budget": rollout_plan.budget,
         "max_unavailable": rollout_plan.max_unavailable,
         "unproven": rollout_plan.target.unproven if rollout_plan.target else "",
+        "deadline": rollout_plan.deadline,
+        "run": rollout_plan.run if rollout_plan.target else "",
     }
 
 
@@ -248,6 +276,11 @@ def plan_text(out: Path, rollout_plan: Plan) -> str:
         f"joins at most {rollout_plan.policy.join_rate:g} hosts/s"
     )
     target = rollout_plan.target
+    if rollout_plan.deadline:
+        total += (
+            f"\njobs that still run after {rollout_plan.deadline} are evicted, whatever their owners say: "
+            f"`pool run` lists them, and wants --evict {rollout_plan.run}"
+        )
     unproven = f"\n{target.version} is unproven: {target.unproven}" if target and target.unproven else ""
     return f"{columns(rows)}\n{total}{unproven}\n{out}"
 

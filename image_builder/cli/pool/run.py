@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,14 @@ class RolloutOptions(HostOptions):
     ] = None
     endpoint: Endpoint = None
     public_key: PublicKey = None
+    evict: Annotated[
+        str,
+        typer.Option(
+            "--evict",
+            metavar="RUN",
+            help="of a roll with a deadline: this one may evict the jobs that it lists",
+        ),
+    ] = ""
     reports: Annotated[
         Path | None,
         typer.Option("--reports", metavar="DIR", help="reports of failed hosts  [default: PLAN.reports]"),
@@ -142,6 +151,7 @@ class RolloutOptions(HostOptions):
             kubeconfig=self.kubeconfig,
             azure=self.endpoint,
             public_key=self.public_key,
+            evict=self.evict,
             **more,
         )
 
@@ -378,8 +388,26 @@ def _drive(options: Options, *, as_json: bool) -> int:
 
     prepared = rollout.prepare(options)
     _warn(prepared)
+    if prepared.plan.deadline:
+        _show_jobs(prepared)
     report, number = rollout.drive(prepared, LiveTable)
     return _show(report, number, _hint(report["counts"]), as_json=as_json)
+
+
+def _show_jobs(prepared: Rollout) -> None:
+    from image_builder.drain.jobs import table
+    from image_builder.node.errors import NodeError
+    from image_builder.pool import rollout
+
+    try:
+        jobs = rollout.jobs_to_evict(prepared)
+    except NodeError as error:
+        raise PoolError(
+            error.message, hint="which jobs it would evict isn't known: nothing was begun"
+        ) from error
+    when = f"evicted after {prepared.plan.deadline}, unless they end before"
+    text = table(jobs, time.time()) if jobs else "no job runs on its hosts now"
+    sys.stderr.write(f"{when}:\n{text}\n")
 
 
 def _warn(prepared: Rollout) -> None:

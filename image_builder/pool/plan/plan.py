@@ -81,6 +81,11 @@ class Plan(Strict):
         return at_most(self.policy.rolls.max_fenced, len(self.hosts)) if self.policy.rolls else 0
 
     @property
+    def deadline(self) -> str:
+        """Return after which time a roll evicts jobs whose owners didn't allow it; empty: never."""
+        return self.policy.rolls.deadline if self.policy.rolls else ""
+
+    @property
     def skip_budget(self) -> int:
         """Return how many skipped hosts a roll may have and be a success."""
         return at_most(self.policy.rolls.skip_budget, len(self.hosts)) if self.policy.rolls else 0

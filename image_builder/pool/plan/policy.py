@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from image_builder.drain.pods import moment
 from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.pool.plan.model import Mode, Share, Step, Strict, at_least, at_most
 
@@ -78,6 +81,12 @@ class Roll(_Limits):
         default=432_000.0,
         description="How long a host of the wave `rest` may take to become idle; then it is skipped.",
     )
+    deadline: str = Field(
+        default="",
+        exclude_if=operator.not_,
+        description="For an emergency: busy hosts are emptied after this time, such as `2026-11-27T08:00:00Z`, by"
+        " evictions that the owners of pods did not allow. `pool run` lists their jobs, and wants `--evict`.",
+    )
     max_fenced: Share = Field(
         default="50%",
         description="Most hosts of the wave `rest` that are cordoned while they still work, so that nothing begins"
@@ -91,6 +100,19 @@ class Roll(_Limits):
     restore: Literal["failed", "never"] = Field(
         default="failed", description="Hosts that get the previous image back when the run stops by itself."
     )
+
+    @field_validator("deadline")
+    @classmethod
+    def _has_zone(cls, text: str) -> str:
+        if text and moment(text) is None:
+            raise ValueError("must be a time with its zone, such as 2026-11-27T08:00:00Z")
+        return text
+
+    @property
+    def deadline_at(self) -> float:
+        """Return the deadline in seconds of the epoch; never, without one."""
+        at = moment(self.deadline)
+        return math.inf if at is None else at
 
 
 def _is_none(value: object) -> bool:

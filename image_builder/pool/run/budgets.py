@@ -8,15 +8,17 @@ the run, nothing is started from then on, and what is in work by then is at most
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from image_builder.pool.plan.model import STEPS, Cell, Step, quantile
 from image_builder.pool.run.records import Passed
-from image_builder.pool.run.state import IN_WORK, OPEN, RUNNING, Progress, WaveStatus
+from image_builder.pool.run.state import IN_WORK, OPEN, RUNNING, Progress, State, WaveStatus
 
 # Of fewer durations the 95th percentile says nothing.
 _MIN_DURATIONS = 10
 _STRAGGLER = 0.95
+# Hosts of a unit that will be ready to be drained soon, or are and weren't asked about.
+_ON_THEIR_WAY: tuple[State, ...] = ("awaiting", "ready", "settled", "freeing")
 
 
 def room(progress: Progress) -> int:
@@ -27,12 +29,13 @@ def room(progress: Progress) -> int:
 def admitted(progress: Progress, names: Iterable[str]) -> list[str]:
     """Return those of a roll's hosts that may be drained now: as many as may be away, and never over half of a zone.
 
-    A zone of which more is NotReady is one that Kubernetes itself takes for broken (node-monitor's 55 %).
+    A zone of which more is NotReady is one that Kubernetes itself takes for broken (node-monitor's 55 %). Hosts of a
+    unit are admitted together.
     """
     names = list(names)
     if not names:
         return names
-    of_zone = Counter(host.zone for host in progress.plan.hosts)
+    most = _most_of_zones(progress)
     # Those that are being drained may be empty at any moment.
     emptying = Counter(
         status.host.zone
@@ -43,16 +46,50 @@ def admitted(progress: Progress, names: Iterable[str]) -> list[str]:
     away = progress.zones + emptying
     left = room(progress) - emptying.total()
     chosen = []
-    for name in names:
-        status = progress.hosts[name]
-        zone = status.host.zone
-        if status.unavailable:
-            chosen.append(name)
-        elif left > 0 and away[zone] < max(1, of_zone[zone] // 2):
-            left -= 1
-            away[zone] += 1
-            chosen.append(name)
+    for unit in _units(progress, names):
+        zones = Counter(
+            status.host.zone for status in map(progress.hosts.__getitem__, unit) if not status.unavailable
+        )
+        fits = all(away[zone] + count <= most(zone) for zone, count in zones.items())
+        # Who is away already takes no place.
+        if not zones or (zones.total() <= left and fits):
+            left -= zones.total()
+            away += zones
+            chosen += unit
     return chosen
+
+
+def _most_of_zones(progress: Progress) -> Callable[[str], int]:
+    """Return how many hosts of a zone may be away."""
+    of_zone = Counter(host.zone for host in progress.plan.hosts)
+    return lambda zone: max(1, of_zone[zone] // 2)
+
+
+def _units(progress: Progress, names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield hosts that are drained together; not yet where one of them has still to become ready."""
+    remaining = dict.fromkeys(names)
+    for name in list(remaining):
+        if name not in remaining:
+            continue
+        partners = [p for p in progress.hosts[name].unit if p in progress.hosts] or [name]
+        unit = [partner for partner in partners if partner in remaining]
+        others = [progress.hosts[partner].state for partner in partners if partner not in remaining]
+        for partner in unit:
+            del remaining[partner]
+        if not any(state in _ON_THEIR_WAY for state in others):
+            yield unit
+
+
+def too_many(progress: Progress, unit: Iterable[str]) -> str:
+    """Return why hosts can never be drained together, nothing where they can."""
+    zones = Counter(progress.hosts[name].host.zone for name in unit if name in progress.hosts)
+    most, most_of = progress.plan.max_unavailable, _most_of_zones(progress)
+    if zones.total() > most:
+        return f"its gang is on {zones.total()} hosts, of which {most} may be away"
+    for zone, count in zones.items():
+        if count > most_of(zone):
+            return f"its gang is on {count} hosts of zone {zone}, of which {most_of(zone)} may be away"
+    return ""
 
 
 def proven(progress: Progress, names: Iterable[str]) -> list[str]:

@@ -20,6 +20,7 @@ from image_builder.pool.run.progress import apply
 from image_builder.pool.run.records import (
     Began,
     Chosen,
+    Emptied,
     Finished,
     Gated,
     Intent,
@@ -62,6 +63,7 @@ class Event(NamedTuple):
     joined: Joined
     seconds: float
     phases: tuple[tuple[str, float], ...] = ()
+    emptied: Emptied = Emptied()
 
 
 class Steps(Protocol):
@@ -173,6 +175,7 @@ def _observe(r: _Run, event: Event, at: float) -> None:
             joined=event.joined,
             seconds=event.seconds,
             phases=dict(event.phases),
+            emptied=event.emptied,
         )
     )
     if status.not_before > at:

@@ -13,6 +13,18 @@ from image_builder.pool.plan.waves import Wave
 from image_builder.pool.run.gates import Reading, Verdict
 
 
+class Emptied(Strict):
+    """What there is to know of a host that is emptied.
+
+    ``unit`` are the hosts that share its gangs, itself among them, where it is due although it is busy. ``evicted`` are
+    pods that its drain evicted, ``gpus`` what stands idle once it is empty.
+    """
+
+    unit: tuple[str, ...] = ()
+    evicted: tuple[str, ...] = ()
+    gpus: int = 0
+
+
 class _Record(Strict):
     """``at`` is the moment, in seconds since 1970 by the clock of the machine that drives."""
 
@@ -22,13 +34,15 @@ class _Record(Strict):
 class Opened(_Record):
     """A process opened the journal. ``retry``: hosts that failed before are tried again.
 
-    ``builds`` are those that hosts of each image are verified against, by their ids.
+    ``builds`` are those that hosts of each image are verified against, by their ids. ``evicts`` is the deadline of a
+    roll after which it evicts jobs, as who began the process confirmed.
     """
 
     kind: Literal["opened"] = "opened"
     plan: str
     retry: bool = False
     builds: Mapping[str, str] = Field(default_factory=dict)
+    evicts: str = Field(default="", exclude_if=operator.not_)
 
 
 class Changed(_Record):
@@ -85,6 +99,7 @@ class Result(_Record):
     joined: Joined = "unknown"
     seconds: float = Field(default=0.0, ge=0)
     phases: Mapping[str, float] = Field(default_factory=dict)
+    emptied: Emptied = Field(default=Emptied(), exclude_if=lambda emptied: emptied == Emptied())
 
 
 class Gated(_Record):

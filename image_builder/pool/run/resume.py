@@ -31,7 +31,7 @@ def take_up(
     OSError.
     """
     progress = past(plan, journal.records, str(journal.path))
-    opened = Opened(at=at, plan=plan.digest, retry=retry, builds=builds or {})
+    opened = Opened(at=at, plan=plan.digest, retry=retry, builds=builds or {}, evicts=plan.deadline)
     for record in [opened, reconcile(progress, hosts, at=at)]:
         if record is not None:
             journal.append(record)

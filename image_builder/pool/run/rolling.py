@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 from image_builder.pool.plan.model import UNREACHED, Cell, Host, Outcome, ended, failed, rank
+from image_builder.pool.run.budgets import too_many
 from image_builder.pool.run.moves import again, change_wave, count_unavailable, end, move, set_empty
 from image_builder.pool.run.records import Chosen, Rested, Result
 from image_builder.pool.run.state import HostStatus, Progress, WaveStatus
@@ -39,7 +40,10 @@ def after_look(progress: Progress, status: HostStatus, record: Result) -> None:
 def after_await(progress: Progress, status: HostStatus, record: Result) -> None:
     """Take a host of the last wave that is idle; skip one that never was."""
     outcome = record.outcome
-    if outcome.ok and not progress.stopped:
+    status.unit = record.emptied.unit
+    if outcome.ok and not progress.stopped and (reason := too_many(progress, status.unit)):
+        conclude(progress, status, ended("skipped", reason), record.at)
+    elif outcome.ok and not progress.stopped:
         status.row, status.awaited = 0, True
         move(progress, status.host.name, "ready")
     elif outcome.ok:
@@ -116,6 +120,10 @@ def _defer(progress: Progress, status: HostStatus, at: float) -> None:
         conclude(progress, status, ended("skipped", STOPPED), at)
     else:
         is_rest = progress.waves[status.wave].wave.is_rest
+        rolls = progress.plan.policy.rolls
+        if is_rest and rolls and at >= rolls.deadline_at:
+            # It is due at once, and what was in the way may still be there.
+            status.not_before = at + rolls.drain.max_wait_seconds
         move(progress, status.host.name, "resting" if is_rest else "deferred")
 
 

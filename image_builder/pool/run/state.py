@@ -74,6 +74,7 @@ class HostStatus:
     host that failed whether it has its image back; None where nobody tried. ``unsent`` counts the attempts at another
     image of which it is certain that nothing was sent, ``empty`` is a host that has our cordon and nothing to do,
     ``awaited`` one that became idle in the last wave, maybe with our cordon; that wave waits for it until ``idle_by``.
+    ``unit`` are the hosts whose gangs it shares: they are drained together or not at all.
     """
 
     host: Host
@@ -97,6 +98,7 @@ class HostStatus:
     empty: bool = False
     awaited: bool = False
     idle_by: float = 0.0
+    unit: tuple[str, ...] = ()
 
     @property
     def touched(self) -> bool:

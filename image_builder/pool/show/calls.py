@@ -1,7 +1,8 @@
 """What a roll sends: every request that changes something in Azure or in the cluster, if all goes well.
 
 Reading isn't among it, nor is what depends on the moment: a claim on a scale set that is renewed, its Lease, Events, a
-request that is refused and sent again, evictions by a policy that has them, which hosts are upgraded by one request.
+request that is refused and sent again, which hosts are upgraded by one request, evictions by a policy that has them. Those
+after a deadline are, as one a host.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from image_builder.pool.scale_set.roll import SERVICES
 
 # The end of a claim is a time of the run's.
 UNTIL = "…"
+_EVICTION = "/api/v1/namespaces/…/pods/…/eviction"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def calls(plan: Plan, client: Client) -> list[Call]:
             listed.append(Call("azure", "name the version", "PATCH", path, body))
         for host in plan.hosts:
             if host.scale_set_id == path:
-                listed += _of_host(host)
+                listed += _of_host(host, plan.deadline)
         listed += _over(scale_set, running)
     return listed
 
@@ -75,9 +77,12 @@ def _service(scale_set: ScaleSet, service: str, action: str) -> Call:
     return Call("azure", f"{action} {service}", "POST", path, {"serviceName": service, "action": action})
 
 
-def _of_host(host: Host) -> Iterator[Call]:
+def _of_host(host: Host, deadline: str) -> Iterator[Call]:
     node = path_of_node(host.name)
     yield Call("kubernetes", "cordon", "PATCH", node, host=host.name)
+    if deadline:
+        # Of each pod of a job that runs there then.
+        yield Call("kubernetes", f"evict after {deadline}", "POST", _EVICTION, host=host.name)
     yield Call("kubernetes", "taint", "PATCH", node, host=host.name)
     upgrade = {"instanceIds": [host.instance]}
     yield Call("azure", "upgrade", "POST", f"{host.scale_set_id}/manualupgrade", upgrade, host.name)

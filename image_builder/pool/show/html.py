@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from image_builder.pool.plan.model import STEPS, Class, Mode
-from image_builder.pool.run.records import Record
+from image_builder.pool.run.records import Record, Result
 from image_builder.pool.run.state import HostStatus, Progress
 from image_builder.pool.show.report import is_skipped
 from image_builder.pool.show.timeline import LABELS, ROW, TOP, WIDTH, timeline
@@ -80,6 +80,15 @@ class _Row:
     detail: str
 
 
+@dataclass(frozen=True)
+class _Drain:
+    """A line about work on a host: that it was evicted, or that it is why the host was skipped or deferred."""
+
+    host: str
+    event: str
+    detail: str
+
+
 def page(progress: Progress, records: Sequence[Record], report: Mapping[str, Any]) -> str:
     """Return the page of a run; ``report`` is its report (``pool.report.report``)."""
     rows = list(_rows(progress, report))
@@ -98,6 +107,8 @@ def page(progress: Progress, records: Sequence[Record], report: Mapping[str, Any
         durations=list(_durations(progress.plan.policy.mode, report["seconds"])),
         bar=_BAR,
         rows=rows,
+        steps=STEPS[progress.plan.policy.mode],
+        drains=list(_drains(progress, records, report)),
         number={row.name: row.number for row in rows},
         classes=sorted({row.result for row in rows}),
         style=style,
@@ -163,6 +174,10 @@ def _facts(
     yield "Unavailable", f"{report['unavailable']['now']} of {report['unavailable']['allowed']} allowed"
     yield "Verified", f"{report['verified']} of {report['hosts']} hosts"
     yield "Waves", f"{sum(w['passed'] is not None for w in report['waves'])} of {len(report['waves'])} over"
+    if hours := report.get("idle_hours"):
+        yield "Idle", f"{hours['gpus']:.1f} GPU-hours, {hours['hosts']:.1f} host-hours"
+    if deadline := report.get("deadline"):
+        yield "Deadline", f"{deadline}: {sum(map(len, report['evicted'].values()))} pods evicted"
     if progress.opened > 1:
         yield "Resumed", f"{progress.opened - 1} times"
     yield "Plan", report["plan"][:16]
@@ -184,6 +199,17 @@ def _durations(mode: Mode, seconds: Mapping[str, Mapping[str, float]]) -> Iterat
                     p50_width=round(_BAR * values["p50"] / most, 1),
                     p95_width=round(_BAR * values["p95"] / most, 1),
                 )
+
+
+def _drains(progress: Progress, records: Sequence[Record], report: Mapping[str, Any]) -> Iterator[_Drain]:
+    """Yield what a roll did about work on hosts; who was busy for its whole patience, and for how long."""
+    events = [(host, "skipped", detail) for host, detail in report.get("skipped", {}).items()]
+    events += [(host, "evicted", ", ".join(pods)) for host, pods in report.get("evicted", {}).items()]
+    for record in records:
+        if isinstance(record, Result) and record.step in ("drain", "await") and record.outcome.kind == "busy":
+            busy = f"{record.outcome.detail} ({human_seconds(record.seconds)})"
+            events.append((record.host, "deferred" if record.step == "drain" else "never idle", busy))
+    yield from (_Drain(*event) for event in sorted(events) if progress.hosts[event[0]].state != "gone")
 
 
 def _rows(progress: Progress, report: Mapping[str, Any]) -> Iterator[_Row]:

@@ -25,13 +25,15 @@ def junit(progress: Progress, report: Mapping[str, Any]) -> bytes:
     """Return the document; ``report`` is the run's report (``pool.report.report``).
 
     A host that ended in anything but `ok` is a ``failure``, with its signature as the type: what failed alike has
-    the same. One that has no class yet is ``skipped``.
+    the same. One that has no class yet is ``skipped``. What a roll's steps took, and which pods were evicted, is the
+    ``system-out`` of their host.
     """
     root = Element("testsuites", name=_text("pools " + ", ".join(pool.name for pool in progress.plan.pools)))
     suites = [_run_suite(report)]
     for wave in progress.waves:
         statuses = [progress.hosts[name] for name in sorted(wave.present)]
-        suites.append(_suite(wave.wave.name, wave.began, (_case(status) for status in statuses)))
+        cases = (_case(status, _output(status, report)) for status in statuses)
+        suites.append(_suite(wave.wave.name, wave.began, cases))
     for suite in suites:
         root.append(suite)
     for key in ("tests", "failures", "errors", "skipped"):
@@ -63,10 +65,22 @@ def _run_suite(report: Mapping[str, Any]) -> Element:
         SubElement(case, "failure", type=state, message=_text(why))
     elif state != "finished":
         SubElement(case, "skipped", message=state)
+    if hours := report.get("idle_hours"):
+        lines = f"empty for {hours['hosts']:.1f} host-hours, {hours['gpus']:.1f} GPU-hours"
+        SubElement(case, "system-out").text = lines
     return _suite("run", None, [case])
 
 
-def _case(status: HostStatus) -> Element:
+def _output(status: HostStatus, report: Mapping[str, Any]) -> str:
+    """Return what a roll did with a host: how long its steps took, and what was evicted."""
+    if "evicted" not in report:
+        return ""
+    lines = [f"{step}: {took:.1f} s" for step, took in status.seconds.items()]
+    lines += [f"evicted: {pod}" for pod in report["evicted"].get(status.host.name, ())]
+    return "\n".join(lines)
+
+
+def _case(status: HostStatus, output: str) -> Element:
     host = status.host
     seconds = sum(status.seconds.values())
     case = Element(
@@ -82,6 +96,8 @@ def _case(status: HostStatus) -> Element:
         SubElement(case, "skipped", message=_text(status.outcome.detail))
     elif not status.outcome.ok:
         case.append(_failure(status, status.outcome))
+    if output:
+        SubElement(case, "system-out").text = _text(output)
     return case
 
 

@@ -81,6 +81,9 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
             s.host.name: s.outcome.detail for s in statuses if is_skipped(s) and s.outcome is not None
         }
         document["skip_budget"] = plan.skip_budget
+        document["deadline"] = plan.deadline
+        document["evicted"] = evicted(records)
+        document["idle_hours"] = idle(records)
         document["restored"] = {s.host.name: s.restored for s in statuses if s.restored is not None}
         # Who has another image, or may have, and isn't fine with it.
         document["cordoned"] = sorted(s.host.name for s in statuses if _is_cordoned(s))
@@ -126,6 +129,34 @@ def durations(records: Iterable[Record]) -> dict[str, dict[str, float]]:
     return {
         name: {f"p{round(100 * q)}": round(quantile(values, q), 3) for q in (0.5, 0.95, 0.99)}
         for name, values in sorted(seconds_of.items())
+    }
+
+
+def evicted(records: Iterable[Record]) -> dict[str, list[str]]:
+    """Return the pods that were evicted from each host."""
+    pods: dict[str, list[str]] = {}
+    for record in records:
+        if isinstance(record, Result) and record.emptied.evicted:
+            pods.setdefault(record.host, []).extend(record.emptied.evicted)
+    return pods
+
+
+def idle(records: Sequence[Record]) -> dict[str, float]:
+    """Return for how many hours hosts, and their GPUs, were empty: from the end of a drain until it worked again."""
+    empty: dict[str, Result] = {}
+    spans: list[tuple[Result, float]] = []
+    for record in records:
+        if not isinstance(record, Result) or not record.outcome.ok:
+            continue
+        if record.step == "drain":
+            empty.setdefault(record.host, record)
+        elif record.step in ("free", "restore") and (drain := empty.pop(record.host, None)):
+            spans.append((drain, record.at))
+    spans += [(drain, records[-1].at) for drain in empty.values()]
+    hours = [(drain.emptied.gpus, max(0.0, until - drain.at) / 3600) for drain, until in spans]
+    return {
+        "hosts": round(sum(time for _, time in hours), 3),
+        "gpus": round(sum(gpus * time for gpus, time in hours), 3),
     }
 
 
@@ -194,6 +225,14 @@ def text(report: dict[str, Any]) -> str:
     ]
     if unproven := report.get("target", {}).get("unproven"):
         lines.append(f"{report['target']['version']} is unproven: {unproven}")
+    if report.get("deadline"):
+        pods = [pod for on_host in report["evicted"].values() for pod in on_host]
+        lines.append(f"deadline {report['deadline']}: {len(pods)} pods evicted")
+        lines += [
+            f"  evicted {', '.join(on_host)} from {host}" for host, on_host in report["evicted"].items()
+        ]
+    if hours := report.get("idle_hours"):
+        lines.append(f"empty for {hours['hosts']:.1f} host-hours, {hours['gpus']:.1f} GPU-hours")
     for wave in report["waves"]:
         if wave["began"] is None:
             continue

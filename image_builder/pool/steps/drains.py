@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -12,12 +13,14 @@ from image_builder.drain import run as drains
 from image_builder.drain.handover import Handover
 from image_builder.drain.ladder import PATIENCE
 from image_builder.drain.look import Cordoned
+from image_builder.drain.pods import count_gpus
 from image_builder.drain.policy import Policy
 from image_builder.drain.run import Drain
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.kube import KubeError
 from image_builder.node.net.retry import backoff
 from image_builder.pool.plan.model import OK, Outcome, Step, ended, failed
+from image_builder.pool.run.records import Emptied
 
 # Between two attempts while the API server, or Azure, is away.
 TROUBLE_SECONDS = 60.0
@@ -39,11 +42,20 @@ def why(outcome: drains.Outcome) -> str:
     return f"{outcome.reason}: {first}" if first else outcome.reason
 
 
+def _ending(outcome: drains.Outcome) -> Outcome:
+    """Return how the drain of a host ended."""
+    if outcome.state == "empty":
+        return OK
+    # Without a pod it was somebody else's, or is gone.
+    is_busy = bool(outcome.tenants) and outcome.reason != drains.UNCORDONED
+    return ended("busy" if is_busy else "skipped", why(outcome))
+
+
 class Drains:
     """All drains of a roll, and the hosts that are awaited, in one thread.
 
     ``run`` is the roll's name on nodes; ``report`` is called in this thread. Hosts that are begun together are one
-    drain: gangs in it go together.
+    drain: gangs in it go together. After ``deadline``, in seconds of the epoch, no owner is asked any more.
     """
 
     def __init__(
@@ -52,10 +64,11 @@ class Drains:
         run: str,
         policy: Policy,
         max_fenced: int,
-        report: Callable[[Key, Outcome], None],
+        report: Callable[[Key, Outcome, Emptied], None],
+        deadline: float = math.inf,
     ) -> None:
         self._connect, self._name, self._policy, self._max_fenced = connect, run, policy, max_fenced
-        self._report = report
+        self._report, self._deadline = report, deadline
         # Hosts to drain, to await and until when, or one to let go of and what says that nothing more is done to it.
         self._new: SimpleQueue[list[Key] | dict[Key, float] | tuple[str, threading.Event]] = SimpleQueue()
         self._awaited: dict[str, tuple[Key, float]] = {}
@@ -103,7 +116,7 @@ class Drains:
     def _run(self) -> None:
         work: list[tuple[Drain, dict[str, Key]]] = []
         kube, failures = self._connect(), 0
-        handover = Handover(kube, self._name, self._policy, self._max_fenced)
+        handover = Handover(kube, self._name, self._policy, self._max_fenced, deadline=self._deadline)
         try:
             while not self._ending.is_set():
                 self._take(work, kube, handover)
@@ -133,8 +146,8 @@ class Drains:
         pause = self._due - time.monotonic()
         if pause > 0:
             return pause
-        for name in handover.turn():
-            self._answer(name, OK)
+        for name, unit in handover.turn():
+            self._answer(name, OK, unit)
         now = time.time()
         for name in [name for name, (_, until) in self._awaited.items() if until <= now]:
             outcome = ended("busy", f"{PATIENCE}: {handover.pod(name)}")
@@ -143,11 +156,11 @@ class Drains:
         self._due = time.monotonic() + self._policy.poll_seconds
         return self._policy.poll_seconds
 
-    def _answer(self, name: str, outcome: Outcome) -> None:
+    def _answer(self, name: str, outcome: Outcome, unit: tuple[str, ...] = ()) -> None:
         """Report a host that was awaited."""
         key, _ = self._awaited.pop(name)
         if key not in self._over:
-            self._report(key, outcome)
+            self._report(key, outcome, Emptied(unit=unit))
 
     def _take(self, work: list[tuple[Drain, dict[str, Key]]], kube: Kube, handover: Handover) -> None:
         """Begin what was asked for meanwhile, and let go of hosts."""
@@ -171,10 +184,13 @@ class Drains:
                 handover.add(key[0] for key in asked)
                 continue
             # Who was idle a moment ago is not waited for again.
+            is_over = time.time() >= self._deadline
             for hurry in (False, True):
-                keys_of = {key[0]: key for key in asked if (key[0] in self._rested) == hurry}
+                keys_of = {key[0]: key for key in asked if (key[0] in self._rested and not is_over) == hurry}
                 policy = self._policy.model_copy(update={"max_wait_seconds": 0.0}) if hurry else self._policy
-                drain = Drain(kube, self._name, policy, lambda _: None, cordoned=self._cordoned)
+                drain = Drain(
+                    kube, self._name, policy, lambda _: None, deadline=self._deadline, cordoned=self._cordoned
+                )
                 drain.add(keys_of)
                 work.append((drain, keys_of))
 
@@ -185,12 +201,9 @@ class Drains:
             if key and key not in self._over:
                 if outcome.node:
                     self.nodes[name] = outcome.node
-                if outcome.state == "empty":
-                    self._report(key, OK)
-                else:
-                    # Without a pod it was somebody else's, or is gone.
-                    is_busy = bool(outcome.tenants) and outcome.reason != drains.UNCORDONED
-                    self._report(key, ended("busy" if is_busy else "skipped", why(outcome)))
+                status = (outcome.node or {}).get("status") or {}
+                gpus = count_gpus(status.get("allocatable"))
+                self._report(key, _ending(outcome), Emptied(evicted=outcome.evicted, gpus=gpus))
 
     def _fail(
         self, work: Iterable[tuple[Drain, dict[str, Key]]], handover: Handover, error: KubeError
@@ -198,7 +211,7 @@ class Drains:
         outcome = failed("drain", BROKEN_OFF, str(error))
         for _, keys in work:
             for key in keys.values():
-                self._report(key, outcome)
+                self._report(key, outcome, Emptied())
         for name in list(self._awaited):
             handover.drop(name)
             self._answer(name, outcome)

@@ -25,6 +25,7 @@ from image_builder.pool.reach.provision import JoinStatus
 from image_builder.pool.reach.reach import Access, Answer, Reach
 from image_builder.pool.run.driver import Event, Work
 from image_builder.pool.run.gates import Reading
+from image_builder.pool.run.records import Emptied
 from image_builder.pool.steps import ansible
 from image_builder.pool.steps.ansible import Slice
 from image_builder.pool.steps.control_plane import ControlPlane
@@ -217,7 +218,12 @@ class Fleet:
         return key
 
     def _end(
-        self, key: _Key, outcome: Outcome, joined: Joined, phases: Sequence[tuple[str, float]] = ()
+        self,
+        key: _Key,
+        outcome: Outcome,
+        joined: Joined,
+        phases: Sequence[tuple[str, float]] = (),
+        emptied: Emptied = Emptied(),  # noqa: B008 (it never changes)
     ) -> None:
         """Report that a step ended, unless it was given up."""
         begun = self._begun.pop(key, None)
@@ -225,7 +231,8 @@ class Fleet:
             return
         name, step, attempt = key
         seconds = max(0.0, self.now() - begun.at)
-        self._events.append(Event(name, step, attempt, outcome, joined, seconds, tuple(phases)))
+        event = Event(name, step, attempt, outcome, joined, seconds, tuple(phases), emptied)
+        self._events.append(event)
         self._leave_slice(name, step)
 
     def _leave_slice(self, host: str, step: Step) -> None:

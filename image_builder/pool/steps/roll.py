@@ -6,6 +6,7 @@ is reimaged, restored or freed has one of its own for as long.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from image_builder.node.net.retry import backoff
 from image_builder.node.settings import RELEASE
 from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, Target, ended, failed
 from image_builder.pool.run.driver import Work
+from image_builder.pool.run.records import Emptied
 from image_builder.pool.scale_set import records
 from image_builder.pool.scale_set.client import Client as Azure
 from image_builder.pool.scale_set.model import ScaleSet, Version
@@ -61,7 +63,7 @@ class Change:
 
     ``run`` names it on nodes, ``holder`` on scale sets. ``kube`` opens a connection to the API server, for one thread
     each; ``journal`` holds what is sent to Azure. ``max_fenced``: most hosts of the last wave that are cordoned at
-    work.
+    work. After ``deadline``, in seconds of the epoch, busy hosts are emptied whatever the owners of their pods say.
     """
 
     target: Target
@@ -72,6 +74,7 @@ class Change:
     journal: Path
     policy: Policy
     max_fenced: int = 0
+    deadline: float = math.inf
     patience: Patience = field(default_factory=Patience)
     settle_seconds: float = _SETTLE_SECONDS
 
@@ -101,7 +104,9 @@ class RollFleet(Fleet):
         self._stack = ExitStack()
         self._threads = ThreadPoolExecutor(setup.at_once, thread_name_prefix="roll")
         self._local, self._connections = threading.local(), list[Kube]()
-        self._drains = Drains(change.kube, change.run, change.policy, change.max_fenced, self._report)
+        self._drains = Drains(
+            change.kube, change.run, change.policy, change.max_fenced, self._drained, change.deadline
+        )
         self._leases = Leases(change.kube, change.holder)
         self._guard, self._models = threading.Lock(), threading.Lock()
         self._drives: dict[str, Drive] = {}
@@ -201,8 +206,8 @@ class RollFleet(Fleet):
             self._threads.submit(self._do, does[step], w.host, key)
 
     def room(self, step: Step) -> int:
-        # All that are awaited take one thread, and are looked at in turn.
-        return sys.maxsize if step == "await" else super().room(step)
+        # All that are awaited or drained take one thread, and are looked at in turn.
+        return sys.maxsize if step in ("await", "drain") else super().room(step)
 
     def idle(self, cells: Sequence[Sequence[Host]], each: int) -> Collection[str] | None:
         if self._sought is None:
@@ -272,6 +277,9 @@ class RollFleet(Fleet):
     def _report(self, key: Key, outcome: Outcome, joined: Joined = "unknown") -> None:
         """Tell the driver's thread how a step ended."""
         self._queue.put(partial(self._end, key, outcome, joined))
+
+    def _drained(self, key: Key, outcome: Outcome, emptied: Emptied) -> None:
+        self._queue.put(partial(self._end, key, outcome, "unknown", emptied=emptied))
 
     def _do(self, work: Callable[[Host, Key], tuple[Outcome, Joined]], host: Host, key: Key) -> None:
         """Do a step, again while Azure or the cluster is away; whatever else happens ends it."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from image_builder.drain import fence
-from image_builder.drain.handover import Handover
+from image_builder.drain.handover import Due, Handover
 from image_builder.drain.policy import Policy
 from tests.unit.drain.manifests import node_object, pod_object
 from tests.unit.drain.test_drain_run import Server
@@ -48,7 +48,7 @@ def test_those_whose_jobs_end_first_are_cordoned_while_they_work(server: Server)
     assert list(awaited.turn()) == [] and len(cordoned(server)) == 3
     server.pods["gpu-3"] = []
     # It leaves it as it is, and the next one has its place.
-    assert list(awaited.turn()) == ["gpu-3"] and cordoned(server) == list(HOSTS)
+    assert list(awaited.turn()) == [Due("gpu-3")] and cordoned(server) == list(HOSTS)
     assert list(awaited.turn()) == []
 
 
@@ -56,7 +56,7 @@ def test_who_is_idle_is_told_and_not_cordoned(server: Server) -> None:
     awaited = handover(server, max_fenced=0)
     server.pods["gpu-2"] = []
     del server.nodes["gpu-4"]
-    assert list(awaited.turn()) == ["gpu-2", "gpu-4"] and cordoned(server) == []
+    assert list(awaited.turn()) == [Due("gpu-2"), Due("gpu-4")] and cordoned(server) == []
 
 
 def test_a_policy_that_cordons_no_busy_host_does_not_here_either(server: Server) -> None:
@@ -89,3 +89,22 @@ def test_a_host_that_is_let_go_of_is_not_looked_at_any_more(server: Server) -> N
     awaited.drop("gpu-1")
     server.pods["gpu-1"] = []
     assert list(awaited.turn()) == []
+
+
+def test_after_the_deadline_nobody_is_awaited(server: Server) -> None:
+    """Hosts that share a gang are due together, and nothing more is cordoned."""
+    for name in ("gpu-1", "gpu-3"):
+        server.pods[name] = [pod_object(owner="Job", spec={"nodeName": name})]
+    awaited = Handover(server, "roll", Policy(), 2, deadline=NOW, wall=lambda: NOW)
+    awaited.add(HOSTS)
+    unit = ("gpu-1", "gpu-3")
+    due = sorted(awaited.turn())
+    assert due == [Due("gpu-1", unit), Due("gpu-2"), Due("gpu-3", unit), Due("gpu-4")]
+    assert cordoned(server) == [] and list(awaited.turn()) == []
+
+
+def test_what_a_host_runs_is_known_before_it_is_due(server: Server) -> None:
+    policy = Policy(poll_seconds=1.0, looks_per_second=3.0)
+    awaited = Handover(server, "roll", policy, 0, deadline=NOW, wall=lambda: NOW)
+    awaited.add(HOSTS)
+    assert list(awaited.turn()) == [] and len(list(awaited.turn())) == 4

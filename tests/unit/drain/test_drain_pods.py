@@ -101,6 +101,31 @@ def test_a_rule_counts_for_gpus_only_where_it_says_so() -> None:
     assert class_of(Policy(rules=(Rule(action="ignore"),)), spec=gpus()) == "wait"
 
 
+@pytest.mark.parametrize(
+    ("parts", "kind"),
+    [
+        ({"spec": gpus()}, "evict"),
+        ({"owner": ""}, "evict"),
+        ({"annotations": {MARK: "wait"}}, "evict"),
+        ({"annotations": {KARPENTER: "true"}}, "evict"),
+        ({"owner": "DaemonSet"}, "ignored"),
+        ({"labels": {CLUSTER_API: "skip"}}, "ignored"),
+        ({"labels": {"app": "keep"}}, "wait"),
+    ],
+)
+def test_what_is_evicted_after_a_deadline(parts: dict[str, Any], kind: str) -> None:
+    """Owners are overruled; rules, which come from the same hand as the deadline, aren't."""
+    policy = Policy(rules=(Rule(action="wait", labels={"app": "keep"}),))
+    verdict = classify(pod_from(pod_object(**parts)), policy, START, overruled=True)
+    assert verdict.kind.value == kind
+    assert ("deadline" in verdict.reason) == (kind == "evict")
+
+
+def test_gpus_are_counted() -> None:
+    assert pod_from(pod_object(spec=gpus())).gpus == 1
+    assert pod_from(pod_object(spec=gpus("rdma/hca"))).gpus == pod_from(pod_object()).gpus == 0
+
+
 def test_when_its_work_ends() -> None:
     pod = pod_from(pod_object(spec={"activeDeadlineSeconds": 60}))
     assert pod.deadline == START + 60

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from image_builder.drain.ask import CHECKPOINT
 from image_builder.drain.fence import CORDON, Record
 from image_builder.drain.policy import Policy
 from image_builder.drain.run import Drain
@@ -59,7 +60,8 @@ class Server(Client):
     ) -> None:
         assert limit == 500
         selector = dict(urllib.parse.parse_qsl(query["fieldSelector"].replace(",", "&")))
-        hosts = [selector["spec.nodeName"]] if path == "/api/v1/pods" else list(self.pods)
+        one = selector.get("spec.nodeName") if path == "/api/v1/pods" else None
+        hosts = [one] if one else list(self.pods)
         for host in hosts:
             for pod in self.pods.get(host, []):
                 take(pod)
@@ -175,3 +177,66 @@ def test_many_hosts_are_looked_at_less_often(server: Server) -> None:
     assert work.pause == 5.0
     work.add([f"gpu-{number}" for number in range(200)])
     assert work.pause == 20.0
+
+
+def gpu_pod(name: str = "a", **parts: Any) -> dict[str, Any]:
+    container = {"name": "main", "resources": {"limits": {"nvidia.com/gpu": "8"}}}
+    return pod_object(name, spec={"nodeName": "gpu-1", "containers": [container]}, **parts)
+
+
+def overdue(server: Server, clock: Clock, deadline: float, **policy: Any) -> Drain:
+    work = Drain(server, "roll", Policy(**policy), lambda _: None, deadline=deadline, clock=clock, wall=clock)
+    work.add(["gpu-1"])
+    return work
+
+
+def test_owners_are_overruled_after_a_deadline_and_not_before(server: Server) -> None:
+    clock = Clock()
+    server.pods["gpu-1"] = [gpu_pod()]
+    work = overdue(server, clock, 1500.0, max_wait_seconds=3600.0)
+    work.turn()
+    clock.now = 1499.0
+    work.turn()
+    assert server.evicted == []
+    clock.now = 1500.0
+    work.turn()
+    assert server.evicted == ["a"] and server.events[-1] == "PodEvicted"
+    server.pods["gpu-1"] = []
+    for _ in range(2):
+        work.turn()
+        clock.now += 30.0
+    assert work.outcomes["gpu-1"].evicted == ("work/a",)
+
+
+def test_patience_begins_at_the_deadline(server: Server) -> None:
+    """A host that was cordoned long before, by a driver that is gone, is not skipped before anything was evicted."""
+    clock = Clock()
+    server.pods["gpu-1"] = [gpu_pod()]
+    overdue(server, clock, 1e9).turn()
+    clock.now += 100_000.0
+    work = overdue(server, clock, 2000.0, max_wait_seconds=60.0)
+    work.turn()
+    assert server.evicted == ["a"] and work.open_hosts == ["gpu-1"]
+    clock.now += 60.0
+    work.turn()
+    assert work.outcomes["gpu-1"].state == "skipped" and work.outcomes["gpu-1"].evicted == ("work/a",)
+
+
+def test_owners_are_asked_first_where_the_policy_says_so(server: Server) -> None:
+    clock = Clock()
+    server.pods["gpu-1"] = [gpu_pod(annotations={CHECKPOINT: "2026-01-01T00:00:00Z"})]
+    work = overdue(server, clock, 1000.0, checkpoint_seconds=300.0)
+    for evicted in ([], [], ["a"]):
+        work.turn()
+        assert server.evicted == evicted
+        clock.now += 200.0
+
+
+def test_a_part_of_a_gang_is_not_evicted_after_a_deadline_either(server: Server) -> None:
+    server.nodes["gpu-2"] = node_object({"a": "b"})
+    server.pods = {
+        host: [pod_object(f"of-{host}", owner="Job", spec={"nodeName": host})] for host in ("gpu-1", "gpu-2")
+    }
+    work = overdue(server, Clock(), 0.0)
+    work.turn()
+    assert "gpu-2" in work.outcomes["gpu-1"].reason and server.evicted == []

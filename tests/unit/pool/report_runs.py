@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.pool.plan.model import OK, Host, failed
@@ -10,6 +11,7 @@ from image_builder.pool.plan.policy import Policy
 from image_builder.pool.run.progress import replay
 from image_builder.pool.run.records import Began, Intent, Opened, Passed, Record, Result
 from image_builder.pool.run.state import Progress
+from tests.unit.pool import rolls
 from tests.unit.pool.simulation import START, Faults, make, make_hosts, simulate
 
 # Each of them would do something where it isn't escaped, or escaped for the wrong place.
@@ -42,6 +44,17 @@ def hostile_run(names: tuple[str, ...] = HOSTILE) -> tuple[Progress, list[Record
     fates: dict[str, Any] = {name: failed(f"phase {name}", 61, f"detail {name}") for name in names}
     progress, _, records = simulate(plan, Faults(fates=fates))
     return progress, records
+
+
+def deadline_run() -> tuple[Progress, list[Record]]:
+    """A roll of 60 hosts at work until its deadline is over: evictions, a disruption budget that holds, a cordon."""
+    at = datetime.fromtimestamp(START + 6 * 3600.0, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    plan = rolls.plan(60, deadline=at, max_unavailable="10%", max_wait_seconds=86_400.0)
+    fates: dict[str, rolls.Fate] = {
+        plan.hosts[7].name: "disruption budget",
+        plan.hosts[8].name: "foreign cordon",
+    }
+    return rolls.roll(rolls.World(plan, fates, jobs=rolls.mixed_jobs(4, 864_000.0)))
 
 
 def large_run(failing: int) -> tuple[Progress, list[Record]]:

@@ -20,7 +20,7 @@ from image_builder.pool.plan.policy import Policy, Roll
 from image_builder.pool.run.driver import Event, Work, run
 from image_builder.pool.run.gates import Reading
 from image_builder.pool.run.progress import apply, begin
-from image_builder.pool.run.records import Opened, Record
+from image_builder.pool.run.records import Emptied, Opened, Record
 from image_builder.pool.run.state import Progress
 from tests.unit.pool.simulation import START, make
 
@@ -41,6 +41,7 @@ Fate = Literal[
     "old once",
     "foreign cordon",
     "busy late",
+    "disruption budget",
 ]
 
 
@@ -58,7 +59,10 @@ class Node:
 
 @dataclass
 class World:
-    """The fleet and its scale sets. ``lost`` are jobs that were running when their node was reimaged."""
+    """The fleet and its scale sets. ``lost`` are jobs that were running when their node was reimaged.
+
+    ``gangs`` are the hosts that each host's job is on, ``evicted`` those whose job was evicted, and when.
+    """
 
     plan: Plan
     fates: dict[str, Fate] = field(default_factory=dict)
@@ -75,6 +79,9 @@ class World:
     not_ready: set[str] = field(default_factory=set)
     cordoned_before: set[str] = field(default_factory=set)
     lost: list[str] = field(default_factory=list)
+    gangs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    evicted: dict[str, float] = field(default_factory=dict)
+    together: set[str] = field(default_factory=set)
     turned_at: float | None = None
     most_unavailable: int = 0
     most_fenced: int = 0
@@ -147,9 +154,15 @@ class World:
             assert number <= max(1, zones[zone] // 2), zone
 
     def _later(
-        self, seconds: float, w: Work, step: Step, outcome: Outcome, joined: Joined = "unknown"
+        self,
+        seconds: float,
+        w: Work,
+        step: Step,
+        outcome: Outcome,
+        joined: Joined = "unknown",
+        emptied: Emptied = Emptied(),  # noqa: B008 (it never changes)
     ) -> None:
-        event = Event(w.host.name, step, w.attempt, outcome, joined, seconds)
+        event = Event(w.host.name, step, w.attempt, outcome, joined, seconds, emptied=emptied)
         heapq.heappush(self.events, (self.time + seconds, next(self.order), event))
 
     def _happen(self, event: Event) -> None:
@@ -163,6 +176,7 @@ class World:
             node.awaited = False
 
     def begin(self, step: Step, work: Sequence[Work]) -> None:
+        self.together = {w.host.name for w in work}
         for w in work:
             self.log.append((self.time, step, w.host.name))
             getattr(self, f"_{step}")(w, self.nodes[w.host.name], self.fates.get(w.host.name, "well"))
@@ -177,14 +191,16 @@ class World:
     def _await(self, w: Work, node: Node, _fate: Fate) -> None:
         """Wait for a host; as many as may be are cordoned before their jobs end."""
         self.rested.add(w.host.name)
-        remaining = max(0.0, node.busy_until - self.time)
+        ends = min(node.busy_until, self.roll.deadline_at)
+        remaining = max(0.0, ends - self.time)
+        unit = self.gangs.get(w.host.name, ()) if node.busy_until > ends else ()
         room = self.plan.max_fenced - sum(n.awaited for n in self.nodes.values())
         if remaining and node.cordoned != "somebody" and room > 0:
             node.cordoned, node.awaited = "us", True
         if self.time + remaining > w.until:
-            self._later(w.until - self.time, w, "await", ended("busy", BUSY))
+            self._later(max(0.0, w.until - self.time), w, "await", ended("busy", BUSY))
         else:
-            self._later(remaining + 1.0, w, "await", OK)
+            self._later(remaining + 1.0, w, "await", OK, emptied=Emptied(unit=unit))
 
     def _probe(self, w: Work, node: Node, _fate: Fate) -> None:
         if node.away:
@@ -197,13 +213,20 @@ class World:
             self._later(0.1, w, "drain", ended("skipped", "cordoned by somebody else"))
             return
         node.cordoned, node.awaited = "us", False
-        remaining = max(0.0, node.busy_until - self.time)
+        is_over = self.time >= self.roll.deadline_at
         # Who was idle in the last wave is not waited for again.
-        patience = 0.0 if w.host.name in self.rested else self.roll.drain.max_wait_seconds
+        patience = 0.0 if w.host.name in self.rested and not is_over else self.roll.drain.max_wait_seconds
+        due = max(self.time, self.roll.deadline_at)
+        is_whole = {*self.gangs.get(w.host.name, ())} <= self.together
+        evicted: tuple[str, ...] = ()
+        if node.busy_until > due and due - self.time <= patience and is_whole and fate != "disruption budget":
+            node.busy_until = self.evicted[w.host.name] = due
+            evicted = (BUSY,)
+        remaining = max(0.0, node.busy_until - self.time)
         if remaining > patience:
             self._later(patience, w, "drain", ended("busy", BUSY))
         else:
-            self._later(remaining + 1.0, w, "drain", OK)
+            self._later(remaining + 1.0, w, "drain", OK, emptied=Emptied(evicted=evicted, gpus=8))
 
     def _reimage(self, w: Work, node: Node, fate: Fate) -> None:
         assert node.cordoned == "us" and self.turned_at is None
@@ -258,8 +281,9 @@ class World:
 def plan(hosts: int, **policy: object) -> Plan:
     """Return the plan of a roll over so many hosts."""
     rolled = {"mode": "roll", **policy}
-    if "max_unavailable" in rolled:
-        rolled["roll"] = Roll(max_unavailable=str(rolled.pop("max_unavailable")))
+    own = {name: rolled.pop(name) for name in Roll.model_fields if name in rolled}
+    if own:
+        rolled["roll"] = Roll.model_validate(own)
     return make(hosts, Policy.model_validate(rolled))
 
 

@@ -12,6 +12,7 @@ from image_builder.pool.plan.policy import Policy
 from image_builder.pool.run import budgets
 from image_builder.pool.run.progress import begin
 from image_builder.pool.run.state import Progress, State
+from tests.unit.pool import rolls
 from tests.unit.pool.simulation import make
 
 NOW = 10_000.0
@@ -210,3 +211,30 @@ def test_a_host_that_is_to_be_repeated_straggles(progress: Progress) -> None:
     rest = slow(progress, 4, durations=[20.0], seconds=100.0)
     move(progress, rest[:1], "waiting", seconds=1.0)
     assert budgets.decide(progress, 0, NOW) is not None
+
+
+def test_hosts_of_a_gang_are_admitted_together() -> None:
+    planned = rolls.plan(400, max_unavailable="5")
+    progress = begin(planned)
+    names = [host.name for host in planned.hosts if host.zone == planned.hosts[0].zone][:8]
+    unit = tuple(names[2:6])
+    for name in unit:
+        progress.hosts[name].unit = unit
+    assert budgets.admitted(progress, names) == [*names[:2], *names[6:8]]
+    assert budgets.admitted(progress, [*unit, names[0], names[1]]) == [*unit, names[0]]
+    # One of them is on its way.
+    progress.hosts[unit[0]].state = "freeing"
+    assert budgets.admitted(progress, [*unit[1:], names[0]]) == [names[0]]
+    # One of them isn't any more.
+    progress.hosts[unit[0]].state = "ended"
+    assert budgets.admitted(progress, unit[1:]) == list(unit[1:])
+
+
+def test_a_gang_that_never_fits_is_known() -> None:
+    planned = rolls.plan(400, max_unavailable="50%")
+    progress = begin(planned)
+    zone = [host.name for host in planned.hosts if host.zone == planned.hosts[0].zone]
+    half = len(zone) // 2
+    assert not budgets.too_many(progress, zone[:half])
+    assert f"{half + 1} hosts of zone" in budgets.too_many(progress, zone[: half + 1])
+    assert "400 hosts, of which 200 may be away" in budgets.too_many(progress, list(planned.host))

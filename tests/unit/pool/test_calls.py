@@ -14,11 +14,12 @@ from tests.support.arm.fleet import NEW, Fleet, fleet
 from tests.unit.pool.test_scale_set_target import hosts
 
 
-def _calls(machines: Fleet) -> list[Call]:
+def _calls(machines: Fleet, **roll: str) -> list[Call]:
     client = Client(Direct(machines.arm))
     target = read_target(client, hosts(machines), NEW)
     inventory = PlannedFrom(paths=(), digest="")
-    return calls(make_plan(inventory, [], hosts(machines), Policy(mode="roll"), target=target), client)
+    policy = Policy.model_validate({"mode": "roll", "roll": roll})
+    return calls(make_plan(inventory, [], hosts(machines), policy, target=target), client)
 
 
 def test_each_host_has_its_own_requests() -> None:
@@ -44,3 +45,11 @@ def test_what_is_so_already_is_not_sent() -> None:
     ]
     claim, release = (call.body for call in listed if call.body and "tags" in call.body)
     assert set(claim["tags"]) == {"team", HOLD_TAG} and release == {"tags": {"team": "ml"}}
+
+
+def test_evictions_after_a_deadline_are_among_them() -> None:
+    listed = _calls(fleet(2), deadline="2026-01-02T00:00:00Z")
+    evictions = [call for call in listed if call.path.endswith("/eviction")]
+    assert [call.host for call in evictions] == ["gpu-0", "gpu-1"]
+    assert {call.purpose for call in evictions} == {"evict after 2026-01-02T00:00:00Z"}
+    assert len(listed) == len(_calls(fleet(2))) + 2

@@ -1,11 +1,25 @@
-"""The drains of a roll, without an API server: when its word is the last one."""
+"""The drains of a roll, by an API server that answers from a dictionary: its last word, and what a deadline does."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+
 import pytest
 
+from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import KubeError
-from image_builder.pool.steps.drains import is_final
+from image_builder.pool.plan.model import OK, Outcome
+from image_builder.pool.run.records import Emptied
+from image_builder.pool.steps.drains import Drains, Key, is_final
+from tests.unit.drain.manifests import node_object, pod_object
+from tests.unit.drain.test_drain_run import Server
+
+Reports = SimpleQueue[tuple[Key, Outcome, Emptied]]
+HOSTS = ("gpu-1", "gpu-2")
 
 
 @pytest.mark.parametrize(
@@ -17,3 +31,59 @@ def test_an_api_server_that_knows_no_rights_yet_is_asked_again(
 ) -> None:
     """One that has just started refuses everybody for some seconds."""
     assert is_final(KubeError("it says no", status), failures) is final
+
+
+class Cluster(Server):
+    """A gang with GPUs on two hosts; a pod that is evicted is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        limits = {"resources": {"limits": {"nvidia.com/gpu": "8"}}}
+        for host in HOSTS:
+            spec = {"nodeName": host, "containers": [{"name": "main", **limits}]}
+            node = node_object({"a": "b"})
+            self.nodes[host] = {**node, "status": {"allocatable": {"nvidia.com/gpu": "8", "cpu": "96"}}}
+            self.pods[host] = [pod_object(f"on-{host}", owner="Job", spec=spec)]
+
+    def evict(self, namespace: str, name: str, uid: str, *, dry_run: bool = False) -> None:
+        super().evict(namespace, name, uid, dry_run=dry_run)
+        self.pods[name.removeprefix("on-")] = []
+
+
+def _report(reports: Reports, key: Key, outcome: Outcome, emptied: Emptied) -> None:
+    reports.put((key, outcome, emptied))
+
+
+@contextmanager
+def at_work(cluster: Server, reports: Reports, deadline: float) -> Iterator[Drains]:
+    policy = Policy(poll_seconds=0.01, looks_per_second=1000.0, settle_seconds=0.0, max_wait_seconds=60.0)
+    report = partial(_report, reports)
+    drains = Drains(lambda: cluster, "roll", policy, 0, report, deadline)
+    drains.start()
+    try:
+        yield drains
+    finally:
+        drains.end()
+
+
+def test_hosts_at_work_are_due_after_the_deadline_and_emptied() -> None:
+    cluster, reports = Cluster(), Reports()
+    with at_work(cluster, reports, deadline=0.0) as drains:
+        drains.wait_for({(host, "await", 1): time.time() + 60 for host in HOSTS})
+        due = [reports.get(timeout=30) for _ in HOSTS]
+        assert sorted(due, key=lambda report: report[0]) == [
+            ((host, "await", 1), OK, Emptied(unit=HOSTS)) for host in HOSTS
+        ]
+        drains.add([(host, "drain", 1) for host in HOSTS])
+        ends = {
+            key[0]: (outcome, emptied) for key, outcome, emptied in (reports.get(timeout=30) for _ in HOSTS)
+        }
+    assert ends == {host: (OK, Emptied(evicted=(f"work/on-{host}",), gpus=8)) for host in HOSTS}
+
+
+def test_before_the_deadline_they_are_awaited() -> None:
+    cluster, reports = Cluster(), Reports()
+    with at_work(cluster, reports, deadline=time.time() + 3600) as drains:
+        drains.wait_for({(host, "await", 1): time.time() for host in HOSTS})
+        outcomes = [reports.get(timeout=30)[1] for _ in HOSTS]
+    assert {outcome.kind for outcome in outcomes} == {"busy"} and cluster.evicted == []

@@ -25,7 +25,7 @@ from image_builder.pool.run.state import Progress
 from image_builder.pool.show.html import MEANINGS, page
 from image_builder.pool.show.report import report
 from image_builder.pool.show.timeline import LABELS, WIDTH, Timeline, axis, timeline
-from tests.unit.pool.report_runs import HOSTILE, hostile_run, large_run
+from tests.unit.pool.report_runs import HOSTILE, deadline_run, hostile_run, large_run
 from tests.unit.pool.simulation import Faults, World, make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE
 
@@ -326,3 +326,17 @@ def test_the_command_writes_both_files_and_still_tells_the_report(tmp_path: Path
     ]
     lost = CliRunner().invoke(app, ["pool", "report", str(path), "--html", str(tmp_path / "no" / "r.html")])
     assert lost.exit_code == errors.UsageError.exit_code and "can't write" in lost.stderr
+
+
+def test_of_a_roll_it_says_what_became_of_work() -> None:
+    progress, records = deadline_run()
+    document = report(progress, records)
+    text = page(progress, records, document)
+    assert document["idle_hours"]["gpus"] == pytest.approx(8 * document["idle_hours"]["hosts"], abs=0.01)
+    # At least a boot for each host that was emptied.
+    assert document["idle_hours"]["hosts"] > 58 * 840 / 3600
+    assert f"{document['idle_hours']['gpus']:.1f} GPU-hours" in text
+    assert f"{progress.plan.deadline}: {len(document['evicted'])} pods evicted" in text
+    assert text.count("<td>evicted</td>") == len(document["evicted"]) and "<td>deferred</td>" in text
+    assert "<td>cordoned by somebody else</td>" in text
+    assert "probe/await/drain/reimage/verify/free/restore" in text

@@ -13,6 +13,8 @@ from image_builder.pool.run.records import Opened, Record, Stopped
 from image_builder.pool.run.state import Progress
 from image_builder.pool.show.junit import junit
 from image_builder.pool.show.report import report
+from tests.unit.pool import rolls
+from tests.unit.pool.report_runs import deadline_run
 from tests.unit.pool.simulation import START, Faults, make, simulate
 from tests.unit.pool.test_simulation import FAULTS, WIDE
 
@@ -94,3 +96,17 @@ def test_what_xml_cannot_hold_is_replaced_and_the_rest_is_as_it_was() -> None:
     expected = "<b a='1'>&amp; ]]> \ufffd[31m \ufffd \ufffd \U0001f4a5 é"
     assert failure.get("message") == expected
     assert failure.text is not None and failure.text.splitlines()[:2] == ["failed gpu 61", expected]
+
+
+def test_of_a_roll_it_says_what_became_of_work() -> None:
+    progress, records = deadline_run()
+    root = _document(progress, records)
+    outputs = {case.get("name"): case.findtext("system-out") or "" for case in _cases(root)}
+    evicted = report(progress, records)["evicted"]
+    assert evicted and all(
+        (f"evicted: {rolls.BUSY}" in text) == (name in evicted) for name, text in outputs.items()
+    )
+    assert all("drain: " in text for text in outputs.values())
+    assert "GPU-hours" in (root[0][0].findtext("system-out") or "")
+    skipped = {case.get("name"): case[0].get("message") for case in _cases(root) if case[0].tag == "skipped"}
+    assert set(skipped.values()) == {"cordoned by somebody else", rolls.BUSY}

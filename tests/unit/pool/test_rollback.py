@@ -26,7 +26,8 @@ FAILED = failed("verify", 101, "test_gpu")
 
 def _roll(machines: Fleet) -> Plan:
     """Return the plan of a roll of all instances."""
-    policy = Policy(mode="roll", roll=Roll(max_unavailable="50%"), budget="30%", waves=("100%",))
+    rolls = Roll(max_unavailable="50%", deadline="2026-01-02T00:00:00Z")
+    policy = Policy(mode="roll", roll=rolls, budget="30%", waves=("100%",))
     target = read_target(Client(Direct(machines.arm)), hosts(machines), NEW)
     return make_plan(
         PlannedFrom(paths=("hosts.yml",), digest="d"), [], hosts(machines), policy, target=target
@@ -76,6 +77,8 @@ def test_who_got_the_new_version_goes_back() -> None:
     assert plan.holder == f"{before.run}-back-{plan.digest[:12]}" and before.holder == before.run
     # As many may be away and fail as in the roll, and nothing is taken back a third time.
     assert plan.policy.rolls and plan.policy.rolls.restore == "never"
+    # No job is evicted for it.
+    assert before.deadline and not plan.deadline
     assert (plan.max_unavailable, plan.budget) == (before.max_unavailable, before.budget) == (3, 1)
     assert [wave.name for wave in plan.waves] == ["wave 1"]
     assert set(plan.waves[0].verify) == set(plan.host)

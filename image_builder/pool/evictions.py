@@ -1,0 +1,33 @@
+"""A roll with a deadline: the jobs that it evicts, and the word of whoever drives it that it may."""
+
+from __future__ import annotations
+
+from image_builder.drain.jobs import Job, evicted_jobs
+from image_builder.drain.look import Looker
+from image_builder.errors import UsageError
+from image_builder.node.net.kube import Client
+from image_builder.pool.plan.plan import Plan
+
+
+def jobs(client: Client, plan: Plan, now: float) -> list[Job]:
+    """Return the jobs on a roll's hosts that would be evicted if its deadline were over; raises KubeError.
+
+    ``now`` in seconds of the epoch.
+    """
+    assert plan.policy.rolls is not None
+    looker = Looker(client, plan.policy.rolls.drain, overrules=True)
+    return evicted_jobs(looker.tenants_of(plan.host, now))
+
+
+def require_confirmation(plan: Plan, confirmed: str) -> None:
+    """Raise UsageError where a roll evicts jobs and ``confirmed`` doesn't name it, or names one that doesn't."""
+    if plan.deadline and confirmed != plan.run:
+        raise UsageError(
+            f"after {plan.deadline} this roll evicts jobs whose owners didn't allow it, and nothing was begun",
+            hint=f"if that is meant: --evict {plan.run}",
+        )
+    if confirmed and not plan.deadline:
+        raise UsageError(
+            "--evict is for a roll with a deadline, and this plan has none",
+            hint="image-builder pool plan --deadline TIME",
+        )
