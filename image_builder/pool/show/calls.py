@@ -1,8 +1,8 @@
 """What a roll sends: every request that changes something in Azure or in the cluster, if all goes well.
 
 Reading isn't among it, nor is what depends on the moment: a claim on a scale set that is renewed, its Lease, Events, a
-request that is refused and sent again, which hosts are upgraded by one request, evictions by a policy that has them. Those
-after a deadline are, as one a host.
+request that is refused and sent again, which hosts are upgraded by one request, evictions by a policy that has them.
+Those after a deadline are, as one a host.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, ended
 from image_builder.pool.run.driver import Event, Work
+from image_builder.pool.run.records import Emptied
 from tests.unit.pool.rolls import BUSY, Fate, Node, World
 
 HOUR = 3600.0
@@ -98,9 +99,15 @@ class Days(World):
         self.sightings[w.host.name] = self.last
 
     def _later(
-        self, seconds: float, w: Work, step: Step, outcome: Outcome, joined: Joined = "unknown"
+        self,
+        seconds: float,
+        w: Work,
+        step: Step,
+        outcome: Outcome,
+        joined: Joined = "unknown",
+        emptied: Emptied = Emptied(),  # noqa: B008 (it never changes)
     ) -> None:
-        event = Event(w.host.name, step, w.attempt, outcome, joined, seconds)
+        event = Event(w.host.name, step, w.attempt, outcome, joined, seconds, emptied=emptied)
         self.last = (self.time + seconds, next(self.order), event)
         heapq.heappush(self.events, self.last)
 
