@@ -46,7 +46,9 @@ def step(
 def _entry(node: Node, host: str) -> BadHost | None:
     """Return what a node says against its host now."""
     record, code = node.health.record, code_of(node)
-    if record and category_of(record.condition, record.reason, record.detail):
+    # Another boot may be on another host.
+    is_here = record is not None and record.boot_id == node.boot_id
+    if record and is_here and category_of(record.condition, record.reason, record.detail):
         return BadHost(host, node.name, record.reason, record.detail, record.since)
     if code and category_of("", code):
         return BadHost(host, node.name, code, "it failed the preflight", node.reported)
@@ -55,7 +57,7 @@ def _entry(node: Node, host: str) -> BadHost | None:
 
 def _has_passed(node: Node, known: BadHost) -> bool:
     passed = node.status == "True" and node.tested_boot == node.boot_id != ""
-    return passed and node.reported > known.since
+    return passed and node.reported >= int(known.since)  # a condition's times are whole seconds
 
 
 def on_known(node: Node, known: Mapping[str, BadHost]) -> BadHost | None:

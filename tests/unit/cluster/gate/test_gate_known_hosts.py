@@ -60,6 +60,8 @@ def test_the_host_of_a_node_that_leaves_is_remembered() -> None:
     [
         (out(host=""), False),
         (node(record=replace(LOST, reason="ClockOff")), False),
+        # It is still out, and its machine came up elsewhere.
+        (out(host="B", boot_id=NEXT), False),
         (node(record=replace(LOST, condition=HOST_CONDITION, reason=HOST_REASON)), False),
         (failed("gpu.lost"), True),
         (failed("driver.mismatch"), False),
@@ -74,6 +76,7 @@ def test_only_hardware_is_held_against_a_host(subject: Node, remembered: bool) -
     ("subject", "known"),
     [
         (node(boot_id=NEXT, tested_boot=NEXT, reported=NOW), False),
+        (node(reported=BAD.since // 1), False),
         # Not tested since, failed or under another boot, still out, somebody else.
         (node(), True),
         (node(reported=NOW, status="False"), True),
