@@ -97,6 +97,8 @@ def test_image_preload_with_docker(minimal: Workplace, worker: Workplace, tmp_pa
         offered_packages(worker) as packages,
         booted(minimal.trees("seal"), tmp_path / "host", {repository.MOUNT_POINT: packages}) as host,
     ):
+        # The host's root is an overlay, on which overlay2 can't be mounted.
+        assert host.run("mount", "--mkdir", "-t", "tmpfs", "tmpfs", "/mnt/local").status == 0
         converge(host, play)
         agents = json.loads(host.run("cat", "/etc/node-agent/preload.json").output)
         assert agents["engine"] == "docker"
