@@ -129,6 +129,11 @@ class Drain:
         self.outcomes[name] = Outcome(name, "skipped", "nobody waits for it any more")
 
     @property
+    def hosts(self) -> list[str]:
+        """Return all hosts, those of whole gangs that nobody added among them."""
+        return list(self._visits)
+
+    @property
     def open_hosts(self) -> list[str]:
         """Return the hosts that are neither empty nor skipped."""
         return [name for name in self._visits if name not in self.outcomes]

@@ -75,6 +75,8 @@ class Drains:
         self._due = 0.0
         # Hosts of the last wave.
         self._rested: set[str] = set()
+        # Hosts that the run wants empty and has not let go of: whose cordons are not for this thread to take away.
+        self._asked: set[str] = set()
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._over: set[Key] = set()
@@ -128,6 +130,9 @@ class Drains:
                         drain.turn()
                         self._tell(drain, keys_of)
                         pause = min(pause, drain.pause)
+                    for item in [item for item in work if not item[1]]:
+                        self._free_partners(kube, item[0])
+                        work.remove(item)
                     failures = 0
                 except KubeError as error:
                     if is_final(error, failures):
@@ -135,7 +140,6 @@ class Drains:
                         work = []
                     failures += 1
                     pause = backoff(failures, retry_after=error.retry_after, cap=TROUBLE_SECONDS)
-                work = [item for item in work if item[1]]
                 self._wake.wait(pause)
                 self._wake.clear()
         finally:
@@ -171,6 +175,7 @@ class Drains:
                 return
             if isinstance(asked, tuple):
                 name, gone = asked
+                self._asked.discard(name)
                 handover.drop(name)
                 self._awaited.pop(name, None)
                 for drain, keys in work:
@@ -183,6 +188,7 @@ class Drains:
                 self._rested |= {key[0] for key in asked}
                 handover.add(key[0] for key in asked)
                 continue
+            self._asked |= {key[0] for key in asked}
             # Who was idle a moment ago is not waited for again.
             is_over = time.time() >= self._deadline
             for hurry in (False, True):
@@ -195,7 +201,7 @@ class Drains:
                 work.append((drain, keys_of))
 
     def _tell(self, drain: Drain, keys: dict[str, Key]) -> None:
-        """Report the hosts of a drain that ended; partners of gangs that nobody asked for are freed again."""
+        """Report the hosts of a drain that ended."""
         for name, outcome in list(drain.outcomes.items()):
             key = keys.pop(name, None)
             if key and key not in self._over:
@@ -204,6 +210,12 @@ class Drains:
                 status = (outcome.node or {}).get("status") or {}
                 gpus = count_gpus(status.get("allocatable"))
                 self._report(key, _ending(outcome), Emptied(evicted=outcome.evicted, gpus=gpus))
+
+    def _free_partners(self, kube: Kube, drain: Drain) -> None:
+        """Free the hosts that a drain took on because its gangs run there, too. Raises KubeError."""
+        for name in drain.hosts:
+            if name not in self._asked:
+                drains.free(kube, name, self._name)
 
     def _fail(
         self, work: Iterable[tuple[Drain, dict[str, Key]]], handover: Handover, error: KubeError

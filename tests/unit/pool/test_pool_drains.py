@@ -10,6 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from image_builder.drain.fence import is_cordoned
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import KubeError
 from image_builder.pool.plan.model import OK, Outcome
@@ -55,8 +56,16 @@ def _report(reports: Reports, key: Key, outcome: Outcome, emptied: Emptied) -> N
 
 
 @contextmanager
-def at_work(cluster: Server, reports: Reports, deadline: float) -> Iterator[Drains]:
-    policy = Policy(poll_seconds=0.01, looks_per_second=1000.0, settle_seconds=0.0, max_wait_seconds=60.0)
+def at_work(
+    cluster: Server, reports: Reports, deadline: float, *, whole_gangs: bool = False
+) -> Iterator[Drains]:
+    policy = Policy(
+        poll_seconds=0.01,
+        looks_per_second=1000.0,
+        settle_seconds=0.0,
+        max_wait_seconds=60.0,
+        whole_gangs=whole_gangs,
+    )
     report = partial(_report, reports)
     drains = Drains(lambda: cluster, "roll", policy, 0, report, deadline)
     drains.start()
@@ -87,3 +96,18 @@ def test_before_the_deadline_they_are_awaited() -> None:
         drains.wait_for({(host, "await", 1): time.time() for host in HOSTS})
         outcomes = [reports.get(timeout=30)[1] for _ in HOSTS]
     assert {outcome.kind for outcome in outcomes} == {"busy"} and cluster.evicted == []
+
+
+@pytest.mark.parametrize("asked", [HOSTS, HOSTS[:1]])
+def test_a_partner_of_a_gang_is_freed_again_unless_the_roll_wants_it_empty(asked: tuple[str, ...]) -> None:
+    cluster, reports = Cluster(), Reports()
+    with at_work(cluster, reports, deadline=0.0, whole_gangs=True) as drains:
+        for host in asked:
+            drains.add([(host, "drain", 1)])
+        assert {reports.get(timeout=30)[0][0] for _ in asked} == {*asked}
+        partners = [host for host in HOSTS if host not in asked]
+        end = time.monotonic() + 30
+        while any(is_cordoned(cluster.nodes[host]) for host in partners) and time.monotonic() < end:
+            time.sleep(0.01)
+    assert sorted(cluster.evicted) == [f"on-{host}" for host in HOSTS]
+    assert [host for host in HOSTS if is_cordoned(cluster.nodes[host])] == [*asked]
