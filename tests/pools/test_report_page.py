@@ -264,6 +264,8 @@ def test_a_roll_shows_what_became_of_work(chromium: Tab, tmp_path: Path) -> None
     assert {host for host, event, _ in rows if event == "evicted"} == evicted.keys()
     facts = chromium.run("document.querySelector('.facts').textContent")
     assert "GPU-hours" in facts and progress.plan.deadline in facts
+    assert progress.plan.target and progress.plan.target.build in facts
+    assert chromium.run("document.querySelector('h1').textContent") == "Roll of gpu"
     chromium.run("document.querySelector('section[aria-labelledby=drains] a').click()")
     shown = "document.querySelector(':target').cells[0].textContent"
     assert chromium.run(shown) == rows[0][0]

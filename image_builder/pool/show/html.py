@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from image_builder.pool.plan.model import STEPS, Class, Mode
+from image_builder.pool.plan.plan import Plan
 from image_builder.pool.run.records import Record, Result
 from image_builder.pool.run.state import HostStatus, Progress
 from image_builder.pool.show.report import is_skipped
@@ -96,6 +97,7 @@ def page(progress: Progress, records: Sequence[Record], report: Mapping[str, Any
     return _template().render(
         report=report,
         sign=_SIGNS[report["state"]],
+        kind=_kind(progress.plan),
         pools=", ".join(pool["name"] for pool in report["pools"]),
         facts=list(_facts(progress, records, report)),
         meanings=MEANINGS,
@@ -161,10 +163,19 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name or 'none'} ({count})" for name, count in ordered)
 
 
+def _kind(plan: Plan) -> str:
+    if plan.target is None:
+        return "Rollout"
+    return "Rollback" if plan.target.undoes else "Roll"
+
+
 def _facts(
     progress: Progress, records: Sequence[Record], report: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     yield "Pools", ", ".join(f"{pool.name} ({pool.hosts} hosts)" for pool in progress.plan.pools)
+    if target := progress.plan.target:
+        definition, _, version = target.version.partition("/versions/")
+        yield "Image", f"{definition.rpartition('/')[2]} {version} (build {target.build})"
     if records:
         first, last = records[0].at, max(record.at for record in records)
         yield "From (UTC)", moment(first)
