@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from image_builder.pool.plan.model import Target
 from image_builder.pool.run.records import Record
 from image_builder.pool.run.state import Progress
 from image_builder.pool.show.html import page
 from image_builder.pool.show.report import report
+from tests.support.arm.fleet import DEFINITION
 from tests.support.pools import browser
 from tests.support.pools.browser import Tab
 from tests.unit.pool.report_runs import HOSTILE, deadline_run, hostile_run, large_run
@@ -253,6 +255,8 @@ def test_what_assistive_technology_is_told(chromium: Tab, bad_day: Path) -> None
 def test_a_roll_shows_what_became_of_work(chromium: Tab, tmp_path: Path) -> None:
     """Who was evicted, deferred or skipped, and why; each leads to its host."""
     progress, records = deadline_run()
+    target = Target(version=f"{DEFINITION}/versions/1.2.3", build="0123456789ab", before={})
+    progress.plan = progress.plan.model_copy(update={"target": target})
     chromium.open(_write(tmp_path, (progress, records)))
     assert _complaints(chromium) == []
     rows = chromium.run(
@@ -264,7 +268,7 @@ def test_a_roll_shows_what_became_of_work(chromium: Tab, tmp_path: Path) -> None
     assert {host for host, event, _ in rows if event == "evicted"} == evicted.keys()
     facts = chromium.run("document.querySelector('.facts').textContent")
     assert "GPU-hours" in facts and progress.plan.deadline in facts
-    assert progress.plan.target and progress.plan.target.build in facts
+    assert "worker 1.2.3 (build 0123456789ab)" in facts
     assert chromium.run("document.querySelector('h1').textContent") == "Roll of gpu"
     chromium.run("document.querySelector('section[aria-labelledby=drains] a').click()")
     shown = "document.querySelector(':target').cells[0].textContent"

@@ -164,9 +164,9 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def _kind(plan: Plan) -> str:
-    if plan.target is None:
+    if plan.policy.mode != "roll":
         return "Rollout"
-    return "Rollback" if plan.target.undoes else "Roll"
+    return "Rollback" if plan.target and plan.target.undoes else "Roll"
 
 
 def _facts(
