@@ -100,6 +100,9 @@ class Steps(Protocol):
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         """Take back a step whose deadline is over; what still comes of it is not waited for."""
 
+    def conclude(self) -> None:
+        """Give back what was held for hosts, none of which is in work any more; what is raised ends this process."""
+
     def room(self, step: Step) -> int:
         """Return how many hosts more that step can be in work on; who waits for room here has no deadline yet."""
 
@@ -238,6 +241,8 @@ def _turn_waves(r: _Run, now: float) -> None:
             r.note(Rested(at=now, wave=rest_wave(len(progress.waves), names, plan.policy, plan.digest)))
             r.note(Began(at=now, wave=progress.began))
         else:
+            # Who is killed before the record is there takes the run up, and concludes it again.
+            r.steps.conclude()
             r.note(Finished(at=now))
 
 

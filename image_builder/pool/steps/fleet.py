@@ -197,6 +197,9 @@ class Fleet:
         self._begun.pop((host, step, attempt), None)
         self._leave_slice(host, step)
 
+    def conclude(self) -> None:
+        """Nothing is held."""
+
     def room(self, step: Step) -> int:
         # Who is asked again meanwhile holds no connection.
         resting = {key for _, key in self._again}

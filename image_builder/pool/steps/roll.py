@@ -102,6 +102,8 @@ class RollFleet(Fleet):
         super().__init__(setup, folder, on_wait)
         self._change = change
         self._stack = ExitStack()
+        # Of the scale sets that are driven, what is to be given back.
+        self._driven = ExitStack()
         self._threads = ThreadPoolExecutor(setup.at_once, thread_name_prefix="roll")
         self._local, self._connections = threading.local(), list[Kube]()
         self._drains = Drains(
@@ -132,6 +134,7 @@ class RollFleet(Fleet):
             self._hold_all()
             self._read_azure()
             self._journal = _Journal(self._stack.enter_context(records.open_journal(self._change.journal)))
+            self._stack.enter_context(self._driven)
             # What another process was at work on, and has left as it was when it was killed.
             sets = sorted({r.scale_set for r in self._journal.records if isinstance(r, records.Suspension)})
             for path in sets:
@@ -241,6 +244,11 @@ class RollFleet(Fleet):
                 self._ending.wait(backoff(attempt, cap=TROUBLE_SECONDS))
             else:
                 return
+
+    def conclude(self) -> None:
+        """Resume the services of all scale sets, and release them; raises PoolError."""
+        self._driven.close()
+        self._drives.clear()
 
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         super().give_up(host, step, attempt)
@@ -457,7 +465,7 @@ class RollFleet(Fleet):
                     patience=change.patience,
                     wait=self._pause,
                 )
-                self._drives[path] = self._stack.enter_context(context)
+                self._drives[path] = self._driven.enter_context(context)
             return self._drives[path]
 
     def _pause(self, seconds: float) -> None:

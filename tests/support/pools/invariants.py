@@ -422,13 +422,10 @@ AT_THE_END: dict[str, Invariant] = {
 def violations(log: Log, *, speed: float | None = None, was_killed: bool = False) -> list[str]:
     """Return what breaks an invariant; those about endings only of a roll that has one. ``speed``: see I18.
 
-    A driver that was killed may have come to its end, but not given back what it held.
+    A driver that was killed may have stopped, but not given back what it held.
     """
-    is_over = (
-        not was_killed
-        and bool(log.run)
-        and (isinstance(log.run[-1], Finished) or bool(progress(log).stopped))
-    )
+    is_stopped = bool(log.run) and bool(progress(log).stopped) and not was_killed
+    is_over = is_stopped or (bool(log.run) and isinstance(log.run[-1], Finished))
     chosen = {**AT_EVERY_MOMENT, **(AT_THE_END if is_over else {})}
     broken = [f"{name}: {reason}" for name, holds in chosen.items() for reason in holds(log)]
     if speed:

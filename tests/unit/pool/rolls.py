@@ -83,6 +83,7 @@ class World:
     evicted: dict[str, float] = field(default_factory=dict)
     together: set[str] = field(default_factory=set)
     turned_at: float | None = None
+    concluded_at: float | None = None
     most_unavailable: int = 0
     most_fenced: int = 0
     rested: set[str] = field(default_factory=set)
@@ -184,6 +185,9 @@ class World:
     def turn(self) -> None:
         self.turned_at = self.time
         self.models = dict.fromkeys(self.models, OLD)
+
+    def conclude(self) -> None:
+        self.concluded_at = self.time
 
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         self.over.add((host, step, attempt))

@@ -224,6 +224,9 @@ class World:
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         pass
 
+    def conclude(self) -> None:
+        pass
+
     def room(self, step: Step) -> int:
         return self.places - self.at_work[step]
 

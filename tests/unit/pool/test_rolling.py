@@ -22,6 +22,7 @@ from image_builder.pool.run.progress import apply, begin, replay
 from image_builder.pool.run.records import (
     Began,
     Chosen,
+    Finished,
     Intent,
     Opened,
     Passed,
@@ -199,6 +200,22 @@ def test_one_host_of_a_large_wave_has_a_fate(fate: Fate, signature: str, build: 
     assert world.nodes[name].build == build
     assert Counter(s.outcome.kind for s in progress.hosts.values() if s.outcome)["ok"] >= 299
     check_end(world, progress)
+
+
+def test_all_is_given_back_before_a_run_is_finished() -> None:
+    """Who is killed in between has a run to take up."""
+    world = World(plan(30))
+    progress = begin(world.plan)
+    concluded: list[float | None] = []
+
+    def write(record: Record) -> None:
+        if isinstance(record, Finished):
+            concluded.append(world.concluded_at)
+
+    opened = Opened(at=world.time, plan=world.plan.digest)
+    apply(progress, opened)
+    run(progress, world, write)
+    assert concluded == [world.time]
 
 
 def test_a_canary_that_fails_stops_the_run_and_everything_goes_back() -> None:
