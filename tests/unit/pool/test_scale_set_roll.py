@@ -287,6 +287,8 @@ def test_one_that_fails_in_an_upgrade_of_several_fails_alone(rolling: Rolling) -
 
 
 def test_no_upgrade_is_sent_beside_one_of_a_driver_that_was_killed(rolling: Rolling) -> None:
+    # Longer than upgrades wait for each other anyway.
+    rolling.fleet.scale_sets.seconds["upgrade"] = 1000.0
     upgraded_together(rolling, "2")
     began = rolling.clock()
     assert rolling("1") == Ending("ok")
