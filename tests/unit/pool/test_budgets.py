@@ -9,7 +9,7 @@ import pytest
 from image_builder.pool.plan.model import OK, Outcome
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.policy import Policy
-from image_builder.pool.run import budgets
+from image_builder.pool.run import budgets, rolling
 from image_builder.pool.run.progress import begin
 from image_builder.pool.run.state import Progress, State
 from tests.unit.pool import rolls
@@ -238,3 +238,14 @@ def test_a_gang_that_never_fits_is_known() -> None:
     assert not budgets.too_many(progress, zone[:half])
     assert f"{half + 1} hosts of zone" in budgets.too_many(progress, zone[: half + 1])
     assert "400 hosts, of which 200 may be away" in budgets.too_many(progress, list(planned.host))
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_host_is_restored_once(progress: Progress, *, restored: bool) -> None:
+    name = progress.waves[0].wave.hosts[0]
+    move(progress, [name], "ended")
+    status = progress.hosts[name]
+    status.touched, status.outcome = True, BROKEN
+    assert rolling.to_restore(progress) == [name]
+    status.restored = restored
+    assert rolling.to_restore(progress) == []
