@@ -245,7 +245,7 @@ def test_a_host_is_restored_once(progress: Progress, *, restored: bool) -> None:
     name = progress.waves[0].wave.hosts[0]
     move(progress, [name], "ended")
     status = progress.hosts[name]
-    status.touched, status.outcome = True, BROKEN
+    status.tries["reimage"], status.outcome = 1, BROKEN
     assert rolling.to_restore(progress) == [name]
     status.restored = restored
     assert rolling.to_restore(progress) == []
