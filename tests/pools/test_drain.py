@@ -54,8 +54,8 @@ def test_idle_hosts_are_cordoned_and_freed(fleet: Fleet, hosts: list[str]) -> No
     assert fleet.node(hosts[0])["metadata"]["annotations"][fence.SCALE_DOWN] == "true"
     assert {host["state"] for host in fleet.run("free", *hosts).values()} == {"freed"}
     assert all(map(fleet.is_clean, hosts))
-    # Looked at, cordoned, looked at once more when it has settled, and given back. Where its kubelet changes the Node in
-    # between, the cordon is refused, and it is looked at again.
+    # Looked at, cordoned, looked at once more when it has settled, and given back. Where its kubelet changes the Node
+    # in between, the cordon is refused, and it is looked at again.
     counts = [fleet.requests(host) for host in hosts]
     assert min(counts) == 7 and set(counts) <= {7, 10}
 
