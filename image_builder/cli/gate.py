@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -271,7 +271,6 @@ def report(
     """
     from image_builder.cluster.gate.impact import impacts
     from image_builder.cluster.gate.model import Rules
-    from image_builder.drain.ask import stamp
 
     if sends and not nodes:
         raise UsageError("--send takes the nodes to report", hint="without --send, all bad nodes are shown")
@@ -279,30 +278,31 @@ def report(
         reports, refusals = impacts(client, Rules(taint=taint), nodes or (), category, time.time())
     if sends:
         refusals |= _send(reports, endpoint)
-    rows = [("node", "physical host", "category", "since", "")]
-    for impact in reports:
-        state = "sent" if sends else "not sent"
-        finding = impact.finding
-        rows.append(
-            (
-                impact.node,
-                impact.host,
-                finding.category,
-                stamp(finding.since),
-                refusals.get(impact.node, state),
-            )
-        )
-    shown = {impact.node for impact in reports}
-    rows += [(node, "", "", "", why) for node, why in refusals.items() if node not in shown]
     show(
         {
             "impacts": [{"node": i.node, "method": "PUT", "url": i.url, "body": i.body} for i in reports],
             "problems": [{"node": node, "problem": problem} for node, problem in refusals.items()],
         },
-        columns(rows),
+        columns(list(_impact_rows(reports, refusals, "sent" if sends else "not sent"))),
         as_json=as_json,
     )
     return 1 if refusals else 0
+
+
+def _impact_rows(
+    reports: Iterable[Impact], refusals: Mapping[str, str], state: str
+) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a table of reports, each with its state or why not, and then of nodes that have none."""
+    from image_builder.drain.ask import stamp
+
+    yield "node", "physical host", "category", "since", ""
+    remaining = dict(refusals)
+    for impact in reports:
+        finding = impact.finding
+        outcome = remaining.pop(impact.node, state)
+        yield impact.node, impact.host, finding.category, stamp(finding.since), outcome
+    for node, why in remaining.items():
+        yield node, "", "", "", why
 
 
 def _send(reports: Iterable[Impact], endpoint: str | None) -> dict[str, str]:

@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
+Artefact = Annotated[
+    str,
+    typer.Argument(
+        metavar="ARTIFACT",
+        help="a disk, a build's directory, or an image's name",
+        autocompletion=complete_images,
+    ),
+]
 LocalDisks = Annotated[
     list[str] | None,
     typer.Option(
@@ -44,14 +52,7 @@ LocalDisks = Annotated[
 
 @register(app)
 def boot(
-    artefact: Annotated[
-        str,
-        typer.Argument(
-            metavar="ARTIFACT",
-            help="a disk, a build's directory, or an image's name",
-            autocompletion=complete_images,
-        ),
-    ],
+    artefact: Artefact,
     verify: Annotated[
         bool,
         typer.Option(

@@ -30,8 +30,20 @@ def entry(tenant: Tenant) -> dict[str, str]:
     }
 
 
-def explain(client: Client, looker: Looker, name: str, now: float) -> dict[str, Any]:
-    """Return a host's cordon and the pods that keep it busy. Raises KubeError.
+def bad_hosts(client: Client) -> Mapping[str, hosts.BadHost]:
+    """Return the physical hosts that are known as bad, none to who may not see them. Raises KubeError."""
+    try:
+        return hosts.read(client) or {}
+    except KubeError as error:
+        if error.status != _FORBIDDEN:  # who asks may drain, and need not see what the gate keeps
+            raise
+        return {}
+
+
+def explain(
+    client: Client, looker: Looker, name: str, now: float, bad: Mapping[str, hosts.BadHost]
+) -> dict[str, Any]:
+    """Return a host's cordon and the pods that keep it busy; ``bad`` are physical hosts. Raises KubeError.
 
     Whether a budget holds a pod is asked of the eviction API itself, as a dry run.
     """
@@ -44,21 +56,17 @@ def explain(client: Client, looker: Looker, name: str, now: float) -> dict[str, 
         pods.append({**entry(tenant), "budget": answer})
     return {
         "host": name,
-        "state": "; ".join(filter(None, (_state(document), _physical(client, document)))),
+        "state": "; ".join(filter(None, (_state(document), _physical(document, bad)))),
         "pods": pods,
     }
 
 
-def _physical(client: Client, document: Mapping[str, Any]) -> str:
-    """Return what there is to say of a node's physical host. Raises KubeError."""
+def _physical(document: Mapping[str, Any], bad: Mapping[str, hosts.BadHost]) -> str:
+    """Return what there is to say of a node's physical host."""
     name = hosts.host_of(document)
-    try:
-        known = (hosts.read(client) or {}).get(name) if name else None
-    except KubeError as error:
-        if error.status != _FORBIDDEN:  # who asks may drain, and need not see what the gate keeps
-            raise
-        known = None
-    return known.words if known else f"on {name}" if name else ""
+    if known := bad.get(name):
+        return known.words
+    return f"on {name}" if name else ""
 
 
 def _state(document: Mapping[str, Any]) -> str:

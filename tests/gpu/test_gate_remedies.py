@@ -16,7 +16,7 @@ from image_builder.drain.lease import NAMESPACE, Leases, Settings
 from image_builder.drain.look import Looker
 from image_builder.drain.pods import MARK
 from image_builder.drain.policy import Policy as DrainPolicy
-from image_builder.drain.why import explain
+from image_builder.drain.why import bad_hosts, explain
 from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
 from tests.support.control_plane import workloads
 from tests.support.control_plane.drains import asked
@@ -222,7 +222,9 @@ def test_a_bad_host_is_remembered_and_who_comes_to_it_is_held(
     line = next(line for line in overview(plane.admin, Rules()) if line["node"] == later)
     assert (line["may_work"], moved in line["why"]) == ("yes", True)
     looker = Looker(plane.admin, DrainPolicy())
-    assert "HOST2 is known as bad" in explain(plane.admin, looker, later, 0.0)["state"]
+    assert (
+        "HOST2 is known as bad" in explain(plane.admin, looker, later, 0.0, bad_hosts(plane.admin))["state"]
+    )
     with plane.controlled(rules=[{"reason": "HostKnownBad", "remedy": "taint"}]):
         assert wait_until(lambda: plane.is_out(later))
         hosts.forget(plane.admin, "HOST2")

@@ -215,8 +215,8 @@ def why(
 
     settings = _policy(policy)
     with _answered(kubeconfig) as client:
-        looker = Looker(client, settings)
-        answers = [view.explain(client, looker, name, time.time()) for name in dict.fromkeys(hosts)]
+        looker, bad = Looker(client, settings), view.bad_hosts(client)
+        answers = [view.explain(client, looker, name, time.time(), bad) for name in dict.fromkeys(hosts)]
     text = columns([("host", "state"), *((a["host"], a["state"]) for a in answers)])
     if busy := [row for answer in answers for row in view.rows(answer["host"], answer["pods"])]:
         text += f"\n\n{columns([view.HEAD, *busy])}"

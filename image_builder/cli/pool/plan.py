@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from image_builder.pool.show.calls import Call
 
 app = typer.Typer()
-_TIME = "2026-11-27T08:00:00Z"
 
 Inventory = Annotated[
     list[Path],
@@ -53,6 +52,20 @@ Statement = Annotated[
 Unproven = Annotated[
     str,
     typer.Option("--unproven", metavar="REASON", help="roll without a statement; the report has the reason"),
+]
+ToVersion = Annotated[
+    str | None,
+    typer.Option(
+        "--to", metavar="VERSION", help="roll running hosts to this version of a gallery's image, an id"
+    ),
+]
+Deadline = Annotated[
+    str,
+    typer.Option(
+        "--deadline",
+        metavar="TIME",
+        help="of a roll: evict jobs after this time, though their owners didn't allow it",
+    ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="the file that `pool plan` wrote")]
 
@@ -81,23 +94,11 @@ def plan(
         Path | None,
         typer.Option("--policy", metavar="FILE", help="sizes of waves, rates, budgets, deadlines, as YAML"),
     ] = None,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            metavar="VERSION", help="roll running hosts to this version of a gallery's image, an id"
-        ),
-    ] = None,
+    to: ToVersion = None,
     public_key: PublicKey = None,
     statement: Statement = None,
     unproven: Unproven = "",
-    deadline: Annotated[
-        str,
-        typer.Option(
-            "--deadline",
-            metavar="TIME",
-            help="of a roll: evict jobs after this time, though their owners didn't allow it",
-        ),
-    ] = "",
+    deadline: Deadline = "",
     calls: Annotated[
         bool,
         typer.Option(
@@ -118,9 +119,9 @@ def plan(
     from image_builder.pool.plan.plan import Faults, make_plan, save
     from image_builder.pool.show.calls import rows as call_rows
 
-    for option in ["--calls"] * calls + ["--deadline"] * bool(deadline):
-        if to is None:
-            raise UsageError(f"{option} is for a roll", hint="give its version with --to")
+    if to is None and (calls or deadline):
+        option = "--calls" if calls else "--deadline"
+        raise UsageError(f"{option} is for a roll", hint="give its version with --to")
     faults = Faults()
     chosen = faults.collect("--policy", lambda: _policy(policy))
     if chosen is None:
@@ -156,7 +157,9 @@ def _rolling(policy: Policy, deadline: str) -> Policy:
     try:
         roll = Roll.model_validate({**dict(policy.rolls or Roll()), "deadline": deadline})
     except ValidationError as error:
-        raise UsageError(f"--deadline {deadline}: must be a time with its zone, such as {_TIME}") from error
+        raise UsageError(
+            f"--deadline {deadline}: must be a time with its zone, such as 2026-11-27T08:00:00Z"
+        ) from error
     return policy.model_copy(update={"roll": roll})
 
 

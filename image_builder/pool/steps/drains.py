@@ -80,7 +80,8 @@ class Drains:
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._over: set[Key] = set()
-        self._cordoned = Cordoned()
+        # Nodes that are looked at in one moment, by the last looks too.
+        self.cordoned = Cordoned()
         # Nodes of hosts that are empty, as they were then.
         self.nodes: dict[str, dict[str, Any]] = {}
         self._thread = threading.Thread(target=self._run, name="drains")
@@ -195,7 +196,7 @@ class Drains:
                 keys_of = {key[0]: key for key in asked if (key[0] in self._rested and not is_over) == hurry}
                 policy = self._policy.model_copy(update={"max_wait_seconds": 0.0}) if hurry else self._policy
                 drain = Drain(
-                    kube, self._name, policy, lambda _: None, deadline=self._deadline, cordoned=self._cordoned
+                    kube, self._name, policy, lambda _: None, deadline=self._deadline, cordoned=self.cordoned
                 )
                 drain.add(keys_of)
                 work.append((drain, keys_of))

@@ -23,7 +23,7 @@ from typing import Any, Self
 from image_builder.drain import bar, fence
 from image_builder.drain import run as drains
 from image_builder.drain.lease import Leases
-from image_builder.drain.look import Cordoned, Looker
+from image_builder.drain.look import Looker
 from image_builder.drain.policy import Policy
 from image_builder.errors import FetchError, PoolError
 from image_builder.node.net.kube import Client as Kube
@@ -117,7 +117,6 @@ class RollFleet(Fleet):
         self._ending = threading.Event()
         self._versions: dict[str, Version] = {}
         self._planned: dict[str, ScaleSet] = {}
-        self._cordoned = Cordoned()
         # Nodes as they were last read or changed, so that the next change needs no reading.
         self._nodes: dict[str, dict[str, Any]] = {}
         # Scale sets whose models this process has had name the new version.
@@ -436,7 +435,7 @@ class RollFleet(Fleet):
 
     def _occupied(self, kube: Kube, host: Host, *, barred: bool = False) -> str:
         """Return why a host isn't empty and ours alone; nothing where it is."""
-        looker = Looker(kube, self._change.policy, self._cordoned)
+        looker = Looker(kube, self._change.policy, self._drains.cordoned)
         document = looker.node(host.name, is_cordoned=True)
         if document is None:
             return "there is no such node"

@@ -87,6 +87,13 @@ class Fleet:
         about = (f"/nodes/{host}", f"spec.nodeName%3D{host}%2C")
         return sum(any(part in event["requestURI"] for part in about) for event in self.audit())
 
+    def refusals(self, host: str) -> int:
+        """Return how often a change of a Node was refused, since it is not as it was read."""
+        return sum(
+            f"/nodes/{host}" in event["requestURI"] and event["responseStatus"]["code"] in fence.CHANGED
+            for event in self.audit()
+        )
+
     def node(self, name: str) -> dict[str, Any]:
         return self.admin.request("GET", path_of_node(name))
 

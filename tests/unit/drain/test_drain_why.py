@@ -12,7 +12,7 @@ from image_builder.drain.ladder import Tenant
 from image_builder.drain.look import Looker
 from image_builder.drain.pods import Class, Verdict, pod_from
 from image_builder.drain.policy import Policy
-from image_builder.drain.why import HEAD, entry, explain, rows
+from image_builder.drain.why import HEAD, bad_hosts, entry, explain, rows
 from image_builder.node.net.kube import KubeError
 from image_builder.node.status import PHYSICAL_HOST
 from tests.unit.drain.manifests import pod_object
@@ -65,11 +65,11 @@ class Server:
 )
 def test_a_nodes_physical_host(answer: dict[str, Any] | KubeError | None, host: str) -> None:
     client: Any = Server(answer)
-    state = explain(client, Looker(client, Policy()), "gpu-1", 0.0)["state"]
+    state = explain(client, Looker(client, Policy()), "gpu-1", 0.0, bad_hosts(client))["state"]
     assert state.startswith("schedulable; ") and host in state
 
 
 def test_what_the_server_can_not_say_is_no_silence() -> None:
     client: Any = Server(KubeError("later", 503))
     with pytest.raises(KubeError):
-        explain(client, Looker(client, Policy()), "gpu-1", 0.0)
+        bad_hosts(client)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, ended
+from image_builder.pool.plan.model import OK, Host, Step, ended
 from image_builder.pool.run.driver import Event, Work
-from image_builder.pool.run.records import Emptied
 from tests.unit.pool.rolls import BUSY, Fate, Node, World
 
 HOUR = 3600.0
@@ -97,19 +95,6 @@ class Days(World):
         outcome = OK if at < w.until else ended("busy", BUSY)
         self._later(min(at, w.until) - self.time, w, "await", outcome)
         self.sightings[w.host.name] = self.last
-
-    def _later(
-        self,
-        seconds: float,
-        w: Work,
-        step: Step,
-        outcome: Outcome,
-        joined: Joined = "unknown",
-        emptied: Emptied = Emptied(),  # noqa: B008 (it never changes)
-    ) -> None:
-        event = Event(w.host.name, step, w.attempt, outcome, joined, seconds, emptied=emptied)
-        self.last = (self.time + seconds, next(self.order), event)
-        heapq.heappush(self.events, self.last)
 
     def _fence(self) -> None:
         while self.queue and self.fenced < self.plan.max_fenced:

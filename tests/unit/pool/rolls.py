@@ -164,7 +164,8 @@ class World:
         emptied: Emptied = Emptied(),  # noqa: B008 (it never changes)
     ) -> None:
         event = Event(w.host.name, step, w.attempt, outcome, joined, seconds, emptied=emptied)
-        heapq.heappush(self.events, (self.time + seconds, next(self.order), event))
+        self.last = (self.time + seconds, next(self.order), event)
+        heapq.heappush(self.events, self.last)
 
     def _happen(self, event: Event) -> None:
         node = self.nodes[event.host]
@@ -308,3 +309,17 @@ def roll(world: World, stop_asked: Callable[[], bool] = lambda: False) -> tuple[
     apply(progress, records[0])
     run(progress, world, records.append, stop_asked)
     return progress, records
+
+
+def check_end(world: World, progress: Progress) -> None:
+    """Hold what must be so after every end: no job lost, no cordon of ours but on hosts that failed."""
+    assert world.lost == []
+    for name, node in world.nodes.items():
+        status = progress.hosts[name]
+        assert node.reimages[NEW] <= 1 + progress.plan.policy.retries and node.reimages[OLD] <= 1
+        if node.cordoned == "us":
+            assert status.outcome and status.outcome.is_failure and status.touched and not status.restored
+        if status.outcome and status.outcome.ok:
+            assert node.build == NEW and not node.cordoned
+        if world.fates.get(name) == "foreign cordon":
+            assert node.cordoned == "somebody" and node.build == OLD

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from pydantic import ValidationError
 from image_builder.cli.pool import run as commands
 from image_builder.errors import PoolError
 from image_builder.pool.plan.model import OK
-from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.policy import GateLimits, Policy, Roll
 from image_builder.pool.run.driver import run
 from image_builder.pool.run.progress import apply, begin, replay
@@ -31,10 +28,21 @@ from image_builder.pool.run.records import (
     Stopped,
     Turned,
 )
-from image_builder.pool.run.state import Progress
 from image_builder.pool.show import report as reports
 from image_builder.pool.show.view import look
-from tests.unit.pool.rolls import BOOT, BUSY, NEW, OLD, REIMAGE, Fate, World, mixed_jobs, plan, roll
+from tests.unit.pool.rolls import (
+    BOOT,
+    BUSY,
+    NEW,
+    OLD,
+    REIMAGE,
+    Fate,
+    World,
+    check_end,
+    mixed_jobs,
+    plan,
+    roll,
+)
 from tests.unit.pool.simulation import START
 
 FATES: list[Fate] = [
@@ -48,20 +56,6 @@ FATES: list[Fate] = [
     "foreign cordon",
 ]
 GENEROUS = {"wave_budget": "100%", "budget": "100%", "same_share": "100%", "max_unavailable": "30%"}
-
-
-def check_end(world: World, progress: Progress) -> None:
-    """Hold what must be so after every end: no job lost, no cordon of ours but on hosts that failed."""
-    assert world.lost == []
-    for name, node in world.nodes.items():
-        status = progress.hosts[name]
-        assert node.reimages[NEW] <= 1 + progress.plan.policy.retries and node.reimages[OLD] <= 1
-        if node.cordoned == "us":
-            assert status.outcome and status.outcome.is_failure and status.touched and not status.restored
-        if status.outcome and status.outcome.ok:
-            assert node.build == NEW and not node.cordoned
-        if world.fates.get(name) == "foreign cordon":
-            assert node.cordoned == "somebody" and node.build == OLD
 
 
 def test_an_idle_fleet_gets_its_image_wave_by_wave() -> None:
@@ -442,88 +436,3 @@ def test_a_host_that_was_drained_when_the_driver_ended_keeps_its_place() -> None
     assert replay(rolled, records).unavailable == 0
     progress = replay(rolled, [*records, Opened(at=3, plan=rolled.digest)])
     assert progress.hosts[name].state == "waiting" and progress.unavailable == 1
-
-
-DEADLINE = "2026-01-02T00:00:00Z"
-
-
-def overdue(hosts: int, **policy: Any) -> Plan:
-    """Return the plan of a roll of a busy fleet, with a deadline six hours after it begins."""
-    at = datetime.fromtimestamp(START + 6 * 3600.0, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return plan(
-        hosts, gate=CALM, **{"deadline": at, "max_unavailable": "10", "max_wait_seconds": DAY, **policy}
-    )
-
-
-def test_after_its_deadline_a_roll_waits_for_nobody() -> None:
-    world = World(overdue(100), jobs=mixed_jobs(4, 10 * DAY))
-    progress, records = roll(world)
-    assert progress.finished and {node.build for node in world.nodes.values()} == {NEW}
-    assert world.evicted and min(world.evicted.values()) >= START + 6 * 3600.0
-    assert world.most_unavailable <= world.plan.max_unavailable
-    assert reports.report(progress, records)["evicted"] == {name: [BUSY] for name in sorted(world.evicted)}
-    check_end(world, progress)
-
-
-def test_without_a_deadline_no_job_is_evicted() -> None:
-    world = World(overdue(100, deadline=""), jobs=mixed_jobs(4, 10 * DAY))
-    progress, _ = roll(world)
-    assert progress.finished and not world.evicted and OLD in {node.build for node in world.nodes.values()}
-
-
-def test_gangs_are_evicted_whole_or_not_at_all() -> None:
-    """One of four hosts has a place among those that may be away, one of twelve never has."""
-    rolled = overdue(100)
-    names = [host.name for host in sorted(rolled.hosts, key=lambda host: host.zone)]
-    gangs = [tuple(names[first : first + 4]) for first in range(0, 80, 4)]
-    huge = tuple(names[80:92])
-    world = World(rolled, jobs=lambda _: 10 * DAY)
-    world.gangs = {name: gang for gang in (*gangs, huge) for name in gang}
-    progress, _ = roll(world)
-    assert progress.finished
-    for gang in gangs:
-        assert len({world.evicted[name] for name in gang}) == 1
-    assert not world.evicted.keys() & set(huge)
-    details = {progress.hosts[name].outcome.detail for name in huge}  # type: ignore[union-attr]
-    assert details == {f"its gang is on 12 hosts, of which {rolled.max_unavailable} may be away"}
-    check_end(world, progress)
-
-
-def test_a_disruption_budget_holds_after_the_deadline() -> None:
-    rolled = overdue(100)
-    held = {host.name: "disruption budget" for host in rolled.hosts[:5]}
-    world = World(rolled, dict(held), jobs=lambda _: 10 * DAY)  # type: ignore[arg-type]
-    progress, _ = roll(world)
-    outcomes = {name: progress.hosts[name].outcome for name in held}
-    assert {outcome.kind for outcome in outcomes.values() if outcome} == {"skipped"}
-    assert world.evicted.keys() == world.nodes.keys() - held.keys()
-    check_end(world, progress)
-
-
-def test_a_driver_that_goes_on_after_the_deadline_evicts_the_rest() -> None:
-    rolled = overdue(100)
-    world, records = World(rolled, jobs=lambda _: 10 * DAY), list[Record]()
-    progress = begin(rolled)
-
-    def write(record: Record) -> None:
-        if len(world.evicted) >= 20:
-            raise KeyboardInterrupt
-        records.append(record)
-
-    for writer in (write, records.append):
-        opened = Opened(at=world.time, plan=rolled.digest, evicts=rolled.deadline)
-        records.append(opened)
-        progress = replay(rolled, records)
-        with suppress(KeyboardInterrupt):
-            run(progress, world, writer)
-        world.events.clear()
-    assert progress.finished and world.evicted.keys() == world.nodes.keys()
-    check_end(world, progress)
-
-
-def test_a_deadline_is_a_time_with_its_zone() -> None:
-    assert Roll(deadline=DEADLINE).deadline_at == datetime.fromisoformat(DEADLINE).timestamp()
-    assert Roll().deadline_at > 1e12 and "deadline" not in Roll().model_dump()
-    for text in ("soon", "2026-01-02", "2026-01-02T00:00:00"):
-        with pytest.raises(ValidationError):
-            Roll(deadline=text)
