@@ -359,7 +359,7 @@ def test_an_api_server_that_is_away(fleet: Fleet, hosts: list[str], space: str) 
 def test_the_rights_are_enough_and_no_more(fleet: Fleet) -> None:
     """After all tests above: what was asked for is exactly what the roles say, and no pod was deleted."""
     used = {(verb, resource) for verb, resource, _ in map(asked, fleet.audit()) if resource}
-    rules = [rule for m in manifests(RIGHTS) if m["kind"] == "ClusterRole" for rule in m["rules"]]
+    rules = [rule for m in manifests(RIGHTS) if m["kind"].endswith("Role") for rule in m["rules"]]
     allowed = {(verb, name) for rule in rules for name in rule["resources"] for verb in rule["verbs"]}
     assert used == allowed
     assert ("delete", "pods") not in used
