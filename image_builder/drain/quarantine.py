@@ -28,8 +28,8 @@ WANTED = {
     "reimage": "reimage it",
     "hand-over": "give its machine back to the platform",
 }
-# ``out``: it takes no more work. ``empty``: and has none. ``asked``: its remedy was asked for. ``sent``: a request for it
-# is about to be sent to Azure, or was.
+# ``out``: it takes no more work. ``empty``: and has none. ``asked``: its remedy was asked for. ``sent``: a request for
+# it is about to be sent to Azure, or was.
 Stage = Literal["out", "empty", "asked", "sent"]
 _LABEL_VALUE = re.compile(r"[^-A-Za-z0-9_.]+")
 
