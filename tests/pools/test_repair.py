@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -268,6 +269,20 @@ def test_a_second_run_at_the_same_time_sends_nothing(place: Clinic, pool: Pool) 
     place.scale_sets.seconds["restart"] = 0.5
     assert ended["state"] == "skipped" and "held by repair-" in ended["reason"]
     assert pool.ended(first, 0)[name]["state"] == "returned"
+    assert place.sent(pool) == [REBOOT]
+
+
+def test_a_run_that_is_terminated_leaves_the_rest_to_the_next(place: Clinic, pool: Pool) -> None:
+    (name,) = pool.names
+    pool.ask(name, "reboot")
+    place.scale_sets.seconds["restart"] = 15.0
+    process = pool.start()
+    assert wait_until(lambda: place.sent(pool) == [REBOOT], 60)
+    process.send_signal(signal.SIGTERM)
+    ended = pool.ended(process, 130)[name]
+    place.scale_sets.seconds["restart"] = 0.5
+    assert ended["state"] == "sent" and pool.stage(name) == "sent"
+    assert pool.repair()[name]["state"] == "returned"
     assert place.sent(pool) == [REBOOT]
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from image_builder.cli.command import AsJson, Endpoint, Kubeconfig, VaultIds, connect, register, show
-from image_builder.cli.pool.drain import PolicyFile
 from image_builder.cli.pool.plan import Inventory, complete_groups
 from image_builder.errors import EXIT_INTERRUPTED, PoolError, UsageError
 from image_builder.system.signals import waking
@@ -37,13 +36,20 @@ def repair(
     again: Annotated[
         list[str] | None,
         typer.Option(
-            "--again", metavar="NODE", help="send again what was sent, after you looked at it; repeatable"
+            "--again",
+            metavar="NODE",
+            help="send a request again, whatever became of the last one; repeatable",
         ),
     ] = None,
     at_once: Annotated[
         int, typer.Option("--at-once", min=1, max=32, metavar="N", help="most nodes in work")
     ] = 4,
-    policy: PolicyFile = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            "--policy", metavar="FILE", help="a policy of drains: its rules say which pods don't count"
+        ),
+    ] = None,
     kubeconfig: Kubeconfig = None,
     endpoint: Endpoint = None,
     vault: VaultIds = None,
@@ -52,7 +58,7 @@ def repair(
     """Reboot and reimage the nodes that the gate has emptied for it, once each, and wait until they have booted.
 
     Where nothing is asked for, nothing is done. The status is 16 if a node was skipped or refused, or didn't come back.
-    What was sent is never sent again, whatever became of it or of this command: --again is your word that it shall be.
+    No request is ever sent twice, whatever became of it or of this command, unless you say so with --again.
 
     Example:
 

@@ -131,6 +131,18 @@ def test_a_reimage_brings_what_the_instance_has_and_its_node_a_new_boot(
     assert (seen, machines.machine("1").boot_id != boot, set(_disks(machines))) == (["1"], True, {OLD})
 
 
+def test_a_restart_leaves_the_disk_and_brings_a_new_boot(machines: Fleet, clock: Clock) -> None:
+    seen = []
+    machines.scale_sets.restarted = lambda _, machine: seen.append(machine.id)
+    boot = machines.machine("1").boot_id
+    answer = _post(machines, "virtualMachines/1/restart")
+    assert _post(machines, "virtualMachines/1/restart").status == 409
+    assert _post(machines, "virtualMachines/9/restart").status == 404
+    clock.at = 100.0
+    assert _state(machines, answer) == {"status": "Succeeded"}
+    assert (seen, machines.machine("1").boot_id != boot, set(_disks(machines))) == (["1"], True, {OLD})
+
+
 def test_no_ids_means_all_of_them(machines: Fleet, clock: Clock) -> None:
     assert _post(machines, "manualupgrade", {"instanceIds": []}).status == 400
     _post(machines, "manualupgrade", {"instanceIds": ["*"]})
