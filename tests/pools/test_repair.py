@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -15,7 +15,7 @@ from image_builder.drain import fence
 from image_builder.drain.lease import Leases
 from image_builder.node.net.kube import Client
 from image_builder.pool.scale_set.client import HOLD_TAG
-from tests.support.arm.model import Request, error
+from tests.support.arm.model import Answer, Request, error
 from tests.support.arm.service import action_of
 from tests.support.control_plane import workloads
 from tests.support.control_plane.drains import asked
@@ -34,6 +34,7 @@ from tests.support.pools.repairs import (
 pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
 REBOOT, REIMAGE = "POST /virtualMachines/0/restart", "POST /virtualMachines/0/reimage"
+Fault = Answer | Literal["drop", "lose"]
 used: set[str] = set()
 
 
@@ -53,6 +54,11 @@ def pool(place: Clinic) -> Iterator[Pool]:
     pool = place.pool(1)
     yield pool
     place.plane.forget(pool.names)
+
+
+def instead(effect: Fault) -> Callable[[Request], Fault | None]:
+    """Return what happens to requests that change something."""
+    return lambda request: effect if request.method == "POST" else None
 
 
 def comes_back(place: Clinic, name: str) -> None:
@@ -114,23 +120,26 @@ def test_from_the_ask_to_the_return(place: Clinic) -> None:
     place.plane.forget(pool.names)
 
 
-@pytest.mark.parametrize(("remedy", "request_line"), [("reboot", REBOOT), ("reimage", REIMAGE)])
+@pytest.mark.parametrize(
+    ("remedy", "request_line"), [("reboot", REBOOT), ("reimage", REIMAGE)], ids=["reboot", "reimage"]
+)
 def test_killed_before_its_request_leaves(place: Clinic, pool: Pool, remedy: str, request_line: str) -> None:
-    """The next runs find no trace of it, and send nothing; a person's word does."""
+    """The next run finds no trace of it, and sends nothing; a person's word does."""
     (name,) = pool.names
     pool.ask(name, remedy)
     pool.killed("drop")
     assert pool.stage(name) == "sent"
-    for _ in range(2):
-        ended = pool.repair(status=16)[name]
-        assert ended["state"] == "unknown" and f"--again {name}" in ended["reason"]
-        assert place.sent(pool) == [request_line]
+    ended = pool.repair(status=16)[name]
+    assert ended["state"] == "unknown" and f"--again {name}" in ended["reason"]
+    assert place.sent(pool) == [request_line]
     assert pool.repair("--again", name)[name]["state"] == "returned"
     assert place.sent(pool) == [request_line] * 2
     comes_back(place, name)
 
 
-@pytest.mark.parametrize(("remedy", "request_line"), [("reboot", REBOOT), ("reimage", REIMAGE)])
+@pytest.mark.parametrize(
+    ("remedy", "request_line"), [("reboot", REBOOT), ("reimage", REIMAGE)], ids=["reboot", "reimage"]
+)
 def test_killed_before_its_answer_arrives(place: Clinic, pool: Pool, remedy: str, request_line: str) -> None:
     (name,) = pool.names
     pool.ask(name, remedy)
@@ -142,29 +151,29 @@ def test_killed_before_its_answer_arrives(place: Clinic, pool: Pool, remedy: str
 
 @pytest.mark.parametrize(("effect", "state", "status"), [("drop", "unknown", 16), ("lose", "returned", 0)])
 def test_a_lost_answer_is_never_answered_by_sending_again(
-    place: Clinic, pool: Pool, effect: str, state: str, status: int
+    place: Clinic, pool: Pool, effect: Literal["drop", "lose"], state: str, status: int
 ) -> None:
     (name,) = pool.names
     pool.ask(name, "reboot")
-    with pool.faulty(lambda request: effect if request.method == "POST" else None):
+    with pool.faulty(instead(effect)):
         assert pool.repair(status=status)[name]["state"] == state
     assert place.sent(pool) == [REBOOT]
     assert pool.repair(status=status)[name]["state"] == {"unknown": "unknown"}.get(state, "back")
     assert place.sent(pool) == [REBOOT]
 
 
-@pytest.mark.parametrize("status", [403, 409, 429])
-def test_a_refused_request_is_asked_for_as_before(place: Clinic, pool: Pool, status: int) -> None:
+def test_a_refused_request_is_asked_for_as_before(place: Clinic, pool: Pool) -> None:
     (name,) = pool.names
     pool.ask(name, "reimage")
     before = place.plane.record(name)
-    refusal = error(status, "NotNow", "not now", Retry_After="1")
-    with pool.faulty(lambda request: refusal if request.method == "POST" else None):
-        ended = pool.repair(status=16)[name]
-    assert ended["state"] == "refused" and "NotNow" in ended["reason"]
-    assert place.plane.record(name) == before and "ReimageSent" not in place.plane.events(name)
+    for status in (403, 409, 429):
+        refusal = error(status, "NotNow", "not now", Retry_After="1")
+        with pool.faulty(instead(refusal)):
+            ended = pool.repair(status=16)[name]
+        assert ended["state"] == "refused" and "NotNow" in ended["reason"]
+        assert place.plane.record(name) == before and "ReimageSent" not in place.plane.events(name)
     assert pool.repair()[name]["state"] == "returned"
-    assert place.sent(pool) == [REIMAGE] * 2
+    assert place.sent(pool) == [REIMAGE] * 4
 
 
 def test_an_operation_that_fails_is_not_repeated(place: Clinic, pool: Pool) -> None:

@@ -197,8 +197,9 @@ def clinic(folder: Path) -> Iterator[Clinic]:
 class Impatient(repair.Repairs):
     """The real ones, in less time."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options, patience=PATIENCE)
+    def __post_init__(self) -> None:
+        self.patience = PATIENCE
+        super().__post_init__()
         self._leases = Leases(self.kube, self._holder, OFTEN)
 
 

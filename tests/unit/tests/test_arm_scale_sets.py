@@ -29,7 +29,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def machines(clock: Clock) -> Fleet:
-    return fleet(4, clock=clock, seconds={"upgrade": 10.0, "reimage": 100.0})
+    return fleet(4, clock=clock, seconds={"upgrade": 10.0, "reimage": 100.0, "restart": 20.0})
 
 
 def _send(arm: Arm, method: str, path: str, body: Json | None = None, **headers: str) -> Answer:
