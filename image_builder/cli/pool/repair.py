@@ -18,6 +18,7 @@ from image_builder.system.signals import waking
 from image_builder.text import columns
 
 if TYPE_CHECKING:
+    from image_builder.drain.policy import Policy
     from image_builder.pool.plan.inventory import Fleet
     from image_builder.pool.repair import Case, Outcome
 
@@ -64,50 +65,47 @@ def repair(
 
         image-builder pool repair -i hosts gpu --kubeconfig repair.conf
     """
-    from image_builder.node.errors import NodeError
     from image_builder.pool.plan.inventory import read_fleet
-    from image_builder.pool.repair import OPEN, outcome_of, waiting
+    from image_builder.pool.repair import OPEN, Repairs, outcome_of
+    from image_builder.pool.rollout import azure
 
-    fleet, names = read_fleet(inventory, pools, vault or ()), again or []
-    try:
-        with connect(kubeconfig, _AGENT) as client:
-            cases = waiting(client, fleet.hosts)
-    except NodeError as error:
-        hint = "the rights that it needs are in deploy/repair.yml; --kubeconfig FILE"
-        raise PoolError(error.message, hint=hint) from error
+    fleet, names, pods = read_fleet(inventory, pools, vault or ()), again or [], _pods(policy)
+    cases = _waiting(kubeconfig, fleet)
     if unsent := {*names} - {case.node for case in cases if case.state in ("sent", "back")}:
         raise UsageError(f"--again: nothing was sent for {', '.join(sorted(unsent))}", hint="--dry-run")
     over = threading.Event()
-    due = [case for case in cases if case.is_due or case.node in names]
-    outcomes = [outcome_of(case) for case in cases if dry_run or case not in due]
-    if due and not dry_run:
-        with waking(over.set, signal.SIGTERM, signal.SIGINT):
-            outcomes += _carry_out(due, fleet, names, at_once, policy, kubeconfig, endpoint, over)
-    _show([*fleet.warnings], outcomes, as_json=as_json)
+    due = [] if dry_run else [case for case in cases if case.is_due or case.node in names]
+    outcomes = [outcome_of(case) for case in cases if case not in due]
+    if due:
+        with (
+            azure(fleet.hosts, endpoint, rights="docs/how-to/bad-nodes.md") as client,
+            waking(over.set, signal.SIGTERM, signal.SIGINT),
+        ):
+            repairs = Repairs(lambda: connect(kubeconfig, _AGENT), client, names, pods, over=over)
+            outcomes += repairs.run(due, at_once)
+    _show(fleet.warnings, outcomes, as_json=as_json)
     if over.is_set():
         return EXIT_INTERRUPTED
     return PoolError.exit_code if any(outcome.state in OPEN for outcome in outcomes) else 0
 
 
-def _carry_out(
-    cases: Sequence[Case],
-    fleet: Fleet,
-    again: Sequence[str],
-    at_once: int,
-    policy: Path | None,
-    kubeconfig: Path | None,
-    endpoint: str | None,
-    over: threading.Event,
-) -> list[Outcome]:
+def _pods(file: Path | None) -> Policy:
     from image_builder.drain.policy import Policy
-    from image_builder.pool.repair import Repairs
-    from image_builder.pool.rollout import azure
     from image_builder.strict_yaml import load
 
-    pods = load(policy, Policy, "policy") if policy else Policy()
-    with azure(fleet.hosts, endpoint, rights="docs/how-to/bad-nodes.md") as client:
-        repairs = Repairs(lambda: connect(kubeconfig, _AGENT), client, again, pods, over=over)
-        return repairs.run(cases, at_once)
+    return load(file, Policy, "policy") if file else Policy()
+
+
+def _waiting(kubeconfig: Path | None, fleet: Fleet) -> list[Case]:
+    from image_builder.node.errors import NodeError
+    from image_builder.pool.repair import waiting
+
+    try:
+        with connect(kubeconfig, _AGENT) as client:
+            return waiting(client, fleet.hosts)
+    except NodeError as error:
+        hint = "the rights that it needs are in deploy/repair.yml; --kubeconfig FILE"
+        raise PoolError(error.message, hint=hint) from error
 
 
 def _show(warnings: Sequence[str], outcomes: Sequence[Outcome], *, as_json: bool) -> None:
