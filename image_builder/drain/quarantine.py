@@ -28,8 +28,9 @@ WANTED = {
     "reimage": "reimage it",
     "hand-over": "give its machine back to the platform",
 }
-# ``out``: it takes no more work. ``empty``: and has none. ``asked``: its remedy was asked for.
-Stage = Literal["out", "empty", "asked"]
+# ``out``: it takes no more work. ``empty``: and has none. ``asked``: its remedy was asked for. ``sent``: a request for
+# it is about to be sent to Azure, or was.
+Stage = Literal["out", "empty", "asked", "sent"]
 _LABEL_VALUE = re.compile(r"[^-A-Za-z0-9_.]+")
 
 
@@ -39,6 +40,7 @@ class Record:
     the epoch).
 
     ``tested``: when the preflight had last been reported (Unix time, 0: never), ``boot_id``: of which boot that was.
+    ``sent_at``: when its remedy was sent (Unix time, 0: never), ``sent_boot``: the boot that it is to end.
     """
 
     condition: str
@@ -49,6 +51,8 @@ class Record:
     boot_id: str
     tested: float
     stage: Stage = "out"
+    sent_at: float = 0.0
+    sent_boot: str = ""
 
     def text(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -56,7 +60,11 @@ class Record:
     @property
     def words(self) -> str:
         """Return for people why the node is out, and how far its remedy is."""
-        state = {"out": "to be emptied" if self.is_drained else "takes no new work", "empty": "empty"}
+        state = {
+            "out": "to be emptied" if self.is_drained else "takes no new work",
+            "empty": "empty",
+            "sent": f"{self.remedy} sent at {stamp(self.sent_at)}",
+        }
         wanted = state.get(self.stage, f"empty: {WANTED.get(self.remedy, self.remedy)}")
         return f"{self.condition} {self.reason} since {stamp(self.since)}, {wanted}: {self.detail}"
 
@@ -70,10 +78,12 @@ def record_of(document: Mapping[str, Any]) -> Record | None:
     """Return the record of a Node's annotation; None where there is none, or a broken one."""
     try:
         values = json.loads((document["metadata"].get("annotations") or {})[MARK])
+        # From before requests were sent, it has nothing of them.
+        values = {"sent_at": 0.0, "sent_boot": ""} | values
         record = Record(**{field.name: str(values[field.name]) for field in fields(Record)})  # type: ignore[arg-type]
-        record = replace(record, since=float(record.since), tested=float(record.tested))
-        known = record.remedy in get_args(Remedy) and record.stage in get_args(Stage)
-        return record if known and math.isfinite(record.since) and math.isfinite(record.tested) else None
+        times = {name: float(values[name]) for name in ("since", "tested", "sent_at")}
+        is_known = record.remedy in get_args(Remedy) and record.stage in get_args(Stage)
+        return replace(record, **times) if is_known and all(map(math.isfinite, times.values())) else None  # type: ignore[arg-type]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
 

@@ -88,6 +88,15 @@ def free(
     return bool(uid)
 
 
+def occupied(looker: Looker, document: Mapping[str, Any], run: str) -> str:
+    """Return why a Node, as it was just read, isn't empty and cordoned by a run, if it isn't; raises KubeError."""
+    record = fence.record_of(document)
+    if record is None or record.run != run or not fence.is_cordoned(document):
+        return UNCORDONED
+    tenants = looker.tenants(document["metadata"]["name"], time.time())
+    return f"{tenants[0].pod} runs on it" if tenants else ""
+
+
 class Drain:
     """A drain at work. ``turn`` looks at all its hosts and does what is next; ``outcomes`` has those that ended.
 

@@ -455,15 +455,17 @@ def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[],
 
 
 @contextmanager
-def azure(hosts: Sequence[Host], endpoint: str | None = None) -> Iterator[scale_set.Client]:
+def azure(
+    hosts: Sequence[Host], endpoint: str | None = None, *, rights: str = "docs/how-to/roll.md"
+) -> Iterator[scale_set.Client]:
     """Reach the scale sets of hosts; raises DefinitionError for those of two subscriptions, HostError."""
     subscriptions = {host.scale_set_id.split("/")[2].lower() for host in hosts if host.scale_set_id}
     if len(subscriptions) != 1:
         names = ", ".join(sorted(subscriptions)) or "none"
-        reason = f"the scale sets of one roll must be of one subscription, got {names}"
+        reason = f"the scale sets of one command must be of one subscription, got {names}"
         raise DefinitionError([Problem("", "pool_scale_set_id", reason)], hint="nothing was changed")
     with ResourceManager(subscriptions.pop(), endpoint=endpoint) as manager:
-        manager.rights = "docs/how-to/roll.md"
+        manager.rights = rights
         yield scale_set.Client(manager)
 
 

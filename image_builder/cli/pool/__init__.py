@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from image_builder.cli.pool import broker, drain, exports, plan, rollback, run
+from image_builder.cli.pool import broker, drain, exports, plan, repair, rollback, run
 
 app = typer.Typer(
     help="Bring pools up from an image, in waves.\n\nExample:\n\n\b\n"
@@ -12,5 +12,5 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-for _commands in (plan, run, rollback, drain, exports, broker):
+for _commands in (plan, run, rollback, drain, repair, exports, broker):
     app.add_typer(_commands.app)

@@ -139,6 +139,10 @@ class Client:
         body = {"forceUpdateOSDiskForEphemeral": True} if force_ephemeral else {}
         return self._send("POST", f"{path}/virtualMachines/{_decimal(number)}/reimage", body)
 
+    def restart(self, path: str, number: str) -> Answer:
+        """Restart an instance, once."""
+        return self._send("POST", f"{path}/virtualMachines/{_decimal(number)}/restart", {})
+
     # -- the scale set ---------------------------------------------------------------------------------------
 
     def set_image(self, before: ScaleSet, version: str, *, force_ephemeral: bool = False) -> ScaleSet:

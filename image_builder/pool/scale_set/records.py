@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter
 from image_builder.pool.plan.model import Strict
 from image_builder.system import journal
 
-Verb = Literal["upgrade", "reimage"]
+Verb = Literal["upgrade", "reimage", "restart"]
 Result = Literal["done", "refused", "not accepted", "failed", "gone", "unknown"]
 
 
@@ -28,7 +28,7 @@ class _Record(Strict):
 
 
 class Replacement(_Record):
-    """An upgrade or a reimage of an instance is about to be sent.
+    """An upgrade, a reimage or a restart of an instance is about to be sent.
 
     ``vm_id`` and ``boot_id`` are the machine's and its boot's before; ``version`` (an id) and ``build`` are those that
     it shall run.

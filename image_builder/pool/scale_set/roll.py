@@ -35,13 +35,13 @@ from image_builder.pool.scale_set.verdict import SETTLE_SECONDS, Look, Node, Ope
 
 # Of what takes minutes, and of an instance whose node boots, so many looks are one: Azure counts them all. Nothing is
 # over before the first.
-_FIRST: dict[Verb, int] = {"upgrade": 2, "reimage": 10}
-_LOOKS: dict[Verb, int] = {"upgrade": 1, "reimage": 4}
+_FIRST: dict[Verb, int] = {"upgrade": 2, "reimage": 10, "restart": 2}
+_LOOKS: dict[Verb, int] = {"upgrade": 1, "reimage": 4, "restart": 1}
 RARELY = 10
 # Half of the requests to a scale set that Azure lets through in a minute, for ever: this is what a roll takes.
 _A_MINUTE = 6
 _FIRST_REQUESTS, IMAGE_REQUESTS = 6, 3
-_REQUESTS: dict[Verb, int] = {"upgrade": 2, "reimage": 1}
+_REQUESTS: dict[Verb, int] = {"upgrade": 2, "reimage": 1, "restart": 1}
 # Looks between two upgrades of a set: hosts that are brought to the same step together need fewer requests.
 _APART = 10
 # So long the last looks at the hosts of one request may take together, and the request be later than the first of them,
@@ -74,6 +74,15 @@ class Log(Protocol):
     def records(self) -> Sequence[Record]: ...
 
     def append(self, record: Record) -> None: ...
+
+
+class NoJournal:
+    """In the place of a journal, for who keeps one elsewhere."""
+
+    records: Sequence[Record] = ()
+
+    def append(self, record: Record) -> None:
+        """The drive itself remembers it."""
 
 
 @dataclass
@@ -246,7 +255,7 @@ def roll_instance(
     """
     began, looks = drive.client.now(), 1
     while True:
-        history = _settled(drive, number, node)
+        history = settled_requests(drive, number, node)
         if history and history[-1].settled and history[-1].settled.outcome == "unknown":
             return Ending("unknown", history[-1].settled.detail)
         history = [request for request in history if request.sent.version == version.id]
@@ -277,17 +286,17 @@ def roll_instance(
         member = Member(instance, version, reading, busy, is_single=is_refused)
         if step == "upgrade":
             with drive.upgrades.joined(member, partial(send, drive, step)):
-                _settled(drive, number, node)
+                settled_requests(drive, number, node)
         else:
             send(drive, step, [member])
-            _settled(drive, number, node)
+            settled_requests(drive, number, node)
         if member.error:
             raise member.error
         if member.ending:
             return member.ending
 
 
-def _settled(drive: Drive, number: str, node: Callable[[], Node | None]) -> list[Request]:
+def settled_requests(drive: Drive, number: str, node: Callable[[], Node | None]) -> list[Request]:
     """Return the requests for an instance, after finding out what became of the last one; raises FetchError."""
     history = drive.requests(number)
     if history and (history[-1].settled is None or history[-1].settled.outcome == "unknown"):
@@ -383,6 +392,8 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
     numbers = [member.instance.id for member in ready]
     if verb == "upgrade":
         answer = client.upgrade(drive.path, numbers)
+    elif verb == "restart":
+        answer = client.restart(drive.path, numbers[0])
     else:
         answer = client.reimage(drive.path, numbers[0], force_ephemeral=drive.force_ephemeral)
     for number in numbers:

@@ -93,11 +93,11 @@ def shows(sent: Replacement, look: Look) -> bool:
 
 
 def _was_replaced(sent: Replacement, looks: Sequence[Look]) -> bool:
-    """Tell whether a reimage was seen in work and is over, and the node has yet to boot."""
+    """Tell whether a reimage, or a restart, was seen in work and is over, and the node has yet to boot."""
     instance, node = looks[-1].instance, looks[-1].node
     was_in_work = any(look.instance is not None and not look.instance.is_at_rest for look in looks)
     is_over = instance is not None and instance.runs(sent.version)
-    return sent.verb == "reimage" and was_in_work and is_over and node is None
+    return sent.verb != "upgrade" and was_in_work and is_over and node is None
 
 
 def _is_untouched(sent: Replacement, look: Look) -> bool:

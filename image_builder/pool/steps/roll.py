@@ -439,14 +439,10 @@ class RollFleet(Fleet):
         document = looker.node(host.name, is_cordoned=True)
         if document is None:
             return "there is no such node"
-        record = fence.record_of(document)
-        if record is None or record.run != self._change.run or not fence.is_cordoned(document):
-            return drains.UNCORDONED
         if barred and not bar.is_barred(document, self._change.run):
             return "somebody took its taint away"
         self._nodes[host.name] = document
-        tenants = looker.tenants(host.name, time.time())
-        return f"{tenants[0].pod} runs on it" if tenants else ""
+        return drains.occupied(looker, document, self._change.run)
 
     def _drive(self, path: str) -> Drive:
         """Return the scale set's drive; it is held until the run ends. Raises PoolError where another holds it."""

@@ -30,7 +30,7 @@ _CHANGEABLE = {
     "scaleInPolicy",
     "resiliencyPolicy",
 }
-Verb = Literal["upgrade", "reimage", "service", "model", "scale"]
+Verb = Literal["upgrade", "reimage", "restart", "service", "model", "scale"]
 
 
 @dataclass
@@ -49,6 +49,7 @@ class Machine:
     state: str = "Succeeded"
     code: str = ""
     reimages: int = 0
+    restarts: int = 0
 
 
 @dataclass(kw_only=True)
@@ -94,8 +95,8 @@ class SetState:
 
 @dataclass
 class ScaleSets:
-    """The scale sets of a service. ``reimaged`` is called when an instance has a new OS disk, ``failures`` make the
-    next operations on an instance fail with these codes.
+    """The scale sets of a service. ``reimaged`` is called when an instance has a new OS disk, ``restarted`` when it was
+    restarted with the one that it has; ``failures`` make the next operations on an instance fail with these codes.
     """
 
     arm: Arm
@@ -105,6 +106,7 @@ class ScaleSets:
     upgrade_replaces: bool = False
     preempts: bool = True
     reimaged: Callable[[SetState, Machine], None] = lambda _set, _machine: None
+    restarted: Callable[[SetState, Machine], None] = lambda _set, _machine: None
     failures: dict[str, list[str]] = field(default_factory=dict)
     sets: dict[str, SetState] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
@@ -201,6 +203,8 @@ class ScaleSets:
                 return self._reimage(request, group, numbers, whole=True)
             case "POST", ["virtualmachines", number, "reimage"]:
                 return self._reimage(request, group, [number])
+            case "POST", ["virtualmachines", number, "restart"]:
+                return self._restart(request, group, number)
             case "POST", ["setorchestrationservicestate"]:
                 return self._set_service(request, group)
             case _:
@@ -292,6 +296,19 @@ class ScaleSets:
 
         machines = tuple(group.machines[number] for number in numbers)
         return self._work(group, "reimage", machines, act, whole=whole)
+
+    def _restart(self, request: Request, group: SetState, number: str) -> Answer:
+        if number not in group.machines:
+            return _missing(request)
+        if refusal := self._busy(group, [number]):
+            return refusal
+
+        def act(machine: Machine) -> None:
+            machine.boot_id = str(uuid.uuid4())
+            machine.restarts += 1
+            self.restarted(group, machine)
+
+        return self._work(group, "restart", (group.machines[number],), act, whole=False)
 
     def _set_service(self, request: Request, group: SetState) -> Answer:
         body = request.body or {}

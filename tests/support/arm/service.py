@@ -162,7 +162,7 @@ class Arm:
 
     def _refusal(self, request: Request) -> Answer | None:
         """Return what somebody is told who lacks the right to something."""
-        action = _action(request)
+        action = action_of(request)
         if any(fnmatch.fnmatchcase(action.lower(), pattern.lower()) for pattern in self.actions):
             return None
         return error(
@@ -469,7 +469,7 @@ def _type(path: str) -> str:
     return "/".join(["Microsoft.Compute", *names])
 
 
-def _action(request: Request) -> str:
+def action_of(request: Request) -> str:
     parts = request.path.partition(_PROVIDER)[2].split("/")
     if request.method == "POST":
         return "/".join(["Microsoft.Compute", *parts[:-1:2], parts[-1], "action"])

@@ -59,6 +59,7 @@ COMMANDS = [
     ("pool", "drain"),
     ("pool", "free"),
     ("pool", "why"),
+    ("pool", "repair"),
     ("pool", "verify"),
     ("pool", "render"),
     ("pool", "template"),

@@ -68,6 +68,18 @@ def test_a_broken_record_is_none(text: str) -> None:
     assert quarantine.record_of(node_object({MARK: text})) is None
 
 
+def test_a_record_from_before_requests_were_sent_is_understood() -> None:
+    values = json.loads(replace(RECORD, stage="asked").text())
+    old = {name: value for name, value in values.items() if not name.startswith("sent_")}
+    assert quarantine.record_of(node_object({MARK: json.dumps(old)})) == replace(RECORD, stage="asked")
+
+
+def test_what_was_sent_is_remembered() -> None:
+    sent = replace(RECORD, stage="sent", sent_at=1_800_000_001.25, sent_boot="boot-2")
+    assert quarantine.record_of(node_object({MARK: sent.text()})) == sent
+    assert quarantine.record_of(node_object({MARK: replace(sent, sent_at=float("nan")).text()})) is None
+
+
 def test_a_reason_that_is_no_label_value_is_made_one() -> None:
     odd = replace(RECORD, reason="Observed GPU count: " + "x" * 80)
     taints = applied(node_object(), quarantine.take_out(node_object(), odd))["spec"]["taints"]
@@ -75,8 +87,14 @@ def test_a_reason_that_is_no_label_value_is_made_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "words"), [("out", "to be emptied"), ("empty", "empty"), ("asked", "empty: reboot it")]
+    ("stage", "words"),
+    [
+        ("out", "to be emptied"),
+        ("empty", "empty"),
+        ("asked", "empty: reboot it"),
+        ("sent", "reboot sent at 2027-01-15T08:01:00Z"),
+    ],
 )
 def test_words(stage: quarantine.Stage, words: str) -> None:
-    text = replace(RECORD, stage=stage).words
+    text = replace(RECORD, stage=stage, sent_at=RECORD.since + 60).words
     assert text == f"NodeHealthy GpuLost since 2027-01-15T08:00:00Z, {words}: gpu 3"

@@ -54,6 +54,10 @@ def looks(instance: Instance | None, node: Node | None, seconds: float = 60.0) -
         ("reimage", UPGRADED, None, "unknown"),
         ("reimage", replace(UPGRADED, state="Updating"), None, "running"),
         ("reimage", None, AFTER, "gone"),
+        ("restart", UPGRADED, BEFORE, "not accepted"),
+        ("restart", UPGRADED, AFTER, "done"),
+        ("restart", UPGRADED, None, "unknown"),
+        ("restart", replace(UPGRADED, state="Updating"), BEFORE, "running"),
         ("reimage", replace(UPGRADED, vm_id="another"), AFTER, "gone"),
     ],
 )
@@ -105,11 +109,11 @@ def test_a_node_that_did_not_answer_before_is_known_by_its_build(node: Node, ver
 def test_only_what_is_at_rest_with_its_old_boot_is_ever_told_again() -> None:
     """Over all readings: 'not accepted' is the only verdict that lets a request be sent again."""
     states = ("Succeeded", "Failed", "Updating", "Creating", "Deleting", "Migrating")
-    verbs: tuple[Verb, ...] = ("upgrade", "reimage")
+    verbs: tuple[Verb, ...] = ("upgrade", "reimage", "restart")
     for verb, state, image, node in itertools.product(
         verbs, states, (OLD, NEW), (None, BEFORE, OTHER, AFTER)
     ):
         instance = Instance("7", "vm", image, state)
         if judge(sent(verb), None, looks(instance, node)) == "not accepted":
             assert (state, node) == ("Succeeded", BEFORE)
-            assert verb == "reimage" or image == OLD
+            assert verb != "upgrade" or image == OLD

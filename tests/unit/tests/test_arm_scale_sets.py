@@ -29,7 +29,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def machines(clock: Clock) -> Fleet:
-    return fleet(4, clock=clock, seconds={"upgrade": 10.0, "reimage": 100.0})
+    return fleet(4, clock=clock, seconds={"upgrade": 10.0, "reimage": 100.0, "restart": 20.0})
 
 
 def _send(arm: Arm, method: str, path: str, body: Json | None = None, **headers: str) -> Answer:
@@ -128,6 +128,18 @@ def test_a_reimage_brings_what_the_instance_has_and_its_node_a_new_boot(
     _post(machines, "virtualMachines/1/reimage")
     clock.at = 100.0
     assert _get(machines, "/virtualMachines/1")["properties"]["provisioningState"] == "Succeeded"
+    assert (seen, machines.machine("1").boot_id != boot, set(_disks(machines))) == (["1"], True, {OLD})
+
+
+def test_a_restart_leaves_the_disk_and_brings_a_new_boot(machines: Fleet, clock: Clock) -> None:
+    seen = []
+    machines.scale_sets.restarted = lambda _, machine: seen.append(machine.id)
+    boot = machines.machine("1").boot_id
+    answer = _post(machines, "virtualMachines/1/restart")
+    assert _post(machines, "virtualMachines/1/restart").status == 409
+    assert _post(machines, "virtualMachines/9/restart").status == 404
+    clock.at = 100.0
+    assert _state(machines, answer) == {"status": "Succeeded"}
     assert (seen, machines.machine("1").boot_id != boot, set(_disks(machines))) == (["1"], True, {OLD})
 
 

@@ -55,6 +55,7 @@ def out(*ailments: Ailment, record: Record = OUT, **more: Any) -> Node:
         (out(SICK, record=replace(OUT, remedy="taint")), Step.TAKE_OUT),  # a graver remedy by now
         (out(SICK, record=replace(OUT, stage="empty")), Step.ASK),
         (out(SICK, record=replace(OUT, stage="asked")), None),
+        (out(SICK, record=replace(OUT, stage="sent", sent_at=1.0, sent_boot="boot")), None),
         (out(SICK, record=replace(OUT, remedy="hand-over", stage="empty")), Step.ASK),
         (out(SICK, **ADMITTED), Step.GIVE_BACK),
         # Well again, and tested since or not, or by another boot.
