@@ -31,7 +31,7 @@ from tests.support.pools.rolls import GENEROUS, World, plan, world
 
 pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
-_SETS, _EACH, _TAKEN = 24, 3, 2
+_SETS, _EACH, _TAKEN = 30, 3, 2
 _HOSTS = _EACH * _TAKEN
 
 

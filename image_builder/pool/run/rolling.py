@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 from image_builder.pool.plan.model import UNREACHED, Cell, Host, Outcome, ended, failed, rank
+from image_builder.pool.plan.policy import DRAIN_ENDS_SECONDS
 from image_builder.pool.run.budgets import too_many
 from image_builder.pool.run.moves import again, change_wave, count_unavailable, end, move, set_empty
 from image_builder.pool.run.records import Chosen, Rested, Result
@@ -85,9 +86,7 @@ def after_reimage(progress: Progress, status: HostStatus, record: Result) -> Non
         status.unsent += 1
         status.starts -= 1
         count_unavailable(progress, status, 1)
-        if outcome.kind == "busy":
-            _settle(progress, status, None)
-        elif progress.stopped or not again(progress, status, record.at, "ready"):
+        if outcome.kind == "busy" or progress.stopped or not again(progress, status, record.at, "ready"):
             _settle(progress, status, outcome)
         else:
             status.last = None
@@ -106,7 +105,7 @@ def after_free(progress: Progress, status: HostStatus, record: Result) -> None:
     if outcome.ok and status.awaited and not progress.stopped:
         status.awaited = False
         move(progress, status.host.name, "ready")
-    elif outcome.ok and status.last is None:
+    elif outcome.ok and status.last and status.last.kind == "busy":
         set_empty(progress, status, empty=False)
         _defer(progress, status, record.at)
     else:
@@ -116,8 +115,12 @@ def after_free(progress: Progress, status: HostStatus, record: Result) -> None:
 def _defer(progress: Progress, status: HostStatus, at: float) -> None:
     """Have a host that works, without a cordon of ours, wait for the last wave, or in it."""
     status.row = 0
+    rolls = progress.plan.policy.rolls
+    is_rest = progress.waves[status.wave].wave.is_rest
     if progress.stopped:
         conclude(progress, status, ended("skipped", STOPPED), at)
+    elif is_rest and at >= status.idle_by - DRAIN_ENDS_SECONDS:
+        conclude(progress, status, ended("skipped", reason), at)
     else:
         is_rest = progress.waves[status.wave].wave.is_rest
         rolls = progress.plan.policy.rolls
@@ -143,8 +146,8 @@ def conclude(progress: Progress, status: HostStatus, outcome: Outcome, at: float
         end(progress, status, outcome, at)
 
 
-def _settle(progress: Progress, status: HostStatus, outcome: Outcome | None) -> None:
-    """Have a host freed, and ended with an outcome; without one it is deferred."""
+def _settle(progress: Progress, status: HostStatus, outcome: Outcome) -> None:
+    """Have a host freed, and ended with an outcome; one that is `busy` is deferred."""
     status.last = outcome
     move(progress, status.host.name, "settled")
 

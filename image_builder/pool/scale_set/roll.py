@@ -401,7 +401,7 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
 def _is_free(member: Member) -> bool:
     """Take the last look at an instance's host."""
     try:
-        reason = member.busy()
+        reason = look()
     except Exception as error:  # its own thread raises it, and the others go on
         member.error = error
         return False

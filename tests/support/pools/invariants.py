@@ -23,6 +23,8 @@ from tests.support.pools.recorder import Log, NodeState, PodState, Sent, moment
 
 Invariant = Callable[[Log], Iterator[str]]
 _LOOK_SECONDS, _MACHINE_SECONDS = 2.0, 60.0
+# What a watch tells may be so much older.
+_WATCH_SECONDS = 2.0
 _SECRETS = (TOKEN, SECRET, "PRIVATE KEY", "client-key-data")
 
 
@@ -177,12 +179,13 @@ def one_operation_a_set(log: Log) -> Iterator[str]:
 
 
 def no_pod_is_deleted(log: Log) -> Iterator[str]:
-    """I7: pods are evicted where they may be, never deleted.
+    """I7: pods are evicted where they may be, gangs whole, and none is deleted.
 
     That a budget isn't exceeded is the API server's own: evictions are asked for there.
     """
     rolls = log.plan.policy.rolls
     assert rolls
+    yield from _torn_gangs(log)
     for event in log.audit:
         target = event.get("objectRef") or {}
         if target.get("resource") != "pods":
@@ -194,10 +197,25 @@ def no_pod_is_deleted(log: Log) -> Iterator[str]:
         for pod in log.pods:
             meta = pod.document["metadata"]
             if (meta["namespace"], meta["name"]) == (target["namespace"], target["name"]) and not pod.is_gone:
-                kind = classify(pod_from(pod.document), rolls.drain, pod.at).kind
+                is_over = moment(event) >= rolls.deadline_at
+                kind = classify(pod_from(pod.document), rolls.drain, pod.at, overruled=is_over).kind
                 if pod.at <= moment(event) and kind is Class.WAIT:
                     yield f"eviction of {meta['namespace']}/{meta['name']}, which is waited for"
                     break
+
+
+def _torn_gangs(log: Log) -> Iterator[str]:
+    """Yield the Jobs of which a pod was evicted while another one's host wasn't cordoned by the roll."""
+    for event in log.audit:
+        target = event.get("objectRef") or {}
+        if target.get("subresource") != "eviction" or event["responseStatus"]["code"] >= 300:
+            continue
+        at = moment(event)
+        present = log.present(at)
+        for evicted in [pod for pod in present if pod.name == target["name"] and pod.job]:
+            hosts = {pod.node for pod in present if pod.job == evicted.job}
+            if free := [name for name in hosts if log.run_on(name, at + _WATCH_SECONDS) != log.run_id]:
+                yield f"eviction of {evicted.name}, whose Job also runs on {', '.join(sorted(free))}"
 
 
 def cordons_are_as_before(log: Log) -> Iterator[str]:

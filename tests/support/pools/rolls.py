@@ -115,7 +115,7 @@ class World:
             sent=[each for each in recorder.sent if each.scale_set in sets and each.at >= since],
             disks=[each for each in recorder.disks if each.scale_set in sets and each.at >= since],
             nodes=[state for state in recorder.nodes if state.name in names],
-            pods=[pod for pod in recorder.pods if pod.node in names],
+            pods=list(recorder.pods),
             audit=list(audited(self.cluster.work / "audit.log", RUN_AGENT, since)),
             run=read_run(journal) if journal.exists() else [],
             requests=read_requests(sent) if sent.exists() else [],
@@ -385,6 +385,7 @@ def drive(
             journal=folder / "requests.jsonl",
             policy=rolled.policy.rolls.drain,
             max_fenced=rolled.max_fenced,
+            deadline=rolled.policy.rolls.deadline_at,
             patience=patience,
             settle_seconds=settle_seconds,
         )

@@ -138,6 +138,7 @@ class World:
         A host of the last wave that becomes empty beyond them is let go of at once. One that was cordoned before the
         run is away before it is in work, too.
         """
+        assert self.time < START + _LONGEST, "it never ends"
         away = []
         for name, node in self.nodes.items():
             is_empty = node.cordoned == "us" and node.busy_until <= self.time
@@ -202,7 +203,8 @@ class World:
         room = self.plan.max_fenced - sum(n.awaited for n in self.nodes.values())
         if remaining and node.cordoned != "somebody" and room > 0:
             node.cordoned, node.awaited = "us", True
-        if self.time + remaining > w.until:
+        # After the deadline they are drained at once, whenever that is.
+        if self.time < self.roll.deadline_at and self.time + remaining > w.until:
             self._later(max(0.0, w.until - self.time), w, "await", ended("busy", BUSY))
         else:
             self._later(remaining + 1.0, w, "await", OK, emptied=Emptied(unit=unit))

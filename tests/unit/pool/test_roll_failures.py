@@ -201,10 +201,11 @@ MATRIX = (
     Row(
         22,
         "the driver's machine is lost with its journal",
-        "what it fenced is freed, services run again; hosts that may have the image are named",
+        "the plan goes on with it; without, what it fenced is freed, and hosts that may have the image are named",
         (
             "tests/pools/test_salvage.py::test_only_who_has_the_image_from_before_is_freed",
             "tests/pools/test_salvage.py::test_a_driver_that_is_gone_with_its_journals",
+            f"{_LIVE}::test_a_driver_that_is_lost_with_its_journal",
         ),
         "that a new plan adopts what was begun, with the journal lost",
     ),

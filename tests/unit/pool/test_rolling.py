@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from image_builder.cli.pool import run as commands
 from image_builder.errors import PoolError
 from image_builder.pool.plan.model import OK
-from image_builder.pool.plan.policy import GateLimits, Policy, Roll
+from image_builder.pool.plan.policy import GateLimits, Policy, Roll, WaveDrain
 from image_builder.pool.run.driver import run
 from image_builder.pool.run.progress import apply, begin, replay
 from image_builder.pool.run.records import (
@@ -103,6 +103,8 @@ def test_busy_hosts_are_taken_in_the_last_wave_as_they_become_idle() -> None:
     assert sum(wave["hosts"] for wave in reports.report(progress, records)["waves"]) == 300
     # Nobody in it was freed, and reimaged later: each was taken between two jobs.
     assert replay(world.plan, records).hosts == progress.hosts
+
+
 
 
 def test_who_is_never_idle_is_skipped_and_named() -> None:
@@ -436,3 +438,5 @@ def test_a_host_that_was_drained_when_the_driver_ended_keeps_its_place() -> None
     assert replay(rolled, records).unavailable == 0
     progress = replay(rolled, [*records, Opened(at=3, plan=rolled.digest)])
     assert progress.hosts[name].state == "waiting" and progress.unavailable == 1
+
+

@@ -355,6 +355,8 @@ def test_the_last_look_comes_after_the_wait_for_others_upgrades(rolling: Rolling
     assert rolling.replacements() == []
 
 
+
+
 def test_a_machine_that_is_replaced_while_others_are_upgraded_is_gone(rolling: Rolling) -> None:
     def replaced() -> None:
         rolling.clock.wait(10 * PATIENCE.look)
