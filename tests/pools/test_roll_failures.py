@@ -21,6 +21,7 @@ from image_builder.pool.run.records import Stopped, Turned
 from image_builder.pool.run.state import Progress
 from image_builder.pool.scale_set.client import HOLD_TAG
 from image_builder.pool.show.report import counts
+from image_builder.pool.steps.survey import NO_NODE, NOT_READY, missing_hosts
 from tests.support.arm.fleet import BUILDS, NEW, OLD
 from tests.support.arm.model import Answer, Fault, Request, error
 from tests.support.arm.serving import found_by

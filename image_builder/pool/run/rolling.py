@@ -13,8 +13,16 @@ from collections.abc import Collection, Iterable
 from image_builder.pool.plan.model import UNREACHED, Cell, Host, Outcome, ended, failed, rank
 from image_builder.pool.plan.policy import DRAIN_ENDS_SECONDS
 from image_builder.pool.run.budgets import too_many
-from image_builder.pool.run.moves import again, change_wave, count_unavailable, end, move, set_empty
-from image_builder.pool.run.records import Chosen, Rested, Result
+from image_builder.pool.run.moves import (
+    again,
+    change_wave,
+    count_unavailable,
+    end,
+    move,
+    set_empty,
+    set_missing,
+)
+from image_builder.pool.run.records import Chosen, Rested, Result, Surveyed
 from image_builder.pool.run.state import HostStatus, Progress, WaveStatus
 
 # The node runs the image that it was to leave.
@@ -171,8 +179,21 @@ def leave(progress: Progress, status: HostStatus, at: float) -> None:
         conclude(progress, status, ended("skipped", STOPPED), at)
 
 
+def survey(progress: Progress, record: Surveyed) -> None:
+    """Leave hosts alone that are missing; they count as unavailable, as long as they are."""
+    progress.surveyed = True
+    for name, status in progress.hosts.items():
+        reason = record.missing.get(name, "")
+        set_missing(progress, status, missing=bool(reason))
+        if reason and status.state == "waiting" and not status.touched:
+            end(progress, status, ended("skipped", reason), record.at)
+
+
 def busy_canaries(progress: Progress, idle: Collection[str]) -> dict[str, str]:
-    """Return which canaries change places with which idle hosts of their cells, as far as there are any."""
+    """Return which canaries change places with which idle hosts of their cells, as far as there are any.
+
+    Those that ended before the first wave are missing.
+    """
     spare: dict[Cell, list[str]] = defaultdict(list)
     for name in sorted(idle, key=rank, reverse=True):
         status = progress.hosts[name]
@@ -180,7 +201,7 @@ def busy_canaries(progress: Progress, idle: Collection[str]) -> dict[str, str]:
             spare[status.host.cell].append(name)
     places = {}
     for wave in _canaries(progress):
-        for name in wave.names("waiting"):
+        for name in wave.names("waiting", "ended"):
             others = spare[progress.hosts[name].host.cell]
             if name not in idle and others:
                 places[name] = others.pop()
@@ -190,7 +211,9 @@ def busy_canaries(progress: Progress, idle: Collection[str]) -> dict[str, str]:
 def cells(progress: Progress) -> list[list[Host]]:
     """Return the hosts of each cell that has canaries, those first."""
     hosts: dict[Cell, list[Host]] = {
-        progress.hosts[name].host.cell: [] for wave in _canaries(progress) for name in wave.names("waiting")
+        progress.hosts[name].host.cell: []
+        for wave in _canaries(progress)
+        for name in wave.names("waiting", "ended")
     }
     statuses = progress.hosts.values()
     for status in sorted(

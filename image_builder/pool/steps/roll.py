@@ -15,10 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from image_builder.drain import bar, fence
 from image_builder.drain import run as drains
@@ -41,6 +40,8 @@ from image_builder.pool.scale_set.upgrades import Ending
 from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.drains import BROKEN_OFF, TROUBLE_SECONDS, Drains, Key, is_final
 from image_builder.pool.steps.fleet import Fleet, Setup
+from image_builder.pool.steps.nodes import ASK_IMAGE, ASK_SECONDS, ask_work, image_in, work_in
+from image_builder.pool.steps.survey import idle_hosts, missing_hosts
 
 # A host's boot, and the build of its image (node/settings.py).
 ASK_IMAGE = (
@@ -55,6 +56,7 @@ _TURNS, _TURNED_AT_ONCE = 10, 16
 _NAMELESS = "it doesn't tell which image it runs"
 # The number of a failure that has no other.
 _FAILED = 1
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class RollFleet(Fleet):
         self._changed: set[str] = set()
         self._is_turned = False
         self._sought: Future[list[str]] | None = None
+        self._surveyed: Future[dict[str, str]] | None = None
 
     def __enter__(self) -> Self:
         """Raises PoolError for a version that isn't there and for a set that another roll drives, ImageBuilderError for
@@ -211,11 +214,28 @@ class RollFleet(Fleet):
         # All that are awaited or drained take one thread, and are looked at in turn.
         return sys.maxsize if step in ("await", "drain") else super().room(step)
 
+    def missing(self, hosts: Sequence[Host]) -> Mapping[str, str] | None:
+        if self._change.target.undoes:
+            # It may be the image that is left which has made them so.
+            return {}
+        if self._surveyed is None:
+            names, run = [host.name for host in hosts], self._change.run
+            self._surveyed = self._seek(lambda: missing_hosts(self._kube(), names, run, self._ending))
+        return self._surveyed.result() if self._surveyed.done() else None
+
     def idle(self, cells: Sequence[Sequence[Host]], each: int) -> Collection[str] | None:
         if self._sought is None:
-            self._sought = self._threads.submit(self._seek, cells, each)
-            self._sought.add_done_callback(lambda _: self.wake())
+            policy = self._change.policy
+            self._sought = self._seek(
+                lambda: idle_hosts(Looker(self._kube(), policy), cells, each, self._ending)
+            )
         return self._sought.result() if self._sought.done() else None
+
+    def _seek(self, look: Callable[[], _T]) -> Future[_T]:
+        """Look at hosts in a thread, and let ``wait`` return once that is done."""
+        future = self._threads.submit(look)
+        future.add_done_callback(lambda _: self.wake())
+        return future
 
     def turn(self) -> None:
         """Let the models of all scale sets that this roll changed name their previous version again."""
@@ -255,31 +275,6 @@ class RollFleet(Fleet):
         self._drains.give_up((host, step, attempt))
 
     # -- in threads of their own -----------------------------------------------------------------------------------
-
-    def _seek(self, cells: Sequence[Sequence[Host]], each: int) -> list[str]:
-        """Look at the hosts of each cell until so many are idle."""
-        looker = Looker(self._kube(), self._change.policy)
-        idle: list[str] = []
-        for hosts in cells:
-            idle += islice((host.name for host in hosts if self._is_idle(looker, host)), each)
-        return idle
-
-    def _is_idle(self, looker: Looker, host: Host) -> bool:
-        failures = 0
-        while not self._ending.is_set():
-            try:
-                document = looker.node(host.name)
-                return (
-                    document is not None
-                    and not fence.is_cordoned(document)
-                    and not looker.tenants(host.name, time.time())
-                )
-            except KubeError as error:
-                if is_final(error, failures):
-                    return False  # which its drain reports
-                failures += 1
-                self._ending.wait(backoff(failures, cap=TROUBLE_SECONDS))
-        return False
 
     def _report(self, key: Key, outcome: Outcome, joined: Joined = "unknown") -> None:
         """Tell the driver's thread how a step ended."""

@@ -48,12 +48,13 @@ def replacements(log: Log) -> Iterator[tuple[Sent, str, str]]:
 def not_too_many_away(log: Log) -> Iterator[str]:
     """I1: hosts that can't take a job are never more than may be, by the API server's own objects.
 
-    Who has our cordon and is busy yet still works. Hosts that others have cordoned don't count.
+    Who has our cordon and is busy yet still works. Hosts that others have cordoned don't count; who was NotReady
+    before the roll, or had no Node, does.
     """
     began = log.run[0].at if log.run else 0.0
     states = {host.name: state for host in log.plan.hosts if (state := log.before(host.name))}
     tenants: dict[str, set[str]] = defaultdict(set)
-    away = {name for name, state in states.items() if _is_away(state, is_idle=True)}
+    away = {name for name, state in states.items() if state.is_gone or _is_away(state, is_idle=True)}
     changes: list[NodeState | PodState] = [*log.nodes, *log.pods]
     for change in sorted(changes, key=lambda change: change.at):
         if isinstance(change, PodState):

@@ -78,6 +78,8 @@ class World:
     is_red: Callable[[], bool] = lambda: False
     not_ready: set[str] = field(default_factory=set)
     cordoned_before: set[str] = field(default_factory=set)
+    missing_before: set[str] = field(default_factory=set)
+    surveyed_at: float = 0.0
     lost: list[str] = field(default_factory=list)
     gangs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     evicted: dict[str, float] = field(default_factory=dict)
@@ -102,6 +104,12 @@ class World:
 
     def now(self) -> float:
         return self.time
+
+    def missing(self, _hosts: Sequence[Host]) -> dict[str, str] | None:
+        if self.time < self.surveyed_at:
+            return None
+        held = {name for name, node in self.nodes.items() if node.cordoned == "us"}
+        return dict.fromkeys(self.missing_before - held, "NotReady")
 
     def idle(self, cells: Sequence[Sequence[Host]], each: int) -> list[str]:
         idle = []
@@ -142,7 +150,9 @@ class World:
         away = []
         for name, node in self.nodes.items():
             is_empty = node.cordoned == "us" and node.busy_until <= self.time
-            if is_empty and node.awaited:
+            if name in self.missing_before:
+                away.append(name)
+            elif is_empty and node.awaited:
                 assert self.time - node.busy_until < MOMENT, name
             elif node.away or (is_empty and (node.reimages or name not in self.cordoned_before)):
                 away.append(name)
