@@ -452,6 +452,7 @@ def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[],
         policy=plan.policy.rolls.drain,
         max_fenced=plan.max_fenced,
         deadline=plan.policy.rolls.deadline_at,
+        asks_nodes=plan.policy.rolls.ask_nodes,
     )
     return RollFleet(rollout.setup, change, work, on_wait)
 

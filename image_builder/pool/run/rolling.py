@@ -73,7 +73,10 @@ def after_drain(progress: Progress, status: HostStatus, record: Result) -> None:
     elif record.outcome.ok:
         conclude(progress, status, ended("skipped", STOPPED), record.at)
     elif record.outcome.kind == "busy":
-        _defer(progress, status, record.at)
+        set_empty(progress, status, empty=False)
+        rolls = progress.plan.policy.rolls
+        is_over = rolls is not None and record.at >= rolls.deadline_at
+        _defer(progress, status, record.at, record.outcome.detail, is_soon_again=not is_over)
     elif (
         progress.stopped
         or record.outcome.kind not in UNREACHED
@@ -115,13 +118,17 @@ def after_free(progress: Progress, status: HostStatus, record: Result) -> None:
         move(progress, status.host.name, "ready")
     elif outcome.ok and status.last and status.last.kind == "busy":
         set_empty(progress, status, empty=False)
-        _defer(progress, status, record.at)
+        _defer(progress, status, record.at, status.last.detail, is_soon_again=False)
     else:
         end(progress, status, status.last if outcome.ok and status.last else outcome, record.at)
 
 
-def _defer(progress: Progress, status: HostStatus, at: float) -> None:
-    """Have a host that works, without a cordon of ours, wait for the last wave, or in it."""
+def _defer(progress: Progress, status: HostStatus, at: float, reason: str, *, is_soon_again: bool) -> None:
+    """Have a host that works, without a cordon of ours, wait for the last wave, or in it as long as that waits.
+
+    ``reason`` is what was in the way. In the last wave who seems to be idle, or is due after a deadline, is drained at
+    once: where the reason may still be there, that is not to be soon again.
+    """
     status.row = 0
     rolls = progress.plan.policy.rolls
     is_rest = progress.waves[status.wave].wave.is_rest
@@ -130,10 +137,7 @@ def _defer(progress: Progress, status: HostStatus, at: float) -> None:
     elif is_rest and at >= status.idle_by - DRAIN_ENDS_SECONDS:
         conclude(progress, status, ended("skipped", reason), at)
     else:
-        is_rest = progress.waves[status.wave].wave.is_rest
-        rolls = progress.plan.policy.rolls
-        if is_rest and rolls and at >= rolls.deadline_at:
-            # It is due at once, and what was in the way may still be there.
+        if is_rest and rolls and not is_soon_again:
             status.not_before = at + rolls.drain.max_wait_seconds
         move(progress, status.host.name, "resting" if is_rest else "deferred")
 

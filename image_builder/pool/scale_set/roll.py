@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -234,6 +235,7 @@ def roll_instance(
     version: Version,
     node: Callable[[], Node | None],
     busy: Callable[[], str] = lambda: "",
+    works: Callable[[], str] = lambda: "",
 ) -> Ending:
     """Bring an empty instance to the version that its scale set's model names, and return how that ended.
 
@@ -274,7 +276,7 @@ def roll_instance(
         is_refused = bool(last and last.settled and last.settled.outcome == "refused")
         if is_late and last and last.settled and is_refused:
             return Ending("failed", f"refused: {last.settled.detail}")
-        member = Member(instance, version, reading, busy, is_single=is_refused)
+        member = Member(instance, version, reading, busy, works, is_single=is_refused)
         if step == "upgrade":
             with drive.upgrades.joined(member, partial(send, drive, step)):
                 _settled(drive, number, node)
@@ -368,13 +370,13 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
     if verb == "upgrade":
         drive.await_others(member.instance.id for member in members)
         _require_model(drive, members[0].version)
-    # Others' upgrades may have taken long: what was read before them doesn't count any more.
-    still = [member for member in members if drive.is_still(member.instance)]
+    # Others' upgrades, and nodes, may have taken long: what was read before them doesn't count any more.
+    still = [member for member in _idle(members) if drive.is_still(member.instance)]
     began, ready = client.now(), list[Member]()
     for member in still:
         if client.now() - began > _LAST_LOOKS_SECONDS:
             break
-        if _is_free(member):
+        if _is_free(member, member.busy):
             ready.append(member)
     if not ready or client.now() - began > _LATE_SECONDS:
         return
@@ -398,8 +400,15 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
         client.wait(answer.wait)
 
 
-def _is_free(member: Member) -> bool:
-    """Take the last look at an instance's host."""
+def _idle(members: Sequence[Member]) -> list[Member]:
+    """Return those whose nodes don't say that they work, all of which are asked at once."""
+    with ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="ask") as threads:
+        idle = threads.map(_is_free, members, [member.works for member in members])
+        return [member for member, is_idle in zip(members, idle, strict=True) if is_idle]
+
+
+def _is_free(member: Member, look: Callable[[], str]) -> bool:
+    """Look at an instance's host."""
     try:
         reason = look()
     except Exception as error:  # its own thread raises it, and the others go on

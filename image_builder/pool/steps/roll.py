@@ -28,7 +28,6 @@ from image_builder.errors import FetchError, PoolError
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.kube import KubeError
 from image_builder.node.net.retry import backoff
-from image_builder.node.settings import RELEASE
 from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, Target, ended, failed
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.records import Emptied
@@ -43,17 +42,9 @@ from image_builder.pool.steps.fleet import Fleet, Setup
 from image_builder.pool.steps.nodes import ASK_IMAGE, ASK_SECONDS, ask_work, image_in, work_in
 from image_builder.pool.steps.survey import idle_hosts, missing_hosts
 
-# A host's boot, and the build of its image (node/settings.py).
-ASK_IMAGE = (
-    "sh",
-    "-c",
-    f"cat /proc/sys/kernel/random/boot_id; sed -n 's/^IMAGE_BUILD=//p' {RELEASE} | tr -d '\"'",
-)
-_ASK_SECONDS = 20.0
 # Between the taint and the last look: a pod that was bound before it has appeared by then.
 _SETTLE_SECONDS = 30.0
 _TURNS, _TURNED_AT_ONCE = 10, 16
-_NAMELESS = "it doesn't tell which image it runs"
 # The number of a failure that has no other.
 _FAILED = 1
 _T = TypeVar("_T")
@@ -66,6 +57,7 @@ class Change:
     ``run`` names it on nodes, ``holder`` on scale sets. ``kube`` opens a connection to the API server, for one thread
     each; ``journal`` holds what is sent to Azure. ``max_fenced``: most hosts of the last wave that are cordoned at
     work. After ``deadline``, in seconds of the epoch, busy hosts are emptied whatever the owners of their pods say.
+    ``asks_nodes``: a node that says itself that it works is not empty.
     """
 
     target: Target
@@ -77,6 +69,7 @@ class Change:
     policy: Policy
     max_fenced: int = 0
     deadline: float = math.inf
+    asks_nodes: bool = True
     patience: Patience = field(default_factory=Patience)
     settle_seconds: float = _SETTLE_SECONDS
 
@@ -307,11 +300,13 @@ class RollFleet(Fleet):
 
     def read(self, host: Host) -> Node | Outcome:
         """Ask a host what it runs; return why it doesn't say, where it doesn't."""
-        answer = self._reach.submit(host, ASK_IMAGE, seconds=_ASK_SECONDS).result()
-        lines = answer.stdout.decode("utf-8", "replace").split()
-        if answer.status == 0 and len(lines) == 2:
-            return Node(lines[0], lines[1])
-        return answer.outcome if not answer.outcome.ok else ended("timeout", _NAMELESS)
+        return image_in(self._reach.submit(host, ASK_IMAGE, seconds=ASK_SECONDS).result())
+
+    def works(self, host: Host) -> str:
+        """Ask a host itself what it works on; nothing where it doesn't know, or doesn't answer."""
+        if not self._change.asks_nodes:
+            return ""
+        return work_in(self._reach.submit(host, ask_work(), seconds=ASK_SECONDS).result())
 
     def _look(self, host: Host, key: Key) -> tuple[Outcome, Joined]:
         node = self.read(host)
@@ -348,7 +343,8 @@ class RollFleet(Fleet):
         drive = self._drive(host.scale_set_id)
         version = self._versions[self._change.target.version]
         self._set_image(drive, version)
-        outcome, joined = self._bring(drive, host, version, partial(self._busy, kube, host, key))
+        busy = partial(self._busy, kube, host, key)
+        outcome, joined = self._bring(drive, host, version, busy, partial(self.works, host))
         if outcome.ok:
             # What runs on each node must be there again before it is verified; the cordon stays.
             self._nodes[host.name] = bar.lift(kube, host.name, self._nodes.pop(host.name, None)) or {}
@@ -400,7 +396,12 @@ class RollFleet(Fleet):
         return OK, "unknown"
 
     def _bring(
-        self, drive: Drive, host: Host, version: Version, busy: Callable[[], str]
+        self,
+        drive: Drive,
+        host: Host,
+        version: Version,
+        busy: Callable[[], str],
+        works: Callable[[], str] = lambda: "",
     ) -> tuple[Outcome, Joined]:
         silence = ""
 
@@ -415,7 +416,7 @@ class RollFleet(Fleet):
             silence = f"{reading.signature}: {reading.detail}"
             return None
 
-        ending = roll_instance(drive, host.instance, host.vm_id, version, node, busy)
+        ending = roll_instance(drive, host.instance, host.vm_id, version, node, busy, works)
         return _outcome(ending, silence)
 
     def _busy(self, kube: Kube, host: Host, key: Key) -> str:

@@ -29,6 +29,9 @@ BUSY = "pod train-0 of Job train"
 # What a driver takes to let go of a host, one that was killed before to find out about it.
 MOMENT = 60.0
 REIMAGE, BOOT = 360.0, 480.0
+# Until a last look finds that somebody works on a host after all.
+LATE = 2000.0
+_LONGEST = 100 * 86400.0
 # What can go wrong with a host: a new image that never comes, that fails its preflight or its checks, an answer that is
 # lost although the request was accepted, a request that is lost, a node that comes back with its old image once.
 Fate = Literal[
@@ -251,7 +254,7 @@ class World:
             self._later(30.0, w, "reimage", ended("timeout", "no answer"), "no")
             return
         if fate == "busy late":
-            self._later(2000.0, w, "reimage", ended("busy", "a pod runs on it"), "no")
+            self._later(LATE, w, "reimage", ended("busy", "a pod runs on it"), "no")
             return
         self.models[w.host.scale_set] = NEW
         self._replace(w, node, NEW)

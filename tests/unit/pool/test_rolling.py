@@ -33,6 +33,7 @@ from image_builder.pool.show.view import look
 from tests.unit.pool.rolls import (
     BOOT,
     BUSY,
+    LATE,
     NEW,
     OLD,
     REIMAGE,
@@ -105,6 +106,18 @@ def test_busy_hosts_are_taken_in_the_last_wave_as_they_become_idle() -> None:
     assert replay(world.plan, records).hosts == progress.hosts
 
 
+def test_a_host_that_only_seems_idle_is_skipped_in_the_end() -> None:
+    """Each last look finds work there: it is tried again, not too often, for as long as the last wave waits."""
+    rolled = plan(300, gate=CALM, **GENEROUS, max_wait_seconds=DAY)
+    name = rolled.waves[-1].hosts[0]
+    world = World(rolled, {name: "busy late"})
+    progress, records = roll(world)
+    assert progress.finished and reports.report(progress, records)["skipped"] == {name: "a pod runs on it"}
+    tries = progress.hosts[name].tries["reimage"]
+    # A try takes as long as the look that finds it, and the next one comes when a drain's patience is over.
+    assert 10 < tries <= DAY / (LATE + WaveDrain().max_wait_seconds) + 2
+    assert not world.nodes[name].cordoned and progress.unavailable == 0
+    check_end(world, progress)
 
 
 def test_who_is_never_idle_is_skipped_and_named() -> None:
