@@ -16,7 +16,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from image_builder.errors import PoolError
-from image_builder.pool.scale_set.client import Client
+from image_builder.pool.scale_set.client import Client, claim_of
 from image_builder.pool.scale_set.model import Instance, ScaleSet, Version
 from image_builder.pool.scale_set.records import (
     Accepted,
@@ -198,7 +198,8 @@ def driving(
     """Drive a scale set until the block ends, however it does; raises PoolError where another does, FetchError.
 
     Services that are resumed at the end are those that the journal says were suspended: also by a process that was
-    killed. ``wait`` passes the time between looks, and may raise FetchError.
+    killed. Where that one's journal is lost, and its claim on the set is not, they are those that don't run. ``wait``
+    passes the time between looks, and may raise FetchError.
     """
     drive = Drive(
         client,
@@ -211,12 +212,15 @@ def driving(
         list(journal.records),
     )
     drive.take(_FIRST_REQUESTS)
+    is_new = not any(record.scale_set == path for record in drive.records)
+    has_lost = is_new and claim_of(client.scale_set(path))[0] == holder
     drive.renew()
     drive.inherited = {number for number in _instances(drive) if _is_upgraded(drive.requests(number))}
     try:
         states = client.services(path)
         running = [service for service in SERVICES if states.get(service) == "Running"]
-        for service in running:
+        lost = [service for service in SERVICES if has_lost and states.get(service) == "Suspended"]
+        for service in (*running, *lost):
             drive.append(Suspension(at=client.now(), scale_set=path, service=service))
         client.set_services(path, running, "Suspend", states)
         yield drive
@@ -240,8 +244,9 @@ def roll_instance(
     """Bring an empty instance to the version that its scale set's model names, and return how that ended.
 
     ``vm_id`` is the machine that is meant, by the plan. ``node`` asks the node itself for its boot and build, since
-    what others know of it may be of the boot before: None where it doesn't answer. ``busy`` is asked right before each
-    request, and says what would be lost by it; requests for another version are waited for, and don't count.
+    what others know of it may be of the boot before: None where it doesn't answer. ``works`` and then ``busy`` are
+    asked right before each request, and say what would be lost by it: to the node itself, which takes a moment, and to
+    the cluster. Requests for another version are waited for, and don't count.
 
     Raises PoolError where another took the scale set or changed its model, FetchError where Azure can't be reached; the
     same call goes on.

@@ -452,7 +452,7 @@ def violations(log: Log, *, speed: float | None = None, was_killed: bool = False
     return broken
 
 
-def require(log: Log) -> None:
-    """Hold all invariants, and that no job was lost."""
-    assert violations(log) == []
-    assert lost_jobs(log) == []
+def require(log: Log, *, but: str = "none") -> None:
+    """Hold all invariants but one, and that no job was lost."""
+    broken, lost = [text for text in violations(log) if not text.startswith(f"{but}:")], lost_jobs(log)
+    assert not broken and not lost, (broken, lost)
