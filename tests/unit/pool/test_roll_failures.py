@@ -237,8 +237,8 @@ MATRIX = (
         26,
         "the canary of one cell fails",
         "the run stops",
+        # That only its cell would stop is not meant: docs/decisions/0015.
         (f"{_ROLL}::test_a_canary_that_fails_takes_everything_back",),
-        "`stop: cell`, by which only that cell's sets would stop",
     ),
     Row(
         27,
@@ -268,8 +268,11 @@ MATRIX = (
         30,
         "the local disk has the old image's store",
         "reset or adopted",
-        (),
-        "a test: `tests/e2e/roll.py` shows it by hand, on one machine whose OS disk is swapped",
+        (
+            "tests/disk/test_local_disk.py::test_life_of_a_disk",
+            "tests/disk/test_preload_seed_history.py::test_another_images_data_root_gets_what_it_lacks",
+        ),
+        "that the node joins then: `tests/e2e/roll.py` shows it by hand, on one machine whose OS disk is swapped",
     ),
     Row(
         31,
