@@ -14,6 +14,7 @@ import pytest
 _HOSTS = "tests/pools/test_roll_hosts.py"
 _LIVE = "tests/pools/test_roll_failures.py"
 _ROLL = "tests/pools/test_roll.py"
+_DEADLINE = "tests/pools/test_roll_deadlines.py::test_after_the_deadline_owners_are_overruled_and_nobody_else"
 _DRAIN = "tests/pools/test_drain.py"
 _INSTANCE = "tests/unit/pool/test_scale_set_roll.py"
 _SET = "tests/unit/pool/test_scale_set.py"
@@ -131,7 +132,7 @@ MATRIX = (
         12,
         "a budget never allows an eviction",
         "skipped at the end of its patience, the budget named",
-        (f"{_DRAIN}::test_a_budget_that_never_allows_it",),
+        (f"{_DRAIN}::test_a_budget_that_never_allows_it", _DEADLINE),
     ),
     Row(
         13,
@@ -149,6 +150,7 @@ MATRIX = (
         (
             f"{_DRAIN}::test_a_gang_is_fenced_whole_or_not_at_all",
             f"{_DRAIN}::test_a_gang_is_evicted_whole_or_not_at_all",
+            _DEADLINE,
         ),
     ),
     Row(
