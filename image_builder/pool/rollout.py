@@ -394,8 +394,10 @@ def drive(
     where the journal can't be written.
     """
     options = rollout.options
-    require_confirmation(rollout.plan, options.evict)
-    with open_journal(journal_of(options.plan)) as journal:
+    with ExitStack() as stack:
+        stack.callback(rollout.setup.control_plane.close)
+        require_confirmation(rollout.plan, options.evict)
+        journal = stack.enter_context(open_journal(journal_of(options.plan)))
         if journal.records and not options.is_resumed:
             raise UsageError("another process has just begun this plan's run")
         records = list(journal.records)
@@ -450,6 +452,7 @@ def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[],
         policy=plan.policy.rolls.drain,
         max_fenced=plan.max_fenced,
         deadline=plan.policy.rolls.deadline_at,
+        asks_nodes=plan.policy.rolls.ask_nodes,
     )
     return RollFleet(rollout.setup, change, work, on_wait)
 
@@ -481,7 +484,6 @@ def _drive(
     stop, control_plane = Stop(), rollout.setup.control_plane
     with ExitStack() as stack:
         stack.enter_context(stop.listening())
-        stack.callback(control_plane.close)
         display = stack.enter_context(show())
         shown: list[Progress] = []
         fleet = stack.enter_context(_fleet(rollout, work, stack, lambda: display.changed(shown[0])))

@@ -6,6 +6,11 @@ their own; the invariants of a roll are held after each.
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,22 +21,26 @@ from typing import Literal
 import pytest
 
 from image_builder.errors import PoolError
-from image_builder.node.net.kube import MERGE_PATCH, path_of_node
+from image_builder.node.net.kube import MERGE_PATCH, STRATEGIC_MERGE, path_of_node
+from image_builder.pool.plan.model import ended
+from image_builder.pool.plan.plan import save
 from image_builder.pool.run.records import Stopped, Turned
 from image_builder.pool.run.state import Progress
 from image_builder.pool.scale_set.client import HOLD_TAG
 from image_builder.pool.show.report import counts
+from image_builder.pool.steps.survey import NO_NODE, NOT_READY, missing_hosts
 from tests.support.arm.fleet import BUILDS, NEW, OLD
 from tests.support.arm.model import Answer, Fault, Request, error
 from tests.support.arm.serving import found_by
 from tests.support.control_plane import workloads
 from tests.support.control_plane.gates import in_background, wait_until
+from tests.support.images.builds import REPO
 from tests.support.pools import invariants
 from tests.support.pools.rolls import GENEROUS, World, plan, world
 
 pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
-_SETS, _EACH, _TAKEN = 24, 3, 2
+_SETS, _EACH, _TAKEN = 30, 3, 2
 _HOSTS = _EACH * _TAKEN
 
 
@@ -243,6 +252,82 @@ def test_a_human_uncordons_a_host_that_is_drained(fleet: World) -> None:
     assert outcome and outcome.detail.startswith("somebody uncordoned it: work/uncordoned")
     assert fleet.build(name) == BUILDS[OLD]
     require_ok(progress, but=1)
+    fleet.require_invariants(rolled)
+
+
+def test_a_driver_that_is_lost_with_its_journal(fleet: World) -> None:
+    """R22: the plan is enough. What the lost one cordoned and suspended is taken over, and no disk replaced twice."""
+    rolled = plan(fleet, **GENEROUS)
+    save(rolled, fleet.folder / "plan.json")
+    arguments = [os.fspath(fleet.folder), fleet.served.url, os.fspath(fleet.account()), "0"]
+    command = [sys.executable, "-m", "tests.support.pools.rolls", *arguments]
+    with (
+        subprocess.Popen(command, cwd=REPO) as driver,
+        faulty(fleet, at_first_reimage(fleet, lambda _: driver.kill())),
+    ):
+        assert driver.wait(240) == -signal.SIGKILL
+    for journal in ("run.jsonl", "requests.jsonl"):
+        (fleet.folder / journal).unlink()
+    assert any(fleet.is_ours(host.name) for host in fleet.hosts)
+    assert "Suspended" in {
+        state for services in fleet.log(rolled).services.values() for state in services.values()
+    }
+    fleet.began = time.time()
+    require_ok(fleet.drive(rolled))
+    assert [fleet.machine(host).reimages for host in fleet.hosts] == [1] * _HOSTS
+    assert not any(fleet.is_ours(host.name) for host in fleet.hosts)
+    # Who was emptied by the lost one counts when it is its turn.
+    invariants.require(fleet.log(rolled), but="I1")
+
+
+@pytest.mark.nightly
+def test_hosts_that_were_missing_before_are_left_alone(fleet: World) -> None:
+    """R34, I1: one is NotReady, one has no Node; so of three that may be away one may be, and they are named."""
+    # Of one zone, half of which is three hosts.
+    fleet.hosts = tuple(host.model_copy(update={"zone": ""}) for host in fleet.hosts)
+    down, absent = fleet.hosts[0].name, fleet.hosts[-1].name
+    for name in (down, absent):
+        del fleet.kubelets.nodes[name]
+    status = {"conditions": [{"type": "Ready", "status": "False", "reason": "KubeletNotReady"}]}
+    fleet.admin.request("PATCH", f"{path_of_node(down)}/status", {"status": status}, STRATEGIC_MERGE)
+    fleet.admin.request("DELETE", path_of_node(absent))
+    rolled = plan(fleet, **GENEROUS)
+    assert rolled.max_unavailable == 3
+    names, going = [host.name for host in fleet.hosts], threading.Event()
+    assert wait_until(lambda: len(missing_hosts(fleet.admin, names, rolled.run, going)) == 2)
+    progress = fleet.drive(rolled)
+    require_ok(progress, but=2)
+    ends = {name: progress.hosts[name].outcome for name in (down, absent)}
+    assert {name: (end.kind, end.detail) for name, end in ends.items() if end} == {
+        down: ("skipped", NOT_READY),
+        absent: ("skipped", NO_NODE),
+    }
+    assert progress.unavailable == 2 and not fleet.is_ours(down)
+    assert [fleet.build(name) for name in (down, absent)] == [BUILDS[OLD]] * 2
+    fleet.require_invariants(rolled)
+
+
+@pytest.mark.nightly
+def test_a_node_that_says_itself_that_it_works_is_left_alone(fleet: World) -> None:
+    """No pod shows it: a lease, or a container that somebody started by hand. It ends, or the host is named."""
+    passing, lasting = fleet.hosts[0].name, fleet.hosts[-1].name
+    fleet.works |= {passing: "its node says: lease a", lasting: "its node says: lease b"}
+    rolled = plan(fleet, **GENEROUS)
+
+    def end(_stop: object) -> None:
+        # It was to be reimaged, and was let go of.
+        assert wait_until(lambda: fleet.is_ours(passing), 60)
+        assert wait_until(lambda: not fleet.is_ours(passing), 60)
+        del fleet.works[passing]
+
+    try:
+        with in_background(end):
+            progress = fleet.drive(rolled)
+    finally:
+        fleet.works.clear()
+    require_ok(progress, but=1)
+    assert progress.hosts[lasting].outcome == ended("skipped", "its node says: lease b")
+    assert fleet.machine(fleet.host(lasting)).reimages == 0
     fleet.require_invariants(rolled)
 
 

@@ -87,6 +87,12 @@ class Roll(_Limits):
         description="For an emergency: busy hosts are emptied after this time, such as `2026-11-27T08:00:00Z`, by"
         " evictions that the owners of pods did not allow. `pool run` lists their jobs, and wants `--evict`.",
     )
+    ask_nodes: bool = Field(
+        default=True,
+        exclude_if=bool,
+        description="Leave a host alone whose node itself says that it works (`busy` of its health endpoint): leases,"
+        " and programs on its GPUs that no pod shows.",
+    )
     max_fenced: Share = Field(
         default="50%",
         description="Most hosts of the wave `rest` that are cordoned while they still work, so that nothing begins"

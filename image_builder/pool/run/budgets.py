@@ -159,7 +159,9 @@ def stop_reason(progress: Progress, now: float) -> str:
     if red is not None and now - red > (patience := plan.policy.gate.patience_seconds):
         return f"the control plane is red for more than {patience:.0f} s: {'; '.join(progress.reasons)}"
     if not in_work(progress) and _to_start(progress) and not _can_start(progress):
-        return f"{_hosts(progress.unavailable)} unavailable, no more may be: nothing can be started"
+        missing = sum(status.missing for status in progress.hosts.values())
+        before = f", {missing} of them before the run" if missing else ""
+        return f"{_hosts(progress.unavailable)} unavailable{before}, no more may be: nothing can be started"
     return ""
 
 

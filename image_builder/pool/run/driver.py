@@ -7,7 +7,7 @@ is the same. Whatever is learnt becomes a record first and changes the state the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -28,6 +28,7 @@ from image_builder.pool.run.records import (
     Rested,
     Result,
     Stopped,
+    Surveyed,
     Turned,
 )
 from image_builder.pool.run.state import RUNNING, Progress, WaveStatus
@@ -92,6 +93,11 @@ class Steps(Protocol):
     def turn(self) -> None:
         """Let scale sets name the previous image again, as the run stopped; before any host is restored."""
 
+    def missing(self, hosts: Sequence[Host]) -> Mapping[str, str] | None:
+        """Return which hosts can take no job, by nothing that a roll did, and why; None while that is found out, and
+        ``wait`` returns once it is.
+        """
+
     def idle(self, cells: Sequence[Sequence[Host]], each: int) -> Collection[str] | None:
         """Return the first ``each`` hosts of each cell that are idle, None while they are sought; ``wait`` returns once
         that is known.
@@ -146,6 +152,7 @@ def run(
         now = steps.now()
         _expire(r, now)
         _read_gate(r, now)
+        _survey(r, now)
         if not progress.stopped:
             asked = stop_asked()
             if reason := "it was asked for" if asked else budgets.stop_reason(progress, now):
@@ -223,6 +230,17 @@ def _read_gate(r: _Run, now: float) -> None:
     r.note(Gated(at=now, reading=reading, verdict=verdict, reasons=reasons))
 
 
+def _survey(r: _Run, now: float) -> None:
+    """Look at all nodes, once in each process of a roll and before it takes any out of work."""
+    progress = r.progress
+    if progress.plan.policy.mode != "roll" or progress.surveyed:
+        return
+    hosts = [status.host for status in progress.hosts.values() if status.state != "gone"]
+    missing = r.steps.missing(hosts)
+    if missing is not None:
+        r.note(Surveyed(at=now, missing=missing))
+
+
 def _turn_waves(r: _Run, now: float) -> None:
     """Let the wave be over when it is, and begin the next one when that may be."""
     progress = r.progress
@@ -251,6 +269,8 @@ def _canaries_chosen(r: _Run, now: float) -> bool:
     progress = r.progress
     if progress.plan.policy.mode != "roll" or progress.began or progress.chosen:
         return True
+    if not progress.surveyed:
+        return False
     idle = r.steps.idle(rolling.cells(progress), progress.plan.policy.canaries)
     if idle is None:
         return False
@@ -267,7 +287,7 @@ def _dispatch(r: _Run, now: float) -> None:
         _begin(r, "restore", _fitting(r, "restore", wave.names("broken"), now), now)
         may_start = not r.progress.stopped and r.progress.verdict == "go"
         if r.progress.plan.policy.mode == "roll":
-            if may_start:
+            if may_start and r.progress.surveyed:
                 _roll(r, wave, now)
             if wave.wave.is_rest and not r.progress.stopped:
                 # Who is idle and can't be taken now may work until it can.

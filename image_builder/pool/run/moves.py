@@ -26,6 +26,7 @@ def end(progress: Progress, status: HostStatus, outcome: Outcome, at: float) -> 
     status.outcome, status.ended_at = outcome, at
     if outcome.ok:
         progress.proven.add(status.host.cell)
+        set_missing(progress, status, missing=False)
     move(progress, status.host.name, "ended")
 
 
@@ -51,6 +52,13 @@ def set_empty(progress: Progress, status: HostStatus, *, empty: bool) -> None:
     """Note whether a host that is cordoned has nothing to do."""
     count_unavailable(progress, status, -1)
     status.empty = empty
+    count_unavailable(progress, status, 1)
+
+
+def set_missing(progress: Progress, status: HostStatus, *, missing: bool) -> None:
+    """Note whether a host can take no job for another reason than the run."""
+    count_unavailable(progress, status, -1)
+    status.missing = missing
     count_unavailable(progress, status, 1)
 
 

@@ -28,6 +28,7 @@ from image_builder.pool.run.records import (
     Rested,
     Result,
     Stopped,
+    Surveyed,
     Turned,
 )
 from image_builder.pool.run.state import RUNNING, HostStatus, Progress, State, WaveStatus
@@ -74,6 +75,8 @@ def apply(progress: Progress, record: Record) -> None:
             _open(progress, record)
         case Changed():
             _change(progress, record)
+        case Surveyed():
+            rolling.survey(progress, record)
         case Chosen():
             rolling.choose(progress, record)
         case Rested():
@@ -123,6 +126,7 @@ def _open(progress: Progress, record: Opened) -> None:
     """Take up a journal: what was in progress is unknown now, and is found out by a probe."""
     progress.opened += 1
     progress.stopped, progress.stop_asked, progress.finished = "", False, False
+    progress.surveyed = False
     progress.reading, progress.read_at, progress.verdict, progress.reasons = None, None, "hold", ()
     progress.red_at = progress.red_since = None
     # A clock that was set back must not make anybody wait for a moment of the day before.

@@ -58,6 +58,13 @@ class Changed(_Record):
     waves: tuple[Wave, ...] = ()
 
 
+class Surveyed(_Record):
+    """A process of a roll looked at all nodes: these hosts can take no job, by nothing that the roll did, and why."""
+
+    kind: Literal["surveyed"] = "surveyed"
+    missing: Mapping[str, str]
+
+
 class Chosen(_Record):
     """Canaries of a roll that are busy change places with idle hosts of their cells: busy name -> idle one."""
 
@@ -144,6 +151,7 @@ class Finished(_Record):
 Record = Annotated[
     Opened
     | Changed
+    | Surveyed
     | Chosen
     | Rested
     | Began

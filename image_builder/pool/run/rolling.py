@@ -11,9 +11,18 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 from image_builder.pool.plan.model import UNREACHED, Cell, Host, Outcome, ended, failed, rank
+from image_builder.pool.plan.policy import DRAIN_ENDS_SECONDS
 from image_builder.pool.run.budgets import too_many
-from image_builder.pool.run.moves import again, change_wave, count_unavailable, end, move, set_empty
-from image_builder.pool.run.records import Chosen, Rested, Result
+from image_builder.pool.run.moves import (
+    again,
+    change_wave,
+    count_unavailable,
+    end,
+    move,
+    set_empty,
+    set_missing,
+)
+from image_builder.pool.run.records import Chosen, Rested, Result, Surveyed
 from image_builder.pool.run.state import HostStatus, Progress, WaveStatus
 
 # The node runs the image that it was to leave.
@@ -64,7 +73,10 @@ def after_drain(progress: Progress, status: HostStatus, record: Result) -> None:
     elif record.outcome.ok:
         conclude(progress, status, ended("skipped", STOPPED), record.at)
     elif record.outcome.kind == "busy":
-        _defer(progress, status, record.at)
+        set_empty(progress, status, empty=False)
+        rolls = progress.plan.policy.rolls
+        is_over = rolls is not None and record.at >= rolls.deadline_at
+        _defer(progress, status, record.at, record.outcome.detail, is_soon_again=not is_over)
     elif (
         progress.stopped
         or record.outcome.kind not in UNREACHED
@@ -85,9 +97,7 @@ def after_reimage(progress: Progress, status: HostStatus, record: Result) -> Non
         status.unsent += 1
         status.starts -= 1
         count_unavailable(progress, status, 1)
-        if outcome.kind == "busy":
-            _settle(progress, status, None)
-        elif progress.stopped or not again(progress, status, record.at, "ready"):
+        if outcome.kind == "busy" or progress.stopped or not again(progress, status, record.at, "ready"):
             _settle(progress, status, outcome)
         else:
             status.last = None
@@ -106,23 +116,28 @@ def after_free(progress: Progress, status: HostStatus, record: Result) -> None:
     if outcome.ok and status.awaited and not progress.stopped:
         status.awaited = False
         move(progress, status.host.name, "ready")
-    elif outcome.ok and status.last is None:
+    elif outcome.ok and status.last and status.last.kind == "busy":
         set_empty(progress, status, empty=False)
-        _defer(progress, status, record.at)
+        _defer(progress, status, record.at, status.last.detail, is_soon_again=False)
     else:
         end(progress, status, status.last if outcome.ok and status.last else outcome, record.at)
 
 
-def _defer(progress: Progress, status: HostStatus, at: float) -> None:
-    """Have a host that works, without a cordon of ours, wait for the last wave, or in it."""
+def _defer(progress: Progress, status: HostStatus, at: float, reason: str, *, is_soon_again: bool) -> None:
+    """Have a host that works, without a cordon of ours, wait for the last wave, or in it as long as that waits.
+
+    ``reason`` is what was in the way. In the last wave who seems to be idle, or is due after a deadline, is drained at
+    once: where the reason may still be there, that is not to be soon again.
+    """
     status.row = 0
+    rolls = progress.plan.policy.rolls
+    is_rest = progress.waves[status.wave].wave.is_rest
     if progress.stopped:
         conclude(progress, status, ended("skipped", STOPPED), at)
+    elif is_rest and at >= status.idle_by - DRAIN_ENDS_SECONDS:
+        conclude(progress, status, ended("skipped", reason), at)
     else:
-        is_rest = progress.waves[status.wave].wave.is_rest
-        rolls = progress.plan.policy.rolls
-        if is_rest and rolls and at >= rolls.deadline_at:
-            # It is due at once, and what was in the way may still be there.
+        if is_rest and rolls and not is_soon_again:
             status.not_before = at + rolls.drain.max_wait_seconds
         move(progress, status.host.name, "resting" if is_rest else "deferred")
 
@@ -143,8 +158,8 @@ def conclude(progress: Progress, status: HostStatus, outcome: Outcome, at: float
         end(progress, status, outcome, at)
 
 
-def _settle(progress: Progress, status: HostStatus, outcome: Outcome | None) -> None:
-    """Have a host freed, and ended with an outcome; without one it is deferred."""
+def _settle(progress: Progress, status: HostStatus, outcome: Outcome) -> None:
+    """Have a host freed, and ended with an outcome; one that is `busy` is deferred."""
     status.last = outcome
     move(progress, status.host.name, "settled")
 
@@ -168,8 +183,21 @@ def leave(progress: Progress, status: HostStatus, at: float) -> None:
         conclude(progress, status, ended("skipped", STOPPED), at)
 
 
+def survey(progress: Progress, record: Surveyed) -> None:
+    """Leave hosts alone that are missing; they count as unavailable, as long as they are."""
+    progress.surveyed = True
+    for name, status in progress.hosts.items():
+        reason = record.missing.get(name, "")
+        set_missing(progress, status, missing=bool(reason))
+        if reason and status.state == "waiting" and not status.touched:
+            end(progress, status, ended("skipped", reason), record.at)
+
+
 def busy_canaries(progress: Progress, idle: Collection[str]) -> dict[str, str]:
-    """Return which canaries change places with which idle hosts of their cells, as far as there are any."""
+    """Return which canaries change places with which idle hosts of their cells, as far as there are any.
+
+    Those that ended before the first wave are missing.
+    """
     spare: dict[Cell, list[str]] = defaultdict(list)
     for name in sorted(idle, key=rank, reverse=True):
         status = progress.hosts[name]
@@ -177,7 +205,7 @@ def busy_canaries(progress: Progress, idle: Collection[str]) -> dict[str, str]:
             spare[status.host.cell].append(name)
     places = {}
     for wave in _canaries(progress):
-        for name in wave.names("waiting"):
+        for name in wave.names("waiting", "ended"):
             others = spare[progress.hosts[name].host.cell]
             if name not in idle and others:
                 places[name] = others.pop()
@@ -187,7 +215,9 @@ def busy_canaries(progress: Progress, idle: Collection[str]) -> dict[str, str]:
 def cells(progress: Progress) -> list[list[Host]]:
     """Return the hosts of each cell that has canaries, those first."""
     hosts: dict[Cell, list[Host]] = {
-        progress.hosts[name].host.cell: [] for wave in _canaries(progress) for name in wave.names("waiting")
+        progress.hosts[name].host.cell: []
+        for wave in _canaries(progress)
+        for name in wave.names("waiting", "ended")
     }
     statuses = progress.hosts.values()
     for status in sorted(

@@ -74,7 +74,8 @@ class HostStatus:
     host that failed whether it has its image back; None where nobody tried. ``unsent`` counts the attempts at another
     image of which it is certain that nothing was sent, ``empty`` is a host that has our cordon and nothing to do,
     ``awaited`` one that became idle in the last wave, maybe with our cordon; that wave waits for it until ``idle_by``.
-    ``unit`` are the hosts whose gangs it shares: they are drained together or not at all.
+    ``unit`` are the hosts whose gangs it shares: they are drained together or not at all. ``missing`` is one that could
+    take no job before a roll.
     """
 
     host: Host
@@ -99,6 +100,7 @@ class HostStatus:
     awaited: bool = False
     idle_by: float = 0.0
     unit: tuple[str, ...] = ()
+    missing: bool = False
 
     @property
     def touched(self) -> bool:
@@ -115,15 +117,15 @@ class HostStatus:
 
     @property
     def unavailable(self) -> bool:
-        """Whether it counts as missing: empty, touched and not yet fine, or ended in anything but that.
+        """Whether it can take no job: empty, touched and not yet fine, or ended in anything but that; or never could.
 
         A host that is cordoned and has work yet does that.
         """
         if self.state == "gone":
             return False
         if self.state == "ended":
-            return self.outcome is None or self.outcome.is_failure
-        return self.touched or self.empty
+            return self.outcome is None or self.outcome.is_failure or self.missing
+        return self.touched or self.empty or self.missing
 
 
 @dataclass
@@ -180,6 +182,8 @@ class Progress:
     signatures: Counter[str] = field(default_factory=Counter)
     # Of which a host is fine with what the run makes of it.
     proven: set[Cell] = field(default_factory=set)
+    # Whether it is known who was missing when this process began, and which canaries are idle.
+    surveyed: bool = False
     chosen: bool = False
     next_join: float = 0.0
     reading: Reading | None = None

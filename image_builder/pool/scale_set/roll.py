@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
 from image_builder.errors import PoolError
-from image_builder.pool.scale_set.client import Client
+from image_builder.pool.scale_set.client import Client, claim_of
 from image_builder.pool.scale_set.model import Instance, ScaleSet, Version
 from image_builder.pool.scale_set.records import (
     Accepted,
@@ -206,7 +207,8 @@ def driving(
     """Drive a scale set until the block ends, however it does; raises PoolError where another does, FetchError.
 
     Services that are resumed at the end are those that the journal says were suspended: also by a process that was
-    killed. ``wait`` passes the time between looks, and may raise FetchError.
+    killed. Where that one's journal is lost, and its claim on the set is not, they are those that don't run. ``wait``
+    passes the time between looks, and may raise FetchError.
     """
     drive = Drive(
         client,
@@ -219,12 +221,15 @@ def driving(
         list(journal.records),
     )
     drive.take(_FIRST_REQUESTS)
+    is_new = not any(record.scale_set == path for record in drive.records)
+    has_lost = is_new and claim_of(client.scale_set(path))[0] == holder
     drive.renew()
     drive.inherited = {number for number in _instances(drive) if _is_upgraded(drive.requests(number))}
     try:
         states = client.services(path)
         running = [service for service in SERVICES if states.get(service) == "Running"]
-        for service in running:
+        lost = [service for service in SERVICES if has_lost and states.get(service) == "Suspended"]
+        for service in (*running, *lost):
             drive.append(Suspension(at=client.now(), scale_set=path, service=service))
         client.set_services(path, running, "Suspend", states)
         yield drive
@@ -243,12 +248,14 @@ def roll_instance(
     version: Version,
     node: Callable[[], Node | None],
     busy: Callable[[], str] = lambda: "",
+    works: Callable[[], str] = lambda: "",
 ) -> Ending:
     """Bring an empty instance to the version that its scale set's model names, and return how that ended.
 
     ``vm_id`` is the machine that is meant, by the plan. ``node`` asks the node itself for its boot and build, since
-    what others know of it may be of the boot before: None where it doesn't answer. ``busy`` is asked right before each
-    request, and says what would be lost by it; requests for another version are waited for, and don't count.
+    what others know of it may be of the boot before: None where it doesn't answer. ``works`` and then ``busy`` are
+    asked right before each request, and say what would be lost by it: to the node itself, which takes a moment, and to
+    the cluster. Requests for another version are waited for, and don't count.
 
     Raises PoolError where another took the scale set or changed its model, FetchError where Azure can't be reached; the
     same call goes on.
@@ -283,7 +290,7 @@ def roll_instance(
         is_refused = bool(last and last.settled and last.settled.outcome == "refused")
         if is_late and last and last.settled and is_refused:
             return Ending("failed", f"refused: {last.settled.detail}")
-        member = Member(instance, version, reading, busy, is_single=is_refused)
+        member = Member(instance, version, reading, busy, works, is_single=is_refused)
         if step == "upgrade":
             with drive.upgrades.joined(member, partial(send, drive, step)):
                 settled_requests(drive, number, node)
@@ -377,13 +384,13 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
     if verb == "upgrade":
         drive.await_others(member.instance.id for member in members)
         _require_model(drive, members[0].version)
-    # Others' upgrades may have taken long: what was read before them doesn't count any more.
-    still = [member for member in members if drive.is_still(member.instance)]
+    # Others' upgrades, and nodes, may have taken long: what was read before them doesn't count any more.
+    still = [member for member in _idle(members) if drive.is_still(member.instance)]
     began, ready = client.now(), list[Member]()
     for member in still:
         if client.now() - began > _LAST_LOOKS_SECONDS:
             break
-        if _is_free(member):
+        if _is_free(member, member.busy):
             ready.append(member)
     if not ready or client.now() - began > _LATE_SECONDS:
         return
@@ -409,10 +416,17 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
         client.wait(answer.wait)
 
 
-def _is_free(member: Member) -> bool:
-    """Take the last look at an instance's host."""
+def _idle(members: Sequence[Member]) -> list[Member]:
+    """Return those whose nodes don't say that they work, all of which are asked at once."""
+    with ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="ask") as threads:
+        idle = threads.map(_is_free, members, [member.works for member in members])
+        return [member for member, is_idle in zip(members, idle, strict=True) if is_idle]
+
+
+def _is_free(member: Member, look: Callable[[], str]) -> bool:
+    """Look at an instance's host."""
     try:
-        reason = member.busy()
+        reason = look()
     except Exception as error:  # its own thread raises it, and the others go on
         member.error = error
         return False

@@ -27,15 +27,16 @@ class Ending:
 class Member:
     """An instance that a request is to name, as it was read, and its node.
 
-    ``busy`` is the last look: why nothing may be sent, empty where it may. One whose request was refused is sent by
-    itself (``is_single``): another may be the reason. What comes of it: it is ``busy`` or ``error``, or it was sent, or
-    is to be read again, since it is not as it was.
+    ``busy`` is the last look: why nothing may be sent, empty where it may; ``works`` is the node's own word, which is
+    asked for before that. One whose request was refused is sent by itself (``is_single``): another may be the reason.
+    What comes of it: it is ``busy`` or ``error``, or it was sent, or is to be read again, since it is not as it was.
     """
 
     instance: Instance
     version: Version
     reading: Node | None
     busy: Callable[[], str]
+    works: Callable[[], str] = lambda: ""
     is_single: bool = False
     ending: Ending | None = None
     error: Exception | None = None

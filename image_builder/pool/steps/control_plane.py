@@ -220,16 +220,29 @@ def count_not_ready(table: Mapping[str, Any], joining_seconds: float = JOINING_S
 
     Raises ValueError and the like for what is no such table.
     """
+    return sum(not node.is_ready and _age(node.age) > joining_seconds for node in shown_nodes(table))
+
+
+class Shown(NamedTuple):
+    """A node as people see it; ``age`` such as `5m30s`."""
+
+    name: str
+    is_ready: bool
+    age: str
+
+
+def shown_nodes(table: Mapping[str, Any]) -> list[Shown]:
+    """Return the nodes of a table; raises ValueError and the like for what is no such table."""
     if table["kind"] != "Table":
         raise ValueError(f"a {table['kind']} of nodes, not a table")
-    names = [column["name"] for column in table["columnDefinitions"]]
-    status, age = names.index("Status"), names.index("Age")
-    cells = [row["cells"] for row in table.get("rows") or []]
-    return sum(
+    columns = [column["name"] for column in table["columnDefinitions"]]
+    name, status, age = (columns.index(column) for column in ("Name", "Status", "Age"))
+    nodes = []
+    for cells in (row["cells"] for row in table.get("rows") or []):
         # Such as `NotReady,SchedulingDisabled`.
-        cell[status].partition(",")[0] != "Ready" and _age(cell[age]) > joining_seconds
-        for cell in cells
-    )
+        is_ready = cells[status].partition(",")[0] == "Ready"
+        nodes.append(Shown(cells[name], is_ready, cells[age]))
+    return nodes
 
 
 def _age(text: str) -> float:

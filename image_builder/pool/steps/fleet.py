@@ -157,6 +157,10 @@ class Fleet:
     def turn(self) -> None:
         """Do nothing: only a roll has changed scale sets."""
 
+    def missing(self, hosts: Sequence[Host]) -> Mapping[str, str] | None:  # noqa: ARG002
+        """Return nobody: only a roll asks."""
+        return {}
+
     def idle(self, cells: Sequence[Sequence[Host]], each: int) -> Collection[str] | None:  # noqa: ARG002
         """Return nobody: only a roll asks."""
         return ()

@@ -15,10 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from image_builder.drain import bar, fence
 from image_builder.drain import run as drains
@@ -29,7 +28,6 @@ from image_builder.errors import FetchError, PoolError
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.kube import KubeError
 from image_builder.node.net.retry import backoff
-from image_builder.node.settings import RELEASE
 from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, Target, ended, failed
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.records import Emptied
@@ -41,20 +39,15 @@ from image_builder.pool.scale_set.upgrades import Ending
 from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.drains import BROKEN_OFF, TROUBLE_SECONDS, Drains, Key, is_final
 from image_builder.pool.steps.fleet import Fleet, Setup
+from image_builder.pool.steps.nodes import ASK_IMAGE, ASK_SECONDS, ask_work, image_in, work_in
+from image_builder.pool.steps.survey import idle_hosts, missing_hosts
 
-# A host's boot, and the build of its image (node/settings.py).
-ASK_IMAGE = (
-    "sh",
-    "-c",
-    f"cat /proc/sys/kernel/random/boot_id; sed -n 's/^IMAGE_BUILD=//p' {RELEASE} | tr -d '\"'",
-)
-_ASK_SECONDS = 20.0
 # Between the taint and the last look: a pod that was bound before it has appeared by then.
 _SETTLE_SECONDS = 30.0
 _TURNS, _TURNED_AT_ONCE = 10, 16
-_NAMELESS = "it doesn't tell which image it runs"
 # The number of a failure that has no other.
 _FAILED = 1
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -64,6 +57,7 @@ class Change:
     ``run`` names it on nodes, ``holder`` on scale sets. ``kube`` opens a connection to the API server, for one thread
     each; ``journal`` holds what is sent to Azure. ``max_fenced``: most hosts of the last wave that are cordoned at
     work. After ``deadline``, in seconds of the epoch, busy hosts are emptied whatever the owners of their pods say.
+    ``asks_nodes``: a node that says itself that it works is not empty.
     """
 
     target: Target
@@ -75,6 +69,7 @@ class Change:
     policy: Policy
     max_fenced: int = 0
     deadline: float = math.inf
+    asks_nodes: bool = True
     patience: Patience = field(default_factory=Patience)
     settle_seconds: float = _SETTLE_SECONDS
 
@@ -123,6 +118,7 @@ class RollFleet(Fleet):
         self._changed: set[str] = set()
         self._is_turned = False
         self._sought: Future[list[str]] | None = None
+        self._surveyed: Future[dict[str, str]] | None = None
 
     def __enter__(self) -> Self:
         """Raises PoolError for a version that isn't there and for a set that another roll drives, ImageBuilderError for
@@ -211,11 +207,28 @@ class RollFleet(Fleet):
         # All that are awaited or drained take one thread, and are looked at in turn.
         return sys.maxsize if step in ("await", "drain") else super().room(step)
 
+    def missing(self, hosts: Sequence[Host]) -> Mapping[str, str] | None:
+        if self._change.target.undoes:
+            # It may be the image that is left which has made them so.
+            return {}
+        if self._surveyed is None:
+            names, run = [host.name for host in hosts], self._change.run
+            self._surveyed = self._seek(lambda: missing_hosts(self._kube(), names, run, self._ending))
+        return self._surveyed.result() if self._surveyed.done() else None
+
     def idle(self, cells: Sequence[Sequence[Host]], each: int) -> Collection[str] | None:
         if self._sought is None:
-            self._sought = self._threads.submit(self._seek, cells, each)
-            self._sought.add_done_callback(lambda _: self.wake())
+            policy = self._change.policy
+            self._sought = self._seek(
+                lambda: idle_hosts(Looker(self._kube(), policy), cells, each, self._ending)
+            )
         return self._sought.result() if self._sought.done() else None
+
+    def _seek(self, look: Callable[[], _T]) -> Future[_T]:
+        """Look at hosts in a thread, and let ``wait`` return once that is done."""
+        future = self._threads.submit(look)
+        future.add_done_callback(lambda _: self.wake())
+        return future
 
     def turn(self) -> None:
         """Let the models of all scale sets that this roll changed name their previous version again."""
@@ -256,31 +269,6 @@ class RollFleet(Fleet):
 
     # -- in threads of their own -----------------------------------------------------------------------------------
 
-    def _seek(self, cells: Sequence[Sequence[Host]], each: int) -> list[str]:
-        """Look at the hosts of each cell until so many are idle."""
-        looker = Looker(self._kube(), self._change.policy)
-        idle: list[str] = []
-        for hosts in cells:
-            idle += islice((host.name for host in hosts if self._is_idle(looker, host)), each)
-        return idle
-
-    def _is_idle(self, looker: Looker, host: Host) -> bool:
-        failures = 0
-        while not self._ending.is_set():
-            try:
-                document = looker.node(host.name)
-                return (
-                    document is not None
-                    and not fence.is_cordoned(document)
-                    and not looker.tenants(host.name, time.time())
-                )
-            except KubeError as error:
-                if is_final(error, failures):
-                    return False  # which its drain reports
-                failures += 1
-                self._ending.wait(backoff(failures, cap=TROUBLE_SECONDS))
-        return False
-
     def _report(self, key: Key, outcome: Outcome, joined: Joined = "unknown") -> None:
         """Tell the driver's thread how a step ended."""
         self._queue.put(partial(self._end, key, outcome, joined))
@@ -312,11 +300,13 @@ class RollFleet(Fleet):
 
     def read(self, host: Host) -> Node | Outcome:
         """Ask a host what it runs; return why it doesn't say, where it doesn't."""
-        answer = self._reach.submit(host, ASK_IMAGE, seconds=_ASK_SECONDS).result()
-        lines = answer.stdout.decode("utf-8", "replace").split()
-        if answer.status == 0 and len(lines) == 2:
-            return Node(lines[0], lines[1])
-        return answer.outcome if not answer.outcome.ok else ended("timeout", _NAMELESS)
+        return image_in(self._reach.submit(host, ASK_IMAGE, seconds=ASK_SECONDS).result())
+
+    def works(self, host: Host) -> str:
+        """Ask a host itself what it works on; nothing where it doesn't know, or doesn't answer."""
+        if not self._change.asks_nodes:
+            return ""
+        return work_in(self._reach.submit(host, ask_work(), seconds=ASK_SECONDS).result())
 
     def _look(self, host: Host, key: Key) -> tuple[Outcome, Joined]:
         node = self.read(host)
@@ -353,7 +343,8 @@ class RollFleet(Fleet):
         drive = self._drive(host.scale_set_id)
         version = self._versions[self._change.target.version]
         self._set_image(drive, version)
-        outcome, joined = self._bring(drive, host, version, partial(self._busy, kube, host, key))
+        busy = partial(self._busy, kube, host, key)
+        outcome, joined = self._bring(drive, host, version, busy, partial(self.works, host))
         if outcome.ok:
             # What runs on each node must be there again before it is verified; the cordon stays.
             self._nodes[host.name] = bar.lift(kube, host.name, self._nodes.pop(host.name, None)) or {}
@@ -405,7 +396,12 @@ class RollFleet(Fleet):
         return OK, "unknown"
 
     def _bring(
-        self, drive: Drive, host: Host, version: Version, busy: Callable[[], str]
+        self,
+        drive: Drive,
+        host: Host,
+        version: Version,
+        busy: Callable[[], str],
+        works: Callable[[], str] = lambda: "",
     ) -> tuple[Outcome, Joined]:
         silence = ""
 
@@ -420,7 +416,7 @@ class RollFleet(Fleet):
             silence = f"{reading.signature}: {reading.detail}"
             return None
 
-        ending = roll_instance(drive, host.instance, host.vm_id, version, node, busy)
+        ending = roll_instance(drive, host.instance, host.vm_id, version, node, busy, works)
         return _outcome(ending, silence)
 
     def _busy(self, kube: Kube, host: Host, key: Key) -> str:

@@ -23,6 +23,8 @@ from tests.support.pools.recorder import Log, NodeState, PodState, Sent, moment
 
 Invariant = Callable[[Log], Iterator[str]]
 _LOOK_SECONDS, _MACHINE_SECONDS = 2.0, 60.0
+# What a watch tells may be so much older.
+_WATCH_SECONDS = 2.0
 _SECRETS = (TOKEN, SECRET, "PRIVATE KEY", "client-key-data")
 
 
@@ -46,12 +48,13 @@ def replacements(log: Log) -> Iterator[tuple[Sent, str, str]]:
 def not_too_many_away(log: Log) -> Iterator[str]:
     """I1: hosts that can't take a job are never more than may be, by the API server's own objects.
 
-    Who has our cordon and is busy yet still works. Hosts that others have cordoned don't count.
+    Who has our cordon and is busy yet still works. Hosts that others have cordoned don't count; who was NotReady
+    before the roll, or had no Node, does.
     """
     began = log.run[0].at if log.run else 0.0
     states = {host.name: state for host in log.plan.hosts if (state := log.before(host.name))}
     tenants: dict[str, set[str]] = defaultdict(set)
-    away = {name for name, state in states.items() if _is_away(state, is_idle=True)}
+    away = {name for name, state in states.items() if state.is_gone or _is_away(state, is_idle=True)}
     changes: list[NodeState | PodState] = [*log.nodes, *log.pods]
     for change in sorted(changes, key=lambda change: change.at):
         if isinstance(change, PodState):
@@ -177,12 +180,13 @@ def one_operation_a_set(log: Log) -> Iterator[str]:
 
 
 def no_pod_is_deleted(log: Log) -> Iterator[str]:
-    """I7: pods are evicted where they may be, never deleted.
+    """I7: pods are evicted where they may be, gangs whole, and none is deleted.
 
     That a budget isn't exceeded is the API server's own: evictions are asked for there.
     """
     rolls = log.plan.policy.rolls
     assert rolls
+    yield from _torn_gangs(log)
     for event in log.audit:
         target = event.get("objectRef") or {}
         if target.get("resource") != "pods":
@@ -194,10 +198,25 @@ def no_pod_is_deleted(log: Log) -> Iterator[str]:
         for pod in log.pods:
             meta = pod.document["metadata"]
             if (meta["namespace"], meta["name"]) == (target["namespace"], target["name"]) and not pod.is_gone:
-                kind = classify(pod_from(pod.document), rolls.drain, pod.at).kind
+                is_over = moment(event) >= rolls.deadline_at
+                kind = classify(pod_from(pod.document), rolls.drain, pod.at, overruled=is_over).kind
                 if pod.at <= moment(event) and kind is Class.WAIT:
                     yield f"eviction of {meta['namespace']}/{meta['name']}, which is waited for"
                     break
+
+
+def _torn_gangs(log: Log) -> Iterator[str]:
+    """Yield the Jobs of which a pod was evicted while another one's host wasn't cordoned by the roll."""
+    for event in log.audit:
+        target = event.get("objectRef") or {}
+        if target.get("subresource") != "eviction" or event["responseStatus"]["code"] >= 300:
+            continue
+        at = moment(event)
+        present = log.present(at)
+        for evicted in [pod for pod in present if pod.name == target["name"] and pod.job]:
+            hosts = {pod.node for pod in present if pod.job == evicted.job}
+            if free := [name for name in hosts if log.run_on(name, at + _WATCH_SECONDS) != log.run_id]:
+                yield f"eviction of {evicted.name}, whose Job also runs on {', '.join(sorted(free))}"
 
 
 def cordons_are_as_before(log: Log) -> Iterator[str]:
@@ -433,7 +452,7 @@ def violations(log: Log, *, speed: float | None = None, was_killed: bool = False
     return broken
 
 
-def require(log: Log) -> None:
-    """Hold all invariants, and that no job was lost."""
-    assert violations(log) == []
-    assert lost_jobs(log) == []
+def require(log: Log, *, but: str = "none") -> None:
+    """Hold all invariants but one, and that no job was lost."""
+    broken, lost = [text for text in violations(log) if not text.startswith(f"{but}:")], lost_jobs(log)
+    assert not broken and not lost, (broken, lost)

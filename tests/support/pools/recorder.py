@@ -109,6 +109,16 @@ class PodState:
         return str(self.document["metadata"]["uid"])
 
     @property
+    def name(self) -> str:
+        return str(self.document["metadata"]["name"])
+
+    @property
+    def job(self) -> str:
+        """Return the uid of the Job that it is of, empty for one of none."""
+        owners = self.document["metadata"].get("ownerReferences") or ()
+        return next((str(owner["uid"]) for owner in owners if owner["kind"] == "Job"), "")
+
+    @property
     def node(self) -> str:
         return str(self.document["spec"].get("nodeName") or "")
 
@@ -183,6 +193,16 @@ class Log:
     def last(self, name: str) -> NodeState | None:
         states = self._states.get(name, [])
         return states[-1] if states else None
+
+    def run_on(self, name: str, at: float) -> str:
+        """Return whose cordon a node had at a moment, empty for none and for a node that is no host of the plan."""
+        earlier = [state for state in self._states.get(name, ()) if state.at <= at]
+        return earlier[-1].run if earlier else ""
+
+    def present(self, at: float) -> list[PodState]:
+        """Return all pods that kept a host busy at a moment, as they were then."""
+        states = {pod.uid: pod for pod in self.pods if pod.at <= at}
+        return [pod for pod in states.values() if pod.holds]
 
     def tenants(self, name: str, at: float) -> list[PodState]:
         """Return the pods that kept a host busy at a moment, each in the state since when it did."""

@@ -80,9 +80,9 @@ class World:
     """The cluster, Azure, and who answers for the nodes.
 
     ``broken`` are hosts whose checks fail with the new image, ``silent`` ones that don't come back with it,
-    ``boots_never`` with no new disk at all. ``boots``
-    is what a version runs instead of its own build. ``up_at`` is when the last boot
-    of each is over, ``began`` when what is looked at began.
+    ``boots_never`` with no new disk at all. ``boots`` is what a version runs instead of its own build, ``works`` what
+    nodes say themselves that they work on. ``up_at`` is when the last boot of each is over, ``began`` when what is
+    looked at began.
     """
 
     cluster: Cluster
@@ -96,6 +96,7 @@ class World:
     silent: set[str] = field(default_factory=set)
     boots: dict[str, str] = field(default_factory=dict)
     boots_never: set[str] = field(default_factory=set)
+    works: dict[str, str] = field(default_factory=dict)
     up_at: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
 
@@ -115,7 +116,7 @@ class World:
             sent=[each for each in recorder.sent if each.scale_set in sets and each.at >= since],
             disks=[each for each in recorder.disks if each.scale_set in sets and each.at >= since],
             nodes=[state for state in recorder.nodes if state.name in names],
-            pods=[pod for pod in recorder.pods if pod.node in names],
+            pods=list(recorder.pods),
             audit=list(audited(self.cluster.work / "audit.log", RUN_AGENT, since)),
             run=read_run(journal) if journal.exists() else [],
             requests=read_requests(sent) if sent.exists() else [],
@@ -168,7 +169,10 @@ class World:
             return Answer(404, {})
         build = self.boots.get(machine.disk, BUILDS[machine.disk])
         is_broken = name in self.broken and build == BUILDS[NEW]
-        return Answer(200, {"boot_id": machine.boot_id, "build": build, "is_broken": is_broken})
+        works = self.works.get(name, "")
+        return Answer(
+            200, {"boot_id": machine.boot_id, "build": build, "is_broken": is_broken, "works": works}
+        )
 
     def models(self) -> set[str]:
         return {group.image for group in self.scale_sets.sets.values()}
@@ -246,6 +250,9 @@ class SimulatedFleet(RollFleet):
     def read(self, host: Host) -> Node | Outcome:
         answer = self._ask_simulator(host)
         return Node(answer["boot_id"], answer["build"]) if answer else ended("timeout")
+
+    def works(self, host: Host) -> str:
+        return str(self._ask_simulator(host).get("works", ""))
 
     def verify(self, work: Sequence[Work]) -> None:
         for w in work:
@@ -385,6 +392,7 @@ def drive(
             journal=folder / "requests.jsonl",
             policy=rolled.policy.rolls.drain,
             max_fenced=rolled.max_fenced,
+            deadline=rolled.policy.rolls.deadline_at,
             patience=patience,
             settle_seconds=settle_seconds,
         )

@@ -29,6 +29,9 @@ BUSY = "pod train-0 of Job train"
 # What a driver takes to let go of a host, one that was killed before to find out about it.
 MOMENT = 60.0
 REIMAGE, BOOT = 360.0, 480.0
+# Until a last look finds that somebody works on a host after all.
+LATE = 2000.0
+_LONGEST = 100 * 86400.0
 # What can go wrong with a host: a new image that never comes, that fails its preflight or its checks, an answer that is
 # lost although the request was accepted, a request that is lost, a node that comes back with its old image once.
 Fate = Literal[
@@ -78,6 +81,8 @@ class World:
     is_red: Callable[[], bool] = lambda: False
     not_ready: set[str] = field(default_factory=set)
     cordoned_before: set[str] = field(default_factory=set)
+    missing_before: set[str] = field(default_factory=set)
+    surveyed_at: float = 0.0
     lost: list[str] = field(default_factory=list)
     gangs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     evicted: dict[str, float] = field(default_factory=dict)
@@ -102,6 +107,12 @@ class World:
 
     def now(self) -> float:
         return self.time
+
+    def missing(self, _hosts: Sequence[Host]) -> dict[str, str] | None:
+        if self.time < self.surveyed_at:
+            return None
+        held = {name for name, node in self.nodes.items() if node.cordoned == "us"}
+        return dict.fromkeys(self.missing_before - held, "NotReady")
 
     def idle(self, cells: Sequence[Sequence[Host]], each: int) -> list[str]:
         idle = []
@@ -138,10 +149,13 @@ class World:
         A host of the last wave that becomes empty beyond them is let go of at once. One that was cordoned before the
         run is away before it is in work, too.
         """
+        assert self.time < START + _LONGEST, "it never ends"
         away = []
         for name, node in self.nodes.items():
             is_empty = node.cordoned == "us" and node.busy_until <= self.time
-            if is_empty and node.awaited:
+            if name in self.missing_before:
+                away.append(name)
+            elif is_empty and node.awaited:
                 assert self.time - node.busy_until < MOMENT, name
             elif node.away or (is_empty and (node.reimages or name not in self.cordoned_before)):
                 away.append(name)
@@ -202,7 +216,8 @@ class World:
         room = self.plan.max_fenced - sum(n.awaited for n in self.nodes.values())
         if remaining and node.cordoned != "somebody" and room > 0:
             node.cordoned, node.awaited = "us", True
-        if self.time + remaining > w.until:
+        # After the deadline they are drained at once, whenever that is.
+        if self.time < self.roll.deadline_at and self.time + remaining > w.until:
             self._later(max(0.0, w.until - self.time), w, "await", ended("busy", BUSY))
         else:
             self._later(remaining + 1.0, w, "await", OK, emptied=Emptied(unit=unit))
@@ -239,7 +254,7 @@ class World:
             self._later(30.0, w, "reimage", ended("timeout", "no answer"), "no")
             return
         if fate == "busy late":
-            self._later(2000.0, w, "reimage", ended("busy", "a pod runs on it"), "no")
+            self._later(LATE, w, "reimage", ended("busy", "a pod runs on it"), "no")
             return
         self.models[w.host.scale_set] = NEW
         self._replace(w, node, NEW)

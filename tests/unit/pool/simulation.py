@@ -173,6 +173,9 @@ class World:
     def begin(self, step: Step, work: Sequence[Work]) -> None:
         {"probe": self.probe, "bootstrap": self.bootstrap, "verify": self.verify}[step](work)
 
+    def missing(self, _hosts: Sequence[Host]) -> dict[str, str]:
+        return {}
+
     def idle(self, _cells: Sequence[Sequence[Host]], _each: int) -> Collection[str]:
         return ()
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from image_builder.cli.pool import run as commands
 from image_builder.errors import PoolError
 from image_builder.pool.plan.model import OK
-from image_builder.pool.plan.policy import GateLimits, Policy, Roll
+from image_builder.pool.plan.policy import GateLimits, Policy, Roll, WaveDrain
 from image_builder.pool.run.driver import run
 from image_builder.pool.run.progress import apply, begin, replay
 from image_builder.pool.run.records import (
@@ -33,6 +33,7 @@ from image_builder.pool.show.view import look
 from tests.unit.pool.rolls import (
     BOOT,
     BUSY,
+    LATE,
     NEW,
     OLD,
     REIMAGE,
@@ -103,6 +104,20 @@ def test_busy_hosts_are_taken_in_the_last_wave_as_they_become_idle() -> None:
     assert sum(wave["hosts"] for wave in reports.report(progress, records)["waves"]) == 300
     # Nobody in it was freed, and reimaged later: each was taken between two jobs.
     assert replay(world.plan, records).hosts == progress.hosts
+
+
+def test_a_host_that_only_seems_idle_is_skipped_in_the_end() -> None:
+    """Each last look finds work there: it is tried again, not too often, for as long as the last wave waits."""
+    rolled = plan(300, gate=CALM, **GENEROUS, max_wait_seconds=DAY)
+    name = rolled.waves[-1].hosts[0]
+    world = World(rolled, {name: "busy late"})
+    progress, records = roll(world)
+    assert progress.finished and reports.report(progress, records)["skipped"] == {name: "a pod runs on it"}
+    tries = progress.hosts[name].tries["reimage"]
+    # A try takes as long as the look that finds it, and the next one comes when a drain's patience is over.
+    assert 10 < tries <= DAY / (LATE + WaveDrain().max_wait_seconds) + 2
+    assert not world.nodes[name].cordoned and progress.unavailable == 0
+    check_end(world, progress)
 
 
 def test_who_is_never_idle_is_skipped_and_named() -> None:
@@ -436,3 +451,50 @@ def test_a_host_that_was_drained_when_the_driver_ended_keeps_its_place() -> None
     assert replay(rolled, records).unavailable == 0
     progress = replay(rolled, [*records, Opened(at=3, plan=rolled.digest)])
     assert progress.hosts[name].state == "waiting" and progress.unavailable == 1
+
+
+def test_who_is_missing_before_a_roll_is_left_alone_and_counts() -> None:
+    """Canaries among them change places with hosts that are there; the limits hold with all that are missing."""
+    rolled = plan(300, max_unavailable="10%")
+    canaries = rolled.waves[0].hosts
+    canary, others = canaries[0], [h.name for h in rolled.hosts if h.name not in canaries][:19]
+    world = World(rolled, missing_before={canary, *others})
+    progress, records = roll(world)
+    assert progress.finished and world.most_unavailable == 30
+    assert reports.report(progress, records)["skipped"] == dict.fromkeys([canary, *others], "NotReady")
+    assert progress.unavailable == 20 and progress.failed == 0
+    assert not [entry for entry in world.log if entry[2] in world.missing_before]
+    (chosen,) = [record for record in records if isinstance(record, Chosen)]
+    assert chosen.places.keys() == {canary}
+    assert replay(rolled, records).unavailable == 20
+    check_end(world, progress)
+
+
+def test_nothing_begins_where_more_are_missing_than_may_be_away() -> None:
+    """R34: a third of the nodes is NotReady for another reason."""
+    rolled = plan(300)
+    world = World(rolled, missing_before={host.name for host in rolled.hosts[::3]})
+    progress, _ = roll(world)
+    assert progress.stopped == (
+        "100 hosts unavailable, 100 of them before the run, no more may be: nothing can be started"
+    )
+    assert not {step for _, step, _ in world.log} & {"drain", "reimage"}
+    check_end(world, progress)
+
+
+def test_who_is_back_after_a_stop_counts_no_more() -> None:
+    rolled = plan(300, max_unavailable="10%")
+    world = World(rolled, missing_before={host.name for host in rolled.hosts[::15]})
+    progress, records = roll(world, lambda: "reimage" in {step for _, step, _ in world.log})
+    assert progress.stop_asked and progress.unavailable == 20
+    world.missing_before.clear()
+    world.surveyed_at = world.time + DAY
+    records.append(Opened(at=world.time, plan=rolled.digest, retry=True))
+    apply(progress, records[-1])
+    begun = len(world.log)
+    run(progress, world, records.append)
+    taken = [at for at, step, _ in world.log[begun:] if step in ("drain", "reimage")]
+    assert min(taken) >= world.surveyed_at, "nobody is taken out before it is known who is missing"
+    assert progress.finished and progress.unavailable == 0
+    assert reports.counts(progress.hosts.values())["ok"] == 300
+    check_end(world, progress)

@@ -334,7 +334,9 @@ class Queue(Upgrades):
             yield
 
 
-def queued(rolling: Rolling, queue: Queue, busy: Callable[[], str]) -> Ending:
+def queued(
+    rolling: Rolling, queue: Queue, busy: Callable[[], str], works: Callable[[], str] = lambda: ""
+) -> Ending:
     """Bring an instance to the new version, after other instances of its set."""
     path, client = rolling.fleet.path, rolling.client
     with (
@@ -346,13 +348,26 @@ def queued(rolling: Rolling, queue: Queue, busy: Callable[[], str]) -> Ending:
         version = client.version(NEW)
         assert version is not None
         vm_id = rolling.fleet.machine("1").vm_id
-        return roll_instance(drive, "1", vm_id, version, rolling.fleet.node("1"), busy)
+        return roll_instance(drive, "1", vm_id, version, rolling.fleet.node("1"), busy, works)
 
 
 def test_the_last_look_comes_after_the_wait_for_others_upgrades(rolling: Rolling) -> None:
     queue = Queue()
     assert queued(rolling, queue, lambda: "a pod came meanwhile" if queue.is_over else "").kind == "busy"
     assert rolling.replacements() == []
+
+
+def test_a_node_is_asked_itself_after_that_wait_and_before_the_last_look(rolling: Rolling) -> None:
+    """Nothing is sent for one that works, whatever the cluster says; nothing is asked of the cluster then."""
+    queue, looked = Queue(), list[str]()
+
+    def busy() -> str:
+        looked.append("cluster")
+        return ""
+
+    ending = queued(rolling, queue, busy, lambda: "a lease" if queue.is_over else "")
+    assert ending == Ending("busy", "a lease")
+    assert rolling.replacements() == [] and looked == []
 
 
 def test_a_machine_that_is_replaced_while_others_are_upgraded_is_gone(rolling: Rolling) -> None:

@@ -1,0 +1,89 @@
+"""Looks at a roll's hosts before it takes any out of work: who is missing, and who is idle.
+
+A cluster that is away is waited for, until the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+from image_builder.drain import fence
+from image_builder.drain.look import Looker
+from image_builder.errors import PoolError
+from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.net.retry import backoff
+from image_builder.pool.plan.model import Host
+from image_builder.pool.steps.control_plane import NODES, SHOWN_NODES, TABLE, shown_nodes
+from image_builder.pool.steps.drains import TROUBLE_SECONDS, is_final
+
+NOT_READY, NO_NODE = "its node was NotReady before the roll", "it had no Node before the roll"
+_T = TypeVar("_T")
+
+
+def missing_hosts(client: Client, names: Sequence[str], run: str, ending: threading.Event) -> dict[str, str]:
+    """Return the hosts that can take no job, and why, but those with the cordon of a run: it has them in work.
+
+    Who is cordoned by others may be at work, and isn't missing. Raises PoolError where the cluster refuses to say.
+    """
+
+    def look() -> dict[str, str]:
+        ready = {
+            node.name: node.is_ready for node in shown_nodes(json.loads(client.text(SHOWN_NODES, TABLE)))
+        }
+        held: set[str] = set()
+
+        def take(document: dict[str, Any]) -> None:
+            record = fence.record_of(document)
+            if record is not None and record.run == run:
+                held.add(document["metadata"]["name"])
+
+        client.each_page(NODES, {"fieldSelector": "spec.unschedulable=true"}, take)
+        reasons = {name: NOT_READY if name in ready else NO_NODE for name in names if not ready.get(name)}
+        return {name: reason for name, reason in reasons.items() if name not in held}
+
+    try:
+        return _answered(look, ending) or {}
+    except KubeError as error:
+        raise PoolError(error.message, hint="the rights that it needs are in deploy/roll.yml") from error
+
+
+def idle_hosts(
+    looker: Looker, cells: Sequence[Sequence[Host]], each: int, ending: threading.Event
+) -> list[str]:
+    """Look at the hosts of each cell until so many are idle."""
+
+    idle: list[str] = []
+    for hosts in cells:
+        idle += islice((host.name for host in hosts if _is_idle(looker, host.name, ending)), each)
+    return idle
+
+
+def _is_idle(looker: Looker, name: str, ending: threading.Event) -> bool:
+    def look() -> bool:
+        document = looker.node(name)
+        is_free = document is not None and not fence.is_cordoned(document)
+        return is_free and not looker.tenants(name, time.time())
+
+    try:
+        return bool(_answered(look, ending))
+    except KubeError:
+        return False  # which its drain reports
+
+
+def _answered(look: Callable[[], _T], ending: threading.Event) -> _T | None:
+    """Return an answer, None where the run ends before there is one. Raises KubeError for one that is final."""
+    failures = 0
+    while not ending.is_set():
+        try:
+            return look()
+        except KubeError as error:
+            if is_final(error, failures):
+                raise
+            failures += 1
+            ending.wait(backoff(failures, cap=TROUBLE_SECONDS))
+    return None
