@@ -126,16 +126,22 @@ def test_another_content_under_a_locked_version_is_not_installed(repository: Rep
 def test_a_change_of_what_is_installed_is_seen_and_mended(repository: Repository) -> None:
     repository.run("collections")
     text = repository.installed / "acme/text"
+    installed = _contents(text)
     for file in ("plugins/filter/shout.py", "plugins/filter/more.py", "MANIFEST.json", "README.md"):
         with (text / file).open("a") as stream:
             stream.write("# changed\n")
         assert "acme.text: " in repository.run("validate", status=DefinitionError.exit_code)
         repository.run("collections")
-        repository.run("validate")
+        assert _contents(text) == installed
+    repository.run("validate")
     shutil.copytree(text, repository.installed / "acme/other")
     assert "acme.other: is not in collections.lock" in repository.run(
         "validate", status=DefinitionError.exit_code
     )
+
+
+def _contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.nightly

@@ -30,6 +30,7 @@ from tests.bench.first_contact.assumptions import Contact, rows
 from tests.bench.first_contact.context import lines, read_json
 from tests.bench.first_contact.propose import NAMING, names_of
 from tests.bench.first_contact.steps import STEPS
+from tests.bench.first_contact.worker import runs
 from tests.support import gpu_stand_in
 from tests.support.gpu_stand_in import StandIn
 from tests.support.images.builds import REPO, Workplace
@@ -38,7 +39,8 @@ pytestmark = pytest.mark.root
 
 PROGRAM = [sys.executable, os.fspath(REPO / "tests/bench/gpu.py")]
 # As much less is measured; the deadlines are those of a real run.
-PACE = "0.05"
+PACE = "0.02"
+RUNS = runs(float(PACE))
 # What makes no sense of a stand-in: how fast it is.
 SPEEDS = ("hbm_ratio", "h2d_ratio", "d2h_ratio", "mma_ratio", "side by side", "boot-quick", "compiler")
 
@@ -209,10 +211,10 @@ def test_what_is_wrong_is_noticed_and_costs_no_other_step(libraries: Path, tmp_p
     assert {"kat.ffma: the host's answers", "every SM gets a block"} <= bad
     spread = {(row["gpu"], row["id"]): row for row in learned.result("spread")["spread"]}
     first, second = machine.gpus
-    assert spread[first, "kat.ffma"]["done"] == 0 and spread[first, "kat.int"]["done"] == 10
+    assert spread[first, "kat.ffma"]["done"] == 0 and spread[first, "kat.int"]["done"] == RUNS
     assert spread[second, "kat.int"]["done"] == 0 and "SM" in spread[second, "kat.int"]["not_done"][0]
     assert "CUDA_ERROR_NOT_SUPPORTED" in spread[first, "bw.p2p"]["not_done"][0]
-    assert spread[second, "bw.p2p"]["done"] == 10
+    assert spread[second, "bw.p2p"]["done"] == RUNS
 
 
 def test_a_call_that_hangs_and_one_that_crashes_cost_one_answer_each(libraries: Path, tmp_path: Path) -> None:
@@ -237,12 +239,21 @@ def test_a_call_that_hangs_and_one_that_crashes_cost_one_answer_each(libraries: 
     assert len(answers) == len(before)
 
 
-def test_a_driver_that_never_answers_ends_in_time(libraries: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "most_seconds"),
+    [
+        (("facts", "readings", "nvml", "cuda", "smoke-quick", "drill-result", "after"), 30),
+        pytest.param((), 50, marks=pytest.mark.nightly),  # all steps: those of the whole's end have no time
+    ],
+)
+def test_a_driver_that_never_answers_ends_in_time(
+    libraries: Path, tmp_path: Path, steps: tuple[str, ...], most_seconds: float
+) -> None:
     machine = gpu_stand_in.machine(tmp_path / "machine", libraries)
     machine.script("hang 0 cuInit", "hang 1 cuInit")
     began = time.monotonic()
-    contact = run(machine, tmp_path / "out", "--seconds", "40")
-    assert time.monotonic() - began < 50
+    contact = run(machine, tmp_path / "out", "--seconds", "40", *only(*steps))
+    assert time.monotonic() - began < most_seconds
     assert contact.status == 1
     assert (contact.states["facts"], contact.states["readings"], contact.states["nvml"]) == (
         "done",
@@ -259,7 +270,9 @@ def test_a_driver_that_never_answers_ends_in_time(libraries: Path, tmp_path: Pat
 def test_killed_at_any_moment_it_leaves_what_it_has(libraries: Path, tmp_path: Path, moment: str) -> None:
     machine = gpu_stand_in.machine(tmp_path / "machine", libraries)
     out = tmp_path / "out"
-    with start(machine, out) as child:
+    # What takes long before that moment would teach nothing about it.
+    steps = [] if moment == "at once" else ["facts", "readings", "nvml", "cuda", moment, "jit", "after"]
+    with start(machine, out, *only(*steps)) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if moment == "at once" or line.startswith(f"{moment}:"):
@@ -282,7 +295,8 @@ def test_killed_at_any_moment_it_leaves_what_it_has(libraries: Path, tmp_path: P
 
 def test_interrupted_it_ends_at_once(libraries: Path, tmp_path: Path) -> None:
     machine = gpu_stand_in.machine(tmp_path / "machine", libraries)
-    with start(machine, tmp_path / "out") as child:
+    steps = only("facts", "readings", "cuda", "spread", "jit", "after")
+    with start(machine, tmp_path / "out", *steps) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if line.startswith("spread:"):

@@ -17,6 +17,7 @@ from image_builder.pool.scale_set.upgrades import Ending
 from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.fleet import NEW, OLD, Fleet, fleet
 from tests.support.arm.model import SUBSCRIPTION
+from tests.support.arm.roller import PATIENCE
 from tests.support.arm.serving import Served, found_by, served
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
@@ -40,7 +41,7 @@ def test_an_instance_is_rolled_through_the_real_sdk(cloud: tuple[Fleet, Served],
     ):
         client = Client(manager)
         assert [instance.id for instance in client.instances(machines.path)] == ["0", "1", "2", "3", "4"]
-        with driving(client, machines.path, "run-1", journal) as drive:
+        with driving(client, machines.path, "run-1", journal, patience=PATIENCE) as drive:
             version = client.version(NEW)
             assert version is not None
             drive.set_image(client.scale_set(machines.path), NEW)

@@ -21,7 +21,7 @@ from image_builder.node.gpu.smoke import bandwidth, cuda, known_answer, referenc
 from image_builder.node.gpu.smoke import worker as agent
 from image_builder.node.gpu.smoke.cuda import U64, CudaError, Device
 
-RUNS = 10
+RUNS, _FEWEST_RUNS = 10, 3
 MODULES = ("base", "memory", "tc_sm70", "tc_sm80")
 PER_SM = (1, 2, 4, 8, 16)
 # A store to an address: of no memory at all, and of memory that it isn't aligned to.
@@ -101,6 +101,11 @@ def paced(plan: agent.Plan, pace: float) -> agent.Plan:
     )
 
 
+def runs(pace: float) -> int:
+    """Return how often everything is measured: less often in a run of less than a fifth of the usual length."""
+    return max(_FEWEST_RUNS, min(RUNS, round(5 * RUNS * pace)))
+
+
 def _of(devices: Sequence[Device], uuid: str) -> Device:
     for device in devices:
         if device.uuid.lower() == uuid.lower():
@@ -119,7 +124,7 @@ def _repeated(
     device: Device, options: argparse.Namespace, plan: agent.Plan, peers: list[Device]
 ) -> Iterator[Measurement]:
     """Measure everything, so many times with a seed of its own; with peers only the link."""
-    for number in range(RUNS):
+    for number in range(runs(options.pace)):
         seed = options.seed + number
         if peers:
             link = partial(bandwidth.peer, device, peers, seed, plan.copies, size=plan.link_bytes)

@@ -23,7 +23,7 @@ from tests.unit.node.gpu.answering import Node
 
 SOURCES = Path(__file__).parent
 LIBRARIES = {"cuda.c": "libcuda.so.1", "nvml.c": "libnvidia-ml.so.1"}
-MIB = 128  # a GPU's memory, as CUDA shows it: what is tested has to be written
+MIB = 96  # a GPU's memory, as CUDA shows it: what is tested has to be written
 SMS = 6
 # Functions that nvml.c has written out.
 _WRITTEN = {"nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetFieldValues"}

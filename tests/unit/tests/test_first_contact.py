@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.first_contact import propose
+from tests.bench.first_contact import propose, worker
 from tests.bench.first_contact.assumptions import Contact, rows, table
 from tests.bench.first_contact.context import TOTAL_SECONDS
 from tests.bench.first_contact.runner import REAP_SECONDS
@@ -16,6 +16,10 @@ from tests.bench.first_contact.steps import STEPS
 
 SIZE = "Standard_ND96isr_H100_v5"
 GPUS = [f"GPU-566e6f65-c38e-b12f-4824-6944218668b{n}" for n in range(2)]
+
+
+def test_down_to_a_fifth_of_its_length_a_run_measures_as_often() -> None:
+    assert [worker.runs(pace) for pace in (1.0, 0.5, 0.2, 0.1, 0.02)] == [10, 10, 10, 5, 3]
 
 
 def test_what_is_kept_for_each_step_fits_into_the_whole() -> None:
