@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from image_builder.drain import bar, fence
+from image_builder.drain import bar
 from image_builder.drain import run as drains
 from image_builder.drain.lease import Leases
 from image_builder.drain.look import Looker
