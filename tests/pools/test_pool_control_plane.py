@@ -23,7 +23,11 @@ from tests.support.nodes import joins
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
 TOKEN = "an-operator"
-NO_NODES = {"kind": "Table", "columnDefinitions": [{"name": "Status"}, {"name": "Age"}], "rows": []}
+NO_NODES = {
+    "kind": "Table",
+    "columnDefinitions": [{"name": "Name"}, {"name": "Status"}, {"name": "Age"}],
+    "rows": [],
+}
 EMPTY: joins.Answer = (200, {}, b'{"metadata":{"resourceVersion":"1"},"items":[]}')
 
 

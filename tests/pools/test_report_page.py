@@ -263,7 +263,7 @@ def test_a_roll_shows_what_became_of_work(chromium: Tab, tmp_path: Path) -> None
         "[...document.querySelectorAll('section[aria-labelledby=drains] tbody tr')]"
         ".map((row) => [...row.cells].map((cell) => cell.textContent))"
     )
-    assert {event for _, event, _ in rows} == {"deferred", "evicted", "never idle", "skipped"}
+    assert {event for _, event, _ in rows} == {"deferred", "evicted", "skipped"}
     evicted = report(progress, records)["evicted"]
     assert {host for host, event, _ in rows if event == "evicted"} == evicted.keys()
     facts = chromium.run("document.querySelector('.facts').textContent")

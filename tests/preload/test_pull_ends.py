@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from image_builder.bake.pull.puller import Request
+from image_builder.errors import CommandError
 from image_builder.lab.registry import HOST
 from image_builder.system import process
 from tests.support.images.builds import Workplace
@@ -134,18 +135,30 @@ def small_disk(lab: Lab, mib: int) -> Iterator[Path]:
     with file.open("wb") as stream:
         stream.truncate(mib << 20)
     process.run(["mkfs.ext4", "-q", file])
-    # The namespace's /dev has no devices of the host.
-    if not os.path.exists("/dev/loop-control"):
-        os.mknod("/dev/loop-control", 0o20600, os.makedev(10, 237))
-    loop = process.run(["losetup", "--find"]).stdout.strip()
-    if not os.path.exists(loop):
-        os.mknod(loop, 0o60600, os.makedev(7, int(loop.removeprefix("/dev/loop"))))
-    process.run(["mount", "-o", f"loop={loop}", file, place])
+    process.run(["mount", _loop_of(file), place])
     try:
         yield place
     finally:
-        process.run(["umount", place])
+        process.run(["umount", "--detach-loop", place])
         file.unlink()
+
+
+def _loop_of(file: Path) -> str:
+    """Return a loop device with a file, which goes with its mount; another test may take a free one first."""
+    # The namespace's /dev has no devices of the host.
+    if not os.path.exists("/dev/loop-control"):
+        os.mknod("/dev/loop-control", 0o20600, os.makedev(10, 237))
+    while True:
+        loop = process.run(["losetup", "--find"]).stdout.strip()
+        if not os.path.exists(loop):
+            os.mknod(loop, 0o60600, os.makedev(7, int(loop.removeprefix("/dev/loop"))))
+        try:
+            process.run(["losetup", loop, file])
+        except CommandError:
+            if loop == process.run(["losetup", "--find"]).stdout.strip():
+                raise
+        else:
+            return loop
 
 
 def fill_disk(lab: Lab) -> Result:
