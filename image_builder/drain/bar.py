@@ -6,7 +6,7 @@ none starts between the last look at a host and what is then done to its machine
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from image_builder.drain.fence import send
@@ -45,15 +45,23 @@ def _change(client: Client, name: str, taint: Mapping[str, Any] | None, seen: No
     document = seen or client.find(path_of_node(name))
     while document is not None:
         before = _taints(document)
-        after = [*(t for t in before if t["key"] != TAINT), *([taint] if taint else [])]
-        if before == after:
+        if [t for t in before if t["key"] == TAINT] == ([taint] if taint else []):
             return document
-        patch = [
-            {"op": "test", "path": "/metadata/uid", "value": document["metadata"]["uid"]},
-            {"op": "test", "path": _TAINTS, "value": before or None},
-            {"op": "add", "path": _TAINTS, "value": after} if after else {"op": "remove", "path": _TAINTS},
-        ]
-        if changed := send(client, name, patch):
+        test = {"op": "test", "path": "/metadata/uid", "value": document["metadata"]["uid"]}
+        if changed := send(client, name, [test, *_patch(before, taint)]):
             return changed
         document = client.find(path_of_node(name))
     return None
+
+
+def _patch(before: Sequence[Mapping[str, Any]], taint: Mapping[str, Any] | None) -> Iterator[Node]:
+    """Yield the operations by which this taint is the only one of ours, or none is; others' taints may come behind."""
+    for place in reversed(range(len(before))):
+        if before[place]["key"] == TAINT:
+            yield {"op": "test", "path": f"{_TAINTS}/{place}", "value": before[place]}
+            yield {"op": "remove", "path": f"{_TAINTS}/{place}"}
+    if taint and before:
+        yield {"op": "add", "path": f"{_TAINTS}/-", "value": taint}
+    elif taint:
+        yield {"op": "test", "path": _TAINTS, "value": None}
+        yield {"op": "add", "path": _TAINTS, "value": [taint]}
