@@ -34,6 +34,9 @@ from tests.support.pools.repairs import (
 pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
 REBOOT, REIMAGE = "POST /virtualMachines/0/restart", "POST /virtualMachines/0/reimage"
+EACH_REMEDY = pytest.mark.parametrize(
+    ("remedy", "request_line"), [("reboot", REBOOT), ("reimage", REIMAGE)], ids=["reboot", "reimage"]
+)
 Fault = Answer | Literal["drop", "lose"]
 used: set[str] = set()
 
@@ -120,9 +123,7 @@ def test_from_the_ask_to_the_return(place: Clinic) -> None:
     place.plane.forget(pool.names)
 
 
-@pytest.mark.parametrize(
-    ("remedy", "request_line"), [("reboot", REBOOT), ("reimage", REIMAGE)], ids=["reboot", "reimage"]
-)
+@EACH_REMEDY
 def test_killed_before_its_request_leaves(place: Clinic, pool: Pool, remedy: str, request_line: str) -> None:
     """The next run finds no trace of it, and sends nothing; a person's word does."""
     (name,) = pool.names
@@ -137,9 +138,7 @@ def test_killed_before_its_request_leaves(place: Clinic, pool: Pool, remedy: str
     comes_back(place, name)
 
 
-@pytest.mark.parametrize(
-    ("remedy", "request_line"), [("reboot", REBOOT), ("reimage", REIMAGE)], ids=["reboot", "reimage"]
-)
+@EACH_REMEDY
 def test_killed_before_its_answer_arrives(place: Clinic, pool: Pool, remedy: str, request_line: str) -> None:
     (name,) = pool.names
     pool.ask(name, remedy)
