@@ -10,16 +10,17 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from image_builder.drain import fence
+from image_builder.drain import event, fence
 from image_builder.drain.gangs import units
 from image_builder.drain.look import Looker
 from image_builder.drain.policy import Policy
-from image_builder.node.net.kube import Client
+from image_builder.node.net.kube import Client, KubeError
 
 
 @dataclass
@@ -131,5 +132,15 @@ class Handover:
             visit.is_free = False
             if document is None or fence.is_cordoned(document) or fence.record_of(document):
                 continue
-            _, patch = fence.cordon(document, self._run, self._wall())
+            record, patch = fence.cordon(document, self._run, self._wall())
             visit.is_fenced = fence.send(self._client, name, patch) is not None
+            if visit.is_fenced:
+                self._post(document, record)
+
+    def _post(self, document: Mapping[str, Any], record: fence.Record) -> None:
+        """Say in an Event why a host takes no more jobs; the roll doesn't wait for one."""
+        name, uid, since = document["metadata"]["name"], document["metadata"]["uid"], record.since
+        message = f"cordoned while its jobs go on, to be emptied by {self._run}"
+        with suppress(KubeError):
+            cordoned = event.event(name, uid, "NodeCordoned", message, since, step=str(since))
+            event.post(self._client, cordoned)

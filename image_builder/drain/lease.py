@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Self
 
 from image_builder.errors import PoolError
+from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import CONFLICT, Client, KubeError
 
 # Of the Leases of scale sets: by their namespace alone they can be given without all others.
@@ -197,7 +198,7 @@ class Leases:
         self._stop.set()
         self._thread.join()
         for election in self._elections.values():
-            with suppress(KubeError):  # it runs out by itself
+            with suppress(NodeError):  # it runs out by itself
                 election.release()
         if self._client:
             self._client.close()
@@ -221,8 +222,18 @@ class Leases:
                     hint="wait for its end, or for the end of its Lease where it is gone",
                 )
 
-    def take(self, scale_set: str) -> None:
-        """As ``hold``, but let a Lease run out whose holder is gone. One that is there renews it, which is refusal."""
+    def take(self, scale_sets: Iterable[str]) -> None:
+        """As ``hold`` for each, but let Leases run out whose holder is gone, all of them at once. One that is there
+        renews its own, which is refusal.
+        """
+        paths = list(scale_sets)
+        for path in paths:
+            with suppress(PoolError):  # from now on it is watched
+                self.hold(path)
+        for path in paths:
+            self._take(path)
+
+    def _take(self, scale_set: str) -> None:
         record: tuple[str, str] | None = None
         while True:
             try:
@@ -242,5 +253,5 @@ class Leases:
                 elections = list(self._elections.values())
             for election in elections:
                 # One that can't be renewed leads no more, and ``hold`` says so.
-                with suppress(KubeError), self._lock:
+                with suppress(NodeError), self._lock:
                     election.attempt()

@@ -25,6 +25,7 @@ from image_builder.errors import FetchError, PoolError
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.kube import KubeError, path_of_node
+from image_builder.node.preflight import hold
 from image_builder.pool.plan.model import Host
 from image_builder.pool.scale_set.client import Client as Azure
 from image_builder.pool.scale_set.model import Version
@@ -192,7 +193,7 @@ class Repairs:
 
     def _held(self, path: str) -> Drive:
         self._pause(0)
-        self._leases.take(path)
+        self._leases.take([path])
         scale_set = self.azure.scale_set(path)
         self.azure.require_free(scale_set, self._holder)
         if scale_set.is_flexible:
@@ -208,6 +209,10 @@ class Repairs:
         document = kube.find(path_of_node(case.node))
         if document is None or quarantine.record_of(document) != case.record:
             return Outcome(case, "skipped", _CHANGED)
+        labels = document["metadata"].get("labels") or {}
+        held = hold.of_node(case.record.reason, labels, hold.parse(kube.find(hold.PATH) or {}))
+        if held is not None and held.state == hold.OPEN:
+            return Outcome(case, "skipped", f"the gate's breaker holds it: {held.words}")
         looker = Looker(kube, self.policy)
         if reason := occupied(looker, document, quarantine.RUN):
             return Outcome(case, "skipped", reason)

@@ -14,6 +14,7 @@ from typing import Any
 
 from image_builder.drain import bar, fence
 from image_builder.drain import run as drains
+from image_builder.drain.lease import Leases
 from image_builder.errors import PoolError
 from image_builder.node.net.kube import Client as Kube
 from image_builder.pool.plan.model import Host
@@ -58,23 +59,27 @@ def salvage(
     run: str,
     version: str,
     *,
-    lost: bool = False,
+    leases: Leases | None = None,
     settle: float = SETTLE_SECONDS,
 ) -> Salvage:
     """Take a run's marks off nodes and scale sets of an inventory; hosts that have its ``version`` keep theirs.
 
-    A claim that isn't over yet may be a living driver's: it is heeded unless that is ``lost``. Raises PoolError for
-    such a claim, before anything is changed; KubeError, FetchError.
+    A claim that isn't over yet, and a Lease that is renewed, are a living driver's: they are heeded, and the Leases
+    held from then on. Without ``leases`` that driver is lost. Raises PoolError for such a claim or Lease, before
+    anything is changed; KubeError, FetchError.
     """
     paths = sorted({host.scale_set_id for host in hosts if host.scale_set_id})
     sets = {path: azure.scale_set(path) for path in paths}
-    marks = Marks(_marked(kube, run), _held(sets, run, azure.now(), lost=lost))
+    inventory = {host.name: host for host in hosts}
+    marks = Marks(_marked(kube, run), _held(sets, run, azure.now(), lost=leases is None))
+    if leases:
+        marked = {inventory[name].scale_set_id for name in marks.nodes if name in inventory}
+        leases.take(sorted((marked | marks.holders.keys()) - {""}))
     instances = {path: {i.id: i for i in azure.instances(path)} for path in paths}
     if any(marks.nodes.values()):
         # The last request for a host with a taint may have been accepted, and show a moment later.
         azure.wait(settle)
         instances = {path: {i.id: i for i in azure.instances(path)} for path in paths}
-    inventory = {host.name: host for host in hosts}
     remaining = {
         name: reason for name in marks.nodes if (reason := _reason(inventory.get(name), instances, version))
     }

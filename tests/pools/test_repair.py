@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import pytest
 from image_builder.drain import fence
 from image_builder.drain.lease import Leases
 from image_builder.node.net.kube import Client
+from image_builder.node.preflight import hold
 from image_builder.pool.scale_set.client import HOLD_TAG
 from tests.support.arm.model import Answer, Request, error
 from tests.support.arm.service import action_of
@@ -22,6 +24,7 @@ from tests.support.control_plane.drains import asked
 from tests.support.control_plane.gates import manifests, wait_until
 from tests.support.pools.repairs import (
     AGENT,
+    FINDINGS,
     OFTEN,
     POLICY,
     RIGHTS,
@@ -256,7 +259,7 @@ def test_a_set_that_a_roll_holds_is_skipped_and_named(place: Clinic, pool: Pool)
     pool.ask(name, "reboot")
     access = place.plane.cluster.admin.access
     with Leases(lambda: Client(access, agent="roll"), "roll-7", OFTEN) as leases:
-        leases.take(pool.path)
+        leases.take([pool.path])
         ended = pool.repair(status=16)[name]
         assert ended["state"] == "skipped" and "held by roll-7" in ended["reason"]
     tags = place.scale_sets.sets[pool.path.lower()].content["tags"]
@@ -265,6 +268,25 @@ def test_a_set_that_a_roll_holds_is_skipped_and_named(place: Clinic, pool: Pool)
     assert place.sent(pool) == [] and pool.stage(name) == "asked"
     del tags[HOLD_TAG]
     assert pool.repair()[name]["state"] == "returned"
+
+
+def test_what_the_breaker_holds_is_not_sent(place: Clinic, pool: Pool) -> None:
+    """Asked for before so many failed alike that it is no fault of the nodes."""
+    (name,) = pool.names
+    pool.ask(name, "reboot")
+    held = hold.Hold(FINDINGS["reboot"], "pool", "", failed=12, of=100, since=int(time.time()))
+    admin = place.plane.admin
+
+    def breaker(entry: hold.Hold) -> dict[str, Any]:
+        return {"metadata": {"name": hold.NAME}, "data": {entry.key: entry.text()}}
+
+    admin.request("POST", hold.COLLECTION, breaker(held))
+    ended = pool.repair(status=16)[name]
+    assert ended["state"] == "skipped" and "12 of 100 nodes failed alike" in ended["reason"]
+    assert place.sent(pool) == [] and pool.stage(name) == "asked"
+    admin.request("PUT", hold.PATH, breaker(replace(held, state=hold.RELEASED)))
+    assert pool.repair()[name]["state"] == "returned"
+    admin.request("DELETE", hold.PATH)
 
 
 def test_a_second_run_at_the_same_time_sends_nothing(place: Clinic, pool: Pool) -> None:

@@ -20,6 +20,7 @@ from typing import Literal
 
 import pytest
 
+from image_builder.drain import bar, fence
 from image_builder.errors import PoolError
 from image_builder.node.net.kube import MERGE_PATCH, STRATEGIC_MERGE, path_of_node
 from image_builder.pool.plan.model import ended
@@ -278,6 +279,18 @@ def test_a_driver_that_is_lost_with_its_journal(fleet: World) -> None:
     assert not any(fleet.is_ours(host.name) for host in fleet.hosts)
     # Who was emptied by the lost one counts when it is its turn.
     invariants.require(fleet.log(rolled), but="I1")
+
+
+def test_a_host_that_a_lost_roll_left_with_the_new_image_takes_pods_again(fleet: World) -> None:
+    """Its plan is lost, too: another one finds the host with the version, under a cordon of the other name."""
+    host = fleet.hosts[0]
+    fleet.machine(host).version = fleet.machine(host).disk = NEW
+    _, patch = fence.cordon(fleet.node(host.name), "roll-lost", time.time())
+    assert fence.send(fleet.admin, host.name, patch) and bar.bar(fleet.admin, host.name, "roll-lost")
+    rolled = plan(fleet, **GENEROUS)
+    require_ok(fleet.drive(rolled))
+    assert fleet.machine(host).reimages == 0
+    assert not any(fleet.is_ours(each.name) for each in fleet.hosts)
 
 
 @pytest.mark.nightly

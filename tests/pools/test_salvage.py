@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from image_builder.cli.main import app
 from image_builder.drain import bar, fence
+from image_builder.drain.lease import NAMESPACE, Leases, Settings
 from image_builder.errors import PoolError
 from image_builder.node.net.kube import Client as Kube
 from image_builder.pool.plan.plan import save
@@ -30,6 +31,7 @@ from tests.support.pools.rolls import GENEROUS, PATIENCE, plan, world
 
 pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 RUN = "roll-000000000000"
+OFTEN = Settings(namespace=NAMESPACE, duration=20.0, deadline=15.0, pause=2.0)
 
 
 def test_only_who_has_the_image_from_before_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,17 +47,24 @@ def test_only_who_has_the_image_from_before_is_freed(tmp_path: Path, monkeypatch
         fleet.machine(fleet.hosts[2]).version = NEW
         group = fleet.scale_sets.sets[path.lower()]
         inventory = [host for host in fleet.hosts if host.name != names[4]]
+        connect = partial(Kube.from_kubeconfig, fleet.account(), agent="test")
         with (
-            Kube.from_kubeconfig(fleet.account(), agent="test") as kube,
+            connect() as kube,
             ResourceManager(SUBSCRIPTION, endpoint=fleet.served.url) as manager,
+            Leases(connect, "abort", OFTEN) as leases,
         ):
             azure = Client(manager)
+            # Before its first request a driver holds the Lease alone.
+            with Leases(connect, RUN, OFTEN) as driver:
+                driver.hold(path)
+                with pytest.raises(PoolError, match=f"is held by {RUN} "):
+                    salvage(kube, azure, inventory, RUN, NEW, leases=leases, settle=0.1)
             azure.hold(path, f"{RUN}-back-111111111111", time.time() + 600)
             azure.set_services(path, ["AutomaticRepairs"], "Suspend")
             with pytest.raises(PoolError, match="its driver may be alive"):
-                salvage(kube, azure, inventory, RUN, NEW, settle=0.1)
+                salvage(kube, azure, inventory, RUN, NEW, leases=leases, settle=0.1)
             assert all(fleet.is_ours(name) for name in names[:5]), "nothing was changed"
-            done = salvage(kube, azure, inventory, RUN, NEW, lost=True, settle=0.1)
+            done = salvage(kube, azure, inventory, RUN, NEW, settle=0.1)
         assert done.freed == tuple(names[:2])
         assert set(done.remaining) == {names[2], names[4]}
         assert done.remaining[names[2]] == "it has the roll's version"

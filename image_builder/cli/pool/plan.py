@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from image_builder.cli.command import AsJson, Endpoint, VaultIds, completion, register, show
-from image_builder.errors import ImageBuilderError, UsageError
+from image_builder.cli.command import AsJson, Endpoint, VaultIds, completion, connect, register, show
+from image_builder.errors import ImageBuilderError, PoolError, UsageError
 from image_builder.settings import Settings
 from image_builder.text import columns, human_seconds
 
@@ -289,7 +289,18 @@ def plan_text(out: Path, rollout_plan: Plan) -> str:
 
 
 @register(app)
-def status(plan: PlanFile, as_json: AsJson = False) -> int:
+def status(
+    plan: PlanFile,
+    kubeconfig: Annotated[
+        Path | None,
+        typer.Option(
+            "--kubeconfig",
+            metavar="FILE",
+            help="the control plane: also show nodes that the gate took out for their health  [default: none]",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
     """Show how far a plan's run is; exit status 1 if it was stopped or interrupted.
 
     Example:
@@ -298,10 +309,25 @@ def status(plan: PlanFile, as_json: AsJson = False) -> int:
     """
     from image_builder.pool.show.report import text
 
-    result = read_run(plan)[2]
+    progress, _, result = read_run(plan)
     brief = {key: value for key, value in result.items() if key not in ("results", "slowest", "gates")}
-    show(brief, text(result), as_json=as_json)
+    lines = [text(result)]
+    if kubeconfig:
+        brief["quarantined"] = quarantined = _quarantined(kubeconfig, progress.hosts.keys())
+        lines += [f"{name}: {why}" for name, why in quarantined.items()]
+    show(brief, "\n".join(lines), as_json=as_json)
     return 1 if result["state"] in ("stopped", "interrupted") else 0
+
+
+def _quarantined(kubeconfig: Path, names: Collection[str]) -> dict[str, str]:
+    from image_builder.node.errors import NodeError
+    from image_builder.pool.steps.survey import quarantined_hosts
+
+    try:
+        with connect(kubeconfig, "image-builder-pool") as client:
+            return quarantined_hosts(client, names)
+    except NodeError as error:
+        raise PoolError(error.message, hint="it needs the right to list nodes") from error
 
 
 @register(app)

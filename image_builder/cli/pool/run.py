@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,13 +291,19 @@ def _salvage(
     lost: bool,
     as_json: bool,
 ) -> int:
+    from image_builder.drain.lease import Leases
     from image_builder.node.errors import NodeError
     from image_builder.pool.rollout import azure
     from image_builder.pool.salvage import salvage
 
+    cluster = functools.partial(connect, kubeconfig, "image-builder-roll")
     try:
-        with connect(kubeconfig, "image-builder-roll") as kube, azure(fleet.hosts, endpoint) as manager:
-            done = salvage(kube, manager, fleet.hosts, run, version, lost=lost)
+        with (
+            cluster() as kube,
+            azure(fleet.hosts, endpoint) as manager,
+            Leases(cluster, f"abort-{uuid.uuid4().hex[:12]}") as leases,
+        ):
+            done = salvage(kube, manager, fleet.hosts, run, version, leases=None if lost else leases)
     except NodeError as error:
         raise PoolError(error.message, hint="the same command again goes on; --kubeconfig FILE") from error
     rows = [("host", "", "")]

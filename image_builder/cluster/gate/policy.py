@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.strict_yaml import Strict
@@ -108,6 +108,15 @@ class Policy(Strict):
         default=DrainPolicy(),
         description="How nodes are emptied, by the policy of [drains](drain.md#the-policy).",
     )
+
+    @field_validator("drain")
+    @classmethod
+    def _bad_nodes_alone(cls, drain: DrainPolicy) -> DrainPolicy:
+        if drain.whole_gangs:
+            raise ValueError(
+                "whole_gangs would empty healthy nodes for a bad one: it is for drains and rolls"
+            )
+        return drain
 
     def bad_status(self, condition: str) -> Status | None:
         """Return the status by which a condition is bad; None for one that says nothing of health."""

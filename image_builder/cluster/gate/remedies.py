@@ -103,7 +103,7 @@ class Remedies:
         if step is Step.GIVE_BACK:
             self._give_back(document, record, now)
         elif step is Step.DRAIN and record:
-            self._drain(document, record)
+            self._drain(document, record, now)
         elif record:
             self._mark(document, step, record, now)
 
@@ -146,7 +146,7 @@ class Remedies:
             )
         self._send(document, quarantine.give_back(document), Step.GIVE_BACK.value)
 
-    def _drain(self, document: Mapping[str, Any], record: Record) -> None:
+    def _drain(self, document: Mapping[str, Any], record: Record, now: float) -> None:
         """Look once after a drain, as far as the policy of drains goes."""
         name = document["metadata"]["name"]
         if self._clock() < self._rests.get(name, 0.0):
@@ -166,6 +166,7 @@ class Remedies:
         self._rests.pop(name, None)
         emptied = self._client.find(path_of_node(name))
         if emptied is not None and quarantine.record_of(emptied) == record:
+            self._post(emptied, "NodeEmptied", f"no job is left on it: {_why(record)}", record, now)
             self._send(emptied, quarantine.reach(emptied, record, "empty"), Step.DRAIN.value)
 
     def _post(

@@ -24,6 +24,8 @@ from image_builder.text import json_lines
 T = TypeVar("T")
 _NAMED = 5
 _RUN_DIGITS = 12
+# What the names of all rolls on nodes begin with.
+ROLL = "roll-"
 # Between the run that a rollback undoes and its own name.
 BACK = "-back-"
 
@@ -58,7 +60,7 @@ class Plan(Strict):
     @property
     def run(self) -> str:
         """Return what names a roll on nodes."""
-        return (self.target.undoes if self.target else "") or f"roll-{self.digest[:_RUN_DIGITS]}"
+        return (self.target.undoes if self.target else "") or f"{ROLL}{self.digest[:_RUN_DIGITS]}"
 
     @property
     def holder(self) -> str:

@@ -16,6 +16,7 @@ from image_builder.drain.look import Cordoned
 from image_builder.drain.pods import count_gpus
 from image_builder.drain.policy import Policy
 from image_builder.drain.run import Drain
+from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.kube import KubeError
 from image_builder.node.net.retry import backoff
@@ -31,8 +32,12 @@ _REFUSALS = 5
 Key = tuple[str, Step, int]
 
 
-def is_final(error: KubeError, failures: int) -> bool:
-    """Tell whether the API server has said no for good. One that has just started knows nobody's rights yet."""
+def is_final(error: NodeError, failures: int) -> bool:
+    """Tell whether the API server has said no for good. One that has just started knows nobody's rights yet, and a
+    certificate that can't be read may be about to be renewed.
+    """
+    if not isinstance(error, KubeError):
+        return False
     return error.is_hopeless or (error.status in (401, 403) and failures >= _REFUSALS)
 
 
@@ -54,8 +59,9 @@ def _ending(outcome: drains.Outcome) -> Outcome:
 class Drains:
     """All drains of a roll, and the hosts that are awaited, in one thread.
 
-    ``run`` is the roll's name on nodes; ``report`` is called in this thread. Hosts that are begun together are one
-    drain: gangs in it go together. After ``deadline``, in seconds of the epoch, no owner is asked any more.
+    ``run`` is the roll's name on nodes; ``report`` is called in this thread, and ``crash`` with an error that ends it.
+    Hosts that are begun together are one drain: gangs in it go together. After ``deadline``, in seconds of the epoch,
+    no owner is asked any more.
     """
 
     def __init__(
@@ -65,10 +71,11 @@ class Drains:
         policy: Policy,
         max_fenced: int,
         report: Callable[[Key, Outcome, Emptied], None],
+        crash: Callable[[Exception], None],
         deadline: float = math.inf,
     ) -> None:
         self._connect, self._name, self._policy, self._max_fenced = connect, run, policy, max_fenced
-        self._report, self._deadline = report, deadline
+        self._report, self._crash, self._deadline = report, crash, deadline
         # Hosts to drain, to await and until when, or one to let go of and what says that nothing more is done to it.
         self._new: SimpleQueue[list[Key] | dict[Key, float] | tuple[str, threading.Event]] = SimpleQueue()
         self._awaited: dict[str, tuple[Key, float]] = {}
@@ -117,6 +124,12 @@ class Drains:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._go_round()
+        except Exception as error:  # a thread's would be lost, and all hosts would wait for ever
+            self._crash(error)
+
+    def _go_round(self) -> None:
         work: list[tuple[Drain, dict[str, Key]]] = []
         kube, failures = self._connect(), 0
         handover = Handover(kube, self._name, self._policy, self._max_fenced, deadline=self._deadline)
@@ -135,12 +148,13 @@ class Drains:
                         self._free_partners(kube, item[0])
                         work.remove(item)
                     failures = 0
-                except KubeError as error:
+                except NodeError as error:
                     if is_final(error, failures):
                         self._fail(work, handover, error)
                         work = []
                     failures += 1
-                    pause = backoff(failures, retry_after=error.retry_after, cap=TROUBLE_SECONDS)
+                    retry_after = error.retry_after if isinstance(error, KubeError) else None
+                    pause = backoff(failures, retry_after=retry_after, cap=TROUBLE_SECONDS)
                 self._wake.wait(pause)
                 self._wake.clear()
         finally:
@@ -219,7 +233,7 @@ class Drains:
                 drains.free(kube, name, self._name)
 
     def _fail(
-        self, work: Iterable[tuple[Drain, dict[str, Key]]], handover: Handover, error: KubeError
+        self, work: Iterable[tuple[Drain, dict[str, Key]]], handover: Handover, error: NodeError
     ) -> None:
         outcome = failed("drain", BROKEN_OFF, str(error))
         for _, keys in work:

@@ -9,25 +9,27 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from image_builder.drain import bar
+from image_builder.drain import bar, event, fence
 from image_builder.drain import run as drains
 from image_builder.drain.lease import Leases
 from image_builder.drain.look import Looker
 from image_builder.drain.policy import Policy
 from image_builder.errors import FetchError, PoolError
+from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client as Kube
-from image_builder.node.net.kube import KubeError
 from image_builder.node.net.retry import backoff
 from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, Target, ended, failed
+from image_builder.pool.plan.plan import ROLL
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.records import Emptied
 from image_builder.pool.scale_set import records
@@ -101,7 +103,13 @@ class RollFleet(Fleet):
         self._threads = ThreadPoolExecutor(setup.at_once, thread_name_prefix="roll")
         self._local, self._connections = threading.local(), list[Kube]()
         self._drains = Drains(
-            change.kube, change.run, change.policy, change.max_fenced, self._drained, change.deadline
+            change.kube,
+            change.run,
+            change.policy,
+            change.max_fenced,
+            report=self._drained,
+            crash=self._crash,
+            deadline=change.deadline,
         )
         self._leases = Leases(change.kube, change.holder)
         self._guard, self._models = threading.Lock(), threading.Lock()
@@ -148,9 +156,8 @@ class RollFleet(Fleet):
 
     def _hold_all(self) -> None:
         try:
-            for path in self._change.target.before:
-                self._leases.take(path)
-        except KubeError as error:
+            self._leases.take(self._change.target.before)
+        except NodeError as error:
             raise PoolError(error.message, hint="the rights that it needs are in deploy/roll.yml") from error
 
     def _read_azure(self) -> None:
@@ -249,7 +256,7 @@ class RollFleet(Fleet):
         for attempt in range(_TURNS):
             try:
                 self._drive(path).set_image(self._change.azure.scale_set(path), version)
-            except (FetchError, KubeError):
+            except (FetchError, NodeError):
                 if attempt == _TURNS - 1:
                     raise
                 self._ending.wait(backoff(attempt, cap=TROUBLE_SECONDS))
@@ -275,14 +282,18 @@ class RollFleet(Fleet):
     def _drained(self, key: Key, outcome: Outcome, emptied: Emptied) -> None:
         self._queue.put(partial(self._end, key, outcome, "unknown", emptied=emptied))
 
+    def _crash(self, error: Exception) -> None:
+        """Let the driver's thread raise an error that another one met."""
+        self._queue.put(partial(_raise, error))
+
     def _do(self, work: Callable[[Host, Key], tuple[Outcome, Joined]], host: Host, key: Key) -> None:
         """Do a step, again while Azure or the cluster is away; whatever else happens ends it."""
         failures = 0
         while not self._ending.is_set() and key not in self._over:
             try:
                 outcome, joined = work(host, key)
-            except (FetchError, KubeError) as error:
-                if isinstance(error, KubeError) and is_final(error, failures):
+            except (FetchError, NodeError) as error:
+                if isinstance(error, NodeError) and is_final(error, failures):
                     self._report(key, failed(key[1], BROKEN_OFF, str(error)))
                     return
                 failures += 1
@@ -291,7 +302,7 @@ class RollFleet(Fleet):
                 self._report(key, failed(key[1], BROKEN_OFF, error.message))
                 return
             except Exception as error:  # a thread's would be lost
-                self._queue.put(partial(_raise, error))
+                self._crash(error)
                 return
             else:
                 self._report(key, outcome, joined)
@@ -344,10 +355,21 @@ class RollFleet(Fleet):
         self._set_image(drive, version)
         busy = partial(self._busy, kube, host, key)
         outcome, joined = self._bring(drive, host, version, busy, partial(self.works, host))
+        if outcome.kind in ("failed", "unknown"):
+            self._post(kube, host, "ReimageFailed", outcome.detail)
         if outcome.ok:
             # What runs on each node must be there again before it is verified; the cordon stays.
             self._nodes[host.name] = bar.lift(kube, host.name, self._nodes.pop(host.name, None)) or {}
         return outcome, joined
+
+    def _post(self, kube: Kube, host: Host, reason: str, message: str) -> None:
+        """Say in an Event what went wrong with a host; nothing waits for one."""
+        if node := self._nodes.get(host.name):
+            warning = event.event(
+                host.name, node["metadata"]["uid"], reason, message, time.time(), kind="Warning"
+            )
+            with suppress(NodeError):
+                event.post(kube, warning)
 
     def _set_image(self, drive: Drive, version: Version) -> None:
         """Have a scale set's model name the new version, once."""
@@ -360,7 +382,7 @@ class RollFleet(Fleet):
                     drive.set_image(self._planned[drive.path], version.id)
                     self._changed.add(drive.path)
 
-    def _restore(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
+    def _restore(self, host: Host, key: Key) -> tuple[Outcome, Joined]:
         drive = self._drive(host.scale_set_id)
         version = self._versions[self._change.target.before[host.scale_set_id]]
         kube = self._kube()
@@ -369,10 +391,13 @@ class RollFleet(Fleet):
 
         def busy() -> str:
             self._leases.hold(host.scale_set_id)
+            if self._ending.is_set() or key in self._over:
+                return "the run ends, or has given it up"
             return self._occupied(kube, host, barred=True) if is_there else ""
 
         outcome, joined = self._bring(drive, host, version, busy)
-        return self._free(host, _key) if outcome.ok else (outcome, joined)
+        # One that was given up is told as still cordoned, and stays so.
+        return self._free(host, key) if outcome.ok and key not in self._over else (outcome, joined)
 
     def _bar(self, kube: Kube, host: Host, seen: dict[str, Any] | None = None) -> bool:
         """Let no pod onto an empty host; tell whether there is a Node of it."""
@@ -391,7 +416,10 @@ class RollFleet(Fleet):
         self._drains.drop(host.name)
         kube = self._kube()
         node = bar.lift(kube, host.name, self._nodes.pop(host.name, None))
-        drains.free(kube, host.name, self._change.run, node)
+        record = fence.record_of(node) if node else None
+        # This roll holds the scale set: no other one lives that would have put a cordon there.
+        run = record.run if record and record.run.startswith(ROLL) else self._change.run
+        drains.free(kube, host.name, run, node)
         return OK, "unknown"
 
     def _bring(

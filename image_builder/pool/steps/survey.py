@@ -8,48 +8,67 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-from image_builder.drain import fence
+from image_builder.drain import fence, quarantine
 from image_builder.drain.look import Looker
 from image_builder.errors import PoolError
-from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.errors import NodeError
+from image_builder.node.net.kube import Client
 from image_builder.node.net.retry import backoff
 from image_builder.pool.plan.model import Host
 from image_builder.pool.steps.control_plane import NODES, SHOWN_NODES, TABLE, shown_nodes
 from image_builder.pool.steps.drains import TROUBLE_SECONDS, is_final
 
 NOT_READY, NO_NODE = "its node was NotReady before the roll", "it had no Node before the roll"
+IN_QUARANTINE = "the gate had taken it out before the roll"
 _T = TypeVar("_T")
 
 
 def missing_hosts(client: Client, names: Sequence[str], run: str, ending: threading.Event) -> dict[str, str]:
     """Return the hosts that can take no job, and why, but those with the cordon of a run: it has them in work.
 
-    Who is cordoned by others may be at work, and isn't missing. Raises PoolError where the cluster refuses to say.
+    Who is cordoned by others may be at work, and isn't missing, unless it is the gate that empties them. Raises
+    PoolError where the cluster refuses to say.
     """
 
     def look() -> dict[str, str]:
         ready = {
             node.name: node.is_ready for node in shown_nodes(json.loads(client.text(SHOWN_NODES, TABLE)))
         }
-        held: set[str] = set()
+        runs: dict[str, str] = {}
 
         def take(document: dict[str, Any]) -> None:
-            record = fence.record_of(document)
-            if record is not None and record.run == run:
-                held.add(document["metadata"]["name"])
+            if record := fence.record_of(document):
+                runs[document["metadata"]["name"]] = record.run
 
         client.each_page(NODES, {"fieldSelector": "spec.unschedulable=true"}, take)
         reasons = {name: NOT_READY if name in ready else NO_NODE for name in names if not ready.get(name)}
-        return {name: reason for name, reason in reasons.items() if name not in held}
+        reasons |= {name: IN_QUARANTINE for name in names if runs.get(name) == quarantine.RUN}
+        return {name: reason for name, reason in reasons.items() if runs.get(name) != run}
 
     try:
         return _answered(look, ending) or {}
-    except KubeError as error:
+    except NodeError as error:
         raise PoolError(error.message, hint="the rights that it needs are in deploy/roll.yml") from error
+
+
+def quarantined_hosts(client: Client, names: Collection[str]) -> dict[str, str]:
+    """Return the hosts that the gate has taken out for their health, and for people why, and how far that is.
+
+    Raises KubeError.
+    """
+    words: dict[str, str] = {}
+
+    def take(document: dict[str, Any]) -> None:
+        name, record = document["metadata"]["name"], quarantine.record_of(document)
+        if record is not None and name in names:
+            words[name] = record.words
+
+    client.each_page(NODES, {}, take)
+    return dict(sorted(words.items()))
 
 
 def idle_hosts(
@@ -71,17 +90,17 @@ def _is_idle(looker: Looker, name: str, ending: threading.Event) -> bool:
 
     try:
         return bool(_answered(look, ending))
-    except KubeError:
+    except NodeError:
         return False  # which its drain reports
 
 
 def _answered(look: Callable[[], _T], ending: threading.Event) -> _T | None:
-    """Return an answer, None where the run ends before there is one. Raises KubeError for one that is final."""
+    """Return an answer, None where the run ends before there is one. Raises NodeError for one that is final."""
     failures = 0
     while not ending.is_set():
         try:
             return look()
-        except KubeError as error:
+        except NodeError as error:
             if is_final(error, failures):
                 raise
             failures += 1

@@ -40,9 +40,9 @@ ACCOUNT = "system:serviceaccount:kube-system:image-builder-repair"
 AGENT = "image-builder-repair"
 OFTEN = Settings(namespace=NAMESPACE, duration=6.0, deadline=5.0, pause=0.5)
 _DRAIN = {"settle_seconds": 0.0, "poll_seconds": 0.1, "max_wait_seconds": 60.0}
-_FINDINGS = {"reboot": "GpuLost", "reimage": "FilesystemReadOnly", "hand-over": "PciGone"}
+FINDINGS = {"reboot": "GpuLost", "reimage": "FilesystemReadOnly", "hand-over": "PciGone"}
 POLICY: dict[str, Any] = {
-    "rules": [{"reason": reason, "remedy": remedy} for remedy, reason in _FINDINGS.items()],
+    "rules": [{"reason": reason, "remedy": remedy} for remedy, reason in FINDINGS.items()],
     "drain": _DRAIN,
 }
 
@@ -118,7 +118,7 @@ class Pool:
     def ask(self, name: str, remedy: str) -> None:
         """Let a node ail until the gate, step by step, has emptied it and asks for a remedy."""
         plane = self.clinic.plane
-        plane.report(name, "False", _FINDINGS[remedy])
+        plane.report(name, "False", FINDINGS[remedy])
         with plane.client() as client:
             for _ in range(30):
                 if self.stage(name) == "asked":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -12,6 +14,7 @@ from image_builder.cluster.gate.model import Node, Rules, Wish
 from image_builder.cluster.gate.retest import Limits, Retester
 from image_builder.drain.lease import NAMESPACE, Election, Holders, Leases, Settings, lease_of
 from image_builder.errors import PoolError
+from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.kubeconfig import Access, Pem
 
@@ -104,12 +107,45 @@ BRIEF = Settings(namespace=NAMESPACE, duration=0.4, deadline=0.3, pause=0.1)
 def test_who_comes_waits_for_one_that_is_gone_and_is_refused_by_one_that_is_there() -> None:
     server = Leased()
     Leases(lambda: server, "gone", BRIEF).hold("/set/a")
-    Leases(lambda: server, "next", BRIEF).take("/set/a")
+    Leases(lambda: server, "next", BRIEF).take(["/set/a"])
     assert server.leases[lease_of("/set/a")]["spec"]["holderIdentity"] == "next"
     with Leases(lambda: server, "there", BRIEF) as there:
         there.hold("/set/b")
         with pytest.raises(PoolError, match="held by there"):
-            Leases(lambda: server, "late", BRIEF).take("/set/b")
+            Leases(lambda: server, "late", BRIEF).take(["/set/b"])
+
+
+def test_leases_of_one_that_is_gone_run_out_together() -> None:
+    server, sets = Leased(), [f"/set/{n}" for n in range(8)]
+    gone = Leases(lambda: server, "gone", BRIEF)
+    for path in sets:
+        gone.hold(path)
+    began = time.monotonic()
+    Leases(lambda: server, "next", BRIEF).take(sets)
+    # One after another they would take as many times as long.
+    assert time.monotonic() - began < len(sets) / 2 * BRIEF.duration
+    assert {lease["spec"]["holderIdentity"] for lease in server.leases.values()} == {"next"}
+
+
+def test_a_certificate_that_cannot_be_read_for_a_moment_ends_no_renewal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Leased()
+    with Leases(lambda: server, "roll", BRIEF) as leases:
+        leases.hold("/set/a")
+        request = server.request
+        monkeypatch.setattr(server, "request", partial(_fail, NodeError("kube.config", "half a file")))
+        time.sleep(2 * BRIEF.pause)
+        monkeypatch.setattr(server, "request", request)
+        before = server.leases[lease_of("/set/a")]["spec"]["renewTime"]
+        end = time.monotonic() + 30
+        while server.leases[lease_of("/set/a")]["spec"]["renewTime"] == before:
+            assert time.monotonic() < end, "it is not renewed any more"
+            time.sleep(BRIEF.pause / 4)
+
+
+def _fail(error: Exception, *_: object) -> None:
+    raise error
 
 
 def test_a_lease_that_nobody_renews_runs_out_for_who_looks() -> None:

@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
 from image_builder.drain.fence import is_cordoned
 from image_builder.drain.policy import Policy
+from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import KubeError
 from image_builder.pool.plan.model import OK, Outcome
 from image_builder.pool.run.records import Emptied
+from image_builder.pool.steps import drains as drains_module
 from image_builder.pool.steps.drains import Drains, Key, is_final
 from tests.unit.drain.manifests import node_object, pod_object
 from tests.unit.drain.test_drain_run import Server
@@ -59,6 +62,8 @@ def _report(reports: Reports, key: Key, outcome: Outcome, emptied: Emptied) -> N
 def at_work(
     cluster: Server, reports: Reports, deadline: float, *, whole_gangs: bool = False
 ) -> Iterator[Drains]:
+    """Yield drains at work; what ends their thread is raised afterwards."""
+    crashes: list[Exception] = []
     policy = Policy(
         poll_seconds=0.01,
         looks_per_second=1000.0,
@@ -67,12 +72,14 @@ def at_work(
         whole_gangs=whole_gangs,
     )
     report = partial(_report, reports)
-    drains = Drains(lambda: cluster, "roll", policy, 0, report, deadline)
+    drains = Drains(lambda: cluster, "roll", policy, 0, report, crashes.append, deadline)
     drains.start()
     try:
         yield drains
     finally:
         drains.end()
+    for error in crashes:
+        raise error
 
 
 def test_hosts_at_work_are_due_after_the_deadline_and_emptied() -> None:
@@ -111,3 +118,37 @@ def test_a_partner_of_a_gang_is_freed_again_unless_the_roll_wants_it_empty(asked
             time.sleep(0.01)
     assert sorted(cluster.evicted) == [f"on-{host}" for host in HOSTS]
     assert [host for host in HOSTS if is_cordoned(cluster.nodes[host])] == [*asked]
+
+
+class Troubled(Cluster):
+    """An API server whose first answers are errors."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self.errors = list(errors)
+
+    def request(self, method: str, path: str, body: Any = None, content_type: str = "") -> dict[str, Any]:
+        if self.errors:
+            raise self.errors.pop()
+        return super().request(method, path, body, content_type)
+
+
+def test_a_certificate_that_cannot_be_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is being renewed: for a moment its key is another one's."""
+    monkeypatch.setattr(drains_module, "backoff", lambda *_, **__: 0.01)
+    cluster, reports = Troubled(*[NodeError("kube.config", "no key")] * 8), Reports()
+    with at_work(cluster, reports, deadline=0.0) as drains:
+        drains.add([(host, "drain", 1) for host in HOSTS])
+        assert {reports.get(timeout=30)[1].kind for _ in HOSTS} == {"ok"}
+    assert cluster.errors == []
+
+
+def test_what_ends_its_thread_is_told() -> None:
+    with pytest.raises(ZeroDivisionError):
+        _drained_by(Troubled(ZeroDivisionError()))
+
+
+def _drained_by(cluster: Cluster) -> None:
+    with at_work(cluster, Reports(), deadline=0.0) as drains:
+        drains.add([(HOSTS[0], "drain", 1)])
+        drains.drop(HOSTS[0])

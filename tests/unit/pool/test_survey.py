@@ -9,13 +9,21 @@ from typing import Any
 
 import pytest
 
-from image_builder.drain import fence
+from image_builder.drain import fence, quarantine
 from image_builder.drain.look import Looker
 from image_builder.drain.policy import Policy
+from image_builder.drain.quarantine import Record
 from image_builder.errors import PoolError
 from image_builder.node.net.kube import KubeError
 from image_builder.pool.steps import survey
-from image_builder.pool.steps.survey import NO_NODE, NOT_READY, idle_hosts, missing_hosts
+from image_builder.pool.steps.survey import (
+    IN_QUARANTINE,
+    NO_NODE,
+    NOT_READY,
+    idle_hosts,
+    missing_hosts,
+    quarantined_hosts,
+)
 from tests.unit.drain.manifests import pod_object
 from tests.unit.drain.test_drain_run import Server
 from tests.unit.pool.rolls import plan
@@ -51,21 +59,26 @@ NODES = {
     "unknown": "Unknown",
     "in work": "NotReady,SchedulingDisabled",
     "of another": "NotReady,SchedulingDisabled",
+    "bad": "Ready,SchedulingDisabled",
 }
 RUNS = {
     "cordoned": "",
     "empty": RUN,
     "in work": RUN,
     "of another": "roll-2",
+    "bad": "gate",
     "of no plan": RUN,
 }
 
 
 def test_who_is_not_ready_or_has_no_node_is_missing() -> None:
-    """A cordon says nothing of a host, but that of the roll: it has that host in work."""
+    """A cordon says nothing of a host, but that of the roll, which has it in work, and that of the gate."""
     server: Any = Table(NODES, RUNS)
     missing = missing_hosts(server, [*NODES, "gone"], RUN, threading.Event())
-    assert missing == dict.fromkeys(("down", "unknown", "of another"), NOT_READY) | {"gone": NO_NODE}
+    assert missing == dict.fromkeys(("down", "unknown", "of another"), NOT_READY) | {
+        "gone": NO_NODE,
+        "bad": IN_QUARANTINE,
+    }
 
 
 def test_a_cluster_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,3 +109,17 @@ def test_so_many_of_each_cell_are_idle() -> None:
     assert idle_hosts(looker, [hosts[:2], hosts[2:]], 5, threading.Event()) == [
         host.name for host in hosts[2:]
     ]
+
+
+def test_hosts_in_quarantine_say_why() -> None:
+    record = Record("NodeHealthy", "GpuLost", "GPU 3", "reboot", 0.0, "boot", 0.0, "asked")
+    marks = {"bad": {quarantine.MARK: record.text()}, "strange": {quarantine.MARK: record.text()}, "well": {}}
+
+    class Nodes:
+        def each_page(self, _path: str, _query: object, take: Callable[[dict[str, Any]], None]) -> None:
+            for name, mark in marks.items():
+                take({"metadata": {"name": name, "annotations": mark}})
+
+    server: Any = Nodes()
+    words = quarantined_hosts(server, {"bad", "well"})
+    assert list(words) == ["bad"] and "GpuLost" in words["bad"] and "reboot it" in words["bad"]

@@ -60,7 +60,15 @@ def test_notice_of_maintenance_is_acted_on_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["share: 2", "rules: [{remedy: explode}]", "lasting_seconds: -1", "lasting_seconds: .inf"]
+    "text",
+    [
+        "share: 2",
+        "rules: [{remedy: explode}]",
+        "lasting_seconds: -1",
+        "lasting_seconds: .inf",
+        # It would empty healthy nodes, beyond the share.
+        "drain: {whole_gangs: true}",
+    ],
 )
 def test_what_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "health.yml").write_text(text)
