@@ -1,10 +1,11 @@
-"""Text for people: numbers, durations, rows, suggestions, JSON."""
+"""Text for people: numbers, durations, times, names, rows, suggestions, JSON."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -29,6 +30,17 @@ def human_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02} min"
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02} h"
+
+
+def stamp(seconds: float) -> str:
+    """Return a time of the epoch in UTC, as Kubernetes and Azure write it: ``2026-01-31T12:00:00Z``."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def short_list(names: Sequence[str], most: int = 5) -> str:
+    """Return some names for a message: all, or the first few and the number of the rest."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def printable(text: str) -> str:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +21,7 @@ from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.node.errors import NodeError
 from image_builder.node.status import PREFLIGHT_LABEL
 from image_builder.system.signals import waking
-from image_builder.text import columns
+from image_builder.text import columns, stamp
 
 if TYPE_CHECKING:
     from image_builder.cluster.gate.controller import Settings
@@ -47,7 +46,7 @@ def _user() -> str:
 
 
 def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return stamp(time.time())
 
 
 @contextmanager
@@ -293,7 +292,6 @@ def _impact_rows(
     reports: Iterable[Impact], refusals: Mapping[str, str], state: str
 ) -> Iterator[tuple[str, ...]]:
     """Yield the rows of a table of reports, each with its state or why not, and then of nodes that have none."""
-    from image_builder.drain.ask import stamp
 
     yield "node", "physical host", "category", "since", ""
     remaining = dict(refusals)

@@ -6,19 +6,14 @@ KEP-4563 (EvictionRequest): who asks, until when, and the end.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.drain.pods import Pod
 from image_builder.node.net.kube import MERGE_PATCH, NOT_FOUND, Client, KubeError, path_of_pod
+from image_builder.text import stamp
 
 CHECKPOINT = "image-builder/checkpoint-by"
 _FORBIDDEN = 403
-
-
-def stamp(seconds: float) -> str:
-    """Return a time as the API writes it, from seconds of the epoch."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def event(pod: Pod, run: str, by: float, now: float) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Literal
 
-from image_builder.drain.ask import stamp
 from image_builder.node.net.kube import CONFLICT, Client, KubeError
+from image_builder.text import stamp
 
 Kind = Literal["Normal", "Warning"]
 # Nodes are in no namespace, and their Events in this one, as the kubelet's are.

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from image_builder.drain.ask import stamp
 from image_builder.errors import UsageError
 from image_builder.node.net.kube import MERGE_PATCH, Client
 from image_builder.node.status import PHYSICAL_HOST
+from image_builder.text import stamp
 
 NAMESPACE, NAME = "kube-system", "image-builder-bad-hosts"
 COLLECTION = f"/api/v1/namespaces/{NAMESPACE}/configmaps"

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from image_builder.drain.ladder import Tenant
-from image_builder.text import columns, human_seconds
+from image_builder.text import columns, human_seconds, short_list
 
 HEAD = ("job", "pods", "GPUs", "runs for", "why", "hosts")
-# More hosts of a job are counted.
-_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,8 @@ def table(jobs: Iterable[Job], now: float) -> str:
             str(job.gpus),
             "unknown" if job.started is None else human_seconds(max(0.0, now - job.started)),
             job.reason,
-            _hosts(job.hosts),
+            short_list(job.hosts),
         )
         for job in jobs
     ]
     return columns([HEAD, *rows])
-
-
-def _hosts(names: tuple[str, ...]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

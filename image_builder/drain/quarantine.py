@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from image_builder.drain import fence
-from image_builder.drain.ask import stamp
+from image_builder.text import stamp
 
 TAINT = MARK = "image-builder/quarantine"
 # Whose cordons these are (``fence.Record.run``).

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from image_builder.drain import fence, hosts, quarantine
-from image_builder.drain.ask import stamp
 from image_builder.drain.evict import evict
 from image_builder.drain.ladder import Tenant
 from image_builder.drain.look import Looker
 from image_builder.node.net.kube import Client, KubeError
+from image_builder.text import stamp
 
 _FORBIDDEN = 403
 HEAD = ("host", "pod", "owner", "gang", "what happens", "why", "ends")

@@ -12,8 +12,7 @@ from image_builder.bake.lock.model import SECURITY, Lock, LockedPackage
 from image_builder.canonical import digest
 from image_builder.errors import LockError
 from image_builder.gallery.versions import Version
-
-_NAMED = 3
+from image_builder.text import short_list
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,9 @@ class Behind:
             return f"its packages can't be compared: {self.unknown}"
         if not self.packages:
             return ""
-        more = ", …" if len(self.packages) > _NAMED else ""
         return (
             f"{len(self.packages)} packages are behind, {self.security} of them security updates: "
-            f"{', '.join(self.packages[:_NAMED])}{more}"
+            f"{short_list(self.packages, 3)}"
         )
 
 

@@ -19,6 +19,7 @@ from image_builder.gallery.tags import (
     UNVERIFIED_TAG,
     WITHDRAWN_TAG,
 )
+from image_builder.text import stamp
 
 # What Azure allows as a tag's value.
 _LONGEST_TAG = 256
@@ -97,7 +98,7 @@ def promote(service: Service, target: Target, name: str, because: str, now: date
 
 def withdraw(service: Service, target: Target, name: str, because: str, now: datetime) -> None:
     """Take a version out of `latest` and end its life; raises PublishError, FetchError."""
-    profile = {"excludeFromLatest": True, "endOfLifeDate": now.strftime("%Y-%m-%dT%H:%M:%SZ")}
+    profile = {"excludeFromLatest": True, "endOfLifeDate": stamp(now.timestamp())}
     _update(service, target, _get(service, target, name), profile, {WITHDRAWN_TAG: because})
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from image_builder.drain import event, fence, hosts, quarantine
-from image_builder.drain.ask import stamp
 from image_builder.drain.lease import Leases
 from image_builder.drain.look import Looker
 from image_builder.drain.policy import Policy
@@ -34,6 +33,7 @@ from image_builder.pool.scale_set.roll import Drive, NoJournal, Patience, send, 
 from image_builder.pool.scale_set.upgrades import Member
 from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.control_plane import NODES
+from image_builder.text import stamp
 
 # ``back``: it has booted since. ``skipped`` and ``refused``: nothing was done, and it is asked for as before.
 State = Literal["asked", "sent", "back", "hand-over", "returned", "skipped", "refused", "failed", "unknown"]

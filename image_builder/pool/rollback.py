@@ -12,11 +12,12 @@ from typing import NamedTuple
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
 from image_builder.pool.plan.inventory import Fleet
 from image_builder.pool.plan.model import Host, Target
-from image_builder.pool.plan.plan import Plan, make_plan, named
+from image_builder.pool.plan.plan import Plan, make_plan
 from image_builder.pool.plan.waves import plan_waves
 from image_builder.pool.run.state import HostStatus, Progress
 from image_builder.pool.scale_set.client import Client, claim_of
 from image_builder.pool.scale_set.target import read_target
+from image_builder.text import short_list
 
 
 class Rollback(NamedTuple):
@@ -50,7 +51,7 @@ def plan_rollback(
     sets = {path: client.scale_set(path) for path in target.before}
     if held := sorted(path for path, scale_set in sets.items() if claim_of(scale_set)[0] == before.run):
         raise ImageBuilderError(
-            f"the driver of this roll was killed, and holds {named(held)}",
+            f"the driver of this roll was killed, and holds {short_list(held)}",
             hint=f"image-builder pool abort --run {before.run} --to {target.version} lets go of them",
         )
     models = [path for path in named_it if sets[path].image.lower() == target.version.lower()]

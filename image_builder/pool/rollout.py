@@ -26,7 +26,7 @@ from image_builder.pool.plan import plan as plans
 from image_builder.pool.plan.inventory import Fleet as InventoryFleet
 from image_builder.pool.plan.inventory import read_fleet
 from image_builder.pool.plan.model import Host, Target
-from image_builder.pool.plan.plan import Faults, Plan, make_plan, named
+from image_builder.pool.plan.plan import Faults, Plan, make_plan
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.waves import plan_waves
 from image_builder.pool.reach.hostkeys import CertificateAuthority, Verifier, known_as
@@ -56,6 +56,7 @@ from image_builder.pool.steps.suite import FACTS, Suite
 from image_builder.settings import Settings, VaultId
 from image_builder.system.resource_manager import ResourceManager
 from image_builder.system.signals import waking
+from image_builder.text import short_list
 
 UNWATCHED = "no --kubeconfig: the control plane is not watched, and its gate passes everything"
 _AGENT = "image-builder-roll"
@@ -259,7 +260,7 @@ def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> list
         except UsageError:
             unnamed.append(host.name)
     if unnamed:
-        faults.add("pool_vm_id", f"can't be names in known_hosts: {named(unnamed)}")
+        faults.add("pool_vm_id", f"can't be names in known_hosts: {short_list(unnamed)}")
     return keys
 
 
@@ -273,7 +274,7 @@ def _keys(faults: Faults, access: Access, hosts: Iterable[Host]) -> list[str]:
         except UsageError:
             without.append(host.name)
     if without:
-        faults.add("--key", f"no private key for {named(without)}: {KEY_HINT}")
+        faults.add("--key", f"no private key for {short_list(without)}: {KEY_HINT}")
     return sorted(keys)
 
 
@@ -309,7 +310,7 @@ def _suite(faults: Faults, options: Options, hosts: Sequence[Host]) -> Suite | N
         others = "".join(f"; {path} is that of {built}" for built, path in sorted(of_others.items()))
         faults.add(
             "--facts",
-            f"no facts for hosts of {named(missing)}: give IMAGE=facts.json of a build{others}",
+            f"no facts for hosts of {short_list(missing)}: give IMAGE=facts.json of a build{others}",
         )
     settings = Settings()
     return Suite(facts, options.reports, settings.python, checks=settings.checks) if images else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.drain import bar, fence
@@ -25,6 +24,7 @@ from image_builder.pool.scale_set.model import Instance, ScaleSet
 from image_builder.pool.scale_set.roll import SERVICES
 from image_builder.pool.scale_set.verdict import SETTLE_SECONDS
 from image_builder.pool.steps.control_plane import NODES
+from image_builder.text import stamp
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,8 @@ def _held(sets: Mapping[str, ScaleSet], run: str, now: float, *, lost: bool) -> 
         if holder != run and not holder.startswith(f"{run}{BACK}"):
             continue
         if until > now and not lost:
-            moment = datetime.fromtimestamp(until, UTC).isoformat(timespec="seconds")
             raise PoolError(
-                f"{path} is claimed by {holder} until {moment}: its driver may be alive",
+                f"{path} is claimed by {holder} until {stamp(until)}: its driver may be alive",
                 hint="end that, or wait until then; if its machine is gone: --lost",
             )
         holders[path] = holder

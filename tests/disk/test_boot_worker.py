@@ -9,7 +9,6 @@ the worker of Debian's archive. ``IMAGE_BUILDER_ARTEFACT`` names the directory o
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from image_builder.machine import qemu
 from image_builder.machine.ssh import SshTarget
 from image_builder.machine.vm import ExtraDisk
 from image_builder.settings import Settings
+from image_builder.system.trees import sha256
 from image_builder.verify.boot import BootResult, boot, find_disk
 from image_builder.verify.result import SuiteResult, blind
 from tests.boot import matrix
@@ -110,7 +110,7 @@ def _boot(
     artefact: Path, cut: matrix.Outcome, disk: ExtraDisk, tmp_path_factory: pytest.TempPathFactory
 ) -> Booted:
     engine = engine_of(read_image(artefact).variables)
-    records, digest = tmp_path_factory.mktemp("boot"), _sha256(find_disk(artefact))
+    records, digest = tmp_path_factory.mktemp("boot"), sha256(find_disk(artefact))
     settings = Settings(store=tmp_path_factory.mktemp("store"), python=Path(sys.executable))
     again = tmp_path_factory.mktemp("broken")
     broken: list[SuiteResult] = []
@@ -147,11 +147,6 @@ def _wait_for_promotion(ssh: SshTarget) -> dict[str, Any]:
             return found
         assert time.monotonic() < deadline, told
         time.sleep(5)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def test_the_power_is_cut_while_it_seeds(booted: Booted) -> None:
@@ -207,4 +202,4 @@ def test_every_booted_check_sees_its_mutation(booted: Booted) -> None:
 
 
 def test_artefact_is_untouched(booted: Booted) -> None:
-    assert _sha256(find_disk(booted.artefact)) == booted.digest
+    assert sha256(find_disk(booted.artefact)) == booted.digest

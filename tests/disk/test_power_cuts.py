@@ -96,7 +96,7 @@ def seed(lab: Lab) -> Result:
         here.disk = here.root.path / DISK.lstrip("/")
         with recorded(lab.base, here.disk, _SIZE) as record:
             found["seed"] = here.seed()
-            good, marker = listing(here.data), _marker(here)
+            good, marker = listing(here.data), here.marker()
         here.shut_down()
         cuts = record.cuts()
         resumed = cuts[:: max(1, len(cuts) // _RESUMED)]
@@ -104,7 +104,7 @@ def seed(lab: Lab) -> Result:
             with record.disk(cut, here.disk):
                 if here.data.exists() and (wrong := differences(good, listing(here.data))):
                     found["wrong"].append([cut.name, "the data root is not whole", *wrong[:3]])
-                if _marker(here) and not here.data.exists():
+                if here.marker() and not here.data.exists():
                     found["wrong"].append([cut.name, "a marker without a data root"])
                 if cut in resumed:
                     found["wrong"] += _resume(here, cut, good, marker, found)
@@ -119,14 +119,9 @@ def _resume(here: Node, cut: Cut, good: Result, marker: str, found: Result) -> l
     wrong = differences(good, listing(here.data))
     here.shut_down()
     staging = (here.disk / ".node/staging/seed").exists()
-    if wrong or staging or again["state"] != "ok" or _marker(here) != marker:
+    if wrong or staging or again["state"] != "ok" or here.marker() != marker:
         return [[cut.name, "going on", wrong[:3], staging, again]]
     return []
-
-
-def _marker(here: Node) -> str:
-    path = here.disk / f".node/seed/{here.lab.engine}.json"
-    return path.read_text() if path.exists() else ""
 
 
 @pytest.mark.parametrize("engine", ENGINES)

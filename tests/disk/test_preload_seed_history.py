@@ -66,11 +66,11 @@ def _other_store(here: Node, other: Baked) -> Result:
     """Seed from another image's store, first beneath an engine that runs."""
     result: Result = {}
     here.use(other.opt)
-    marker = _marker(here)
+    marker = here.marker()
     with here.engine():
         here.shut_down()
         result["busy"] = here.seed()
-        result["busy_marker"] = _marker(here) == marker
+        result["busy_marker"] = here.marker() == marker
     here.shut_down()
     result["other"] = here.seed()
     with here.engine() as running:
@@ -297,7 +297,7 @@ def killed(lab: Lab) -> Result:
     found: Result = {"moments": [], "wrong": []}
     with node(lab, baked.opt) as here:
         here.seed()
-        good, marker = listing(here.data), _marker(here)
+        good, marker = listing(here.data), here.marker()
         here.blank()
         started = time.monotonic()
         here.seed()
@@ -307,24 +307,19 @@ def killed(lab: Lab) -> Result:
             child = here.agent()
             died = kill(child)
             state = state_of(here)
-            if _marker(here) and differences(good, listing(here.data)):
+            if here.marker() and differences(good, listing(here.data)):
                 found["wrong"].append([name, "there is a marker, and the data root is not whole"])
             here.shut_down()
             again = here.seed()
             found["moments"].append([name, died, bool(state), here.data.exists()])
             wrong = differences(good, listing(here.data))
-            if wrong or again["state"] != "ok" or _marker(here) != marker:
+            if wrong or again["state"] != "ok" or here.marker() != marker:
                 found["wrong"].append([name, wrong, again])
             if (here.disk / ".node/staging/seed").exists() or not os.path.ismount(here.store):
                 found["wrong"].append([name, "staging was left, or no store mounted"])
         with here.engine() as running:
             found["has"] = [running.has(image) for image in images]
     return found
-
-
-def _marker(here: Node) -> str:
-    path = here.disk / f".node/seed/{here.lab.engine}.json"
-    return path.read_text() if path.exists() else ""
 
 
 def _landmarks(here: Node) -> list[tuple[str, Callable[[Any], bool]]]:

@@ -403,5 +403,9 @@ def test_the_way_back_is_gone_when_it_is_needed(fleet: World) -> None:
                 fleet.drive(rolled)
         finally:
             versions[OLD.lower()] = before
+    # The run ended amid its first wave, so what it held there may still be ours; nothing else is broken.
+    hosts = rolled.waves[0].hosts
+    assert fleet.is_ours(hosts[0])
     broken = invariants.violations(fleet.log(rolled))
-    assert broken == [] or all(violation.startswith("I8") for violation in broken), broken
+    held = tuple(f"I8: {name} is still ours" for name in hosts)
+    assert len(broken) <= len(hosts) and all(text.startswith(held) for text in broken), broken

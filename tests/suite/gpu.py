@@ -9,7 +9,6 @@ from typing import Any
 from tests.suite.booted import record_booted
 from tests.suite.offline import Mutation, append, both, change, given, link, mkdir, record, remove, write
 
-MODULES = "/usr/lib/modules/*/updates/dkms"
 CONFIG = "/etc/modprobe.d/nvidia-image.conf"
 RULES = "/etc/udev/rules.d/71-nvidia.rules"
 RECORD = "/etc/node-agent/gpu-driver.json"

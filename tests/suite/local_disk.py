@@ -12,7 +12,6 @@ PROGRAM = "/usr/local/sbin/node-agent"
 SOURCES = "/usr/local/lib/node-agent/node-agent.pyz"
 UNIT = "/etc/systemd/system/local-disk.service"
 SETTINGS = "/etc/node-agent/disk.json"
-STATUS = "/run/node/status.json"
 
 
 def sources_alone(root: Path, _variables: dict[str, Any]) -> None:

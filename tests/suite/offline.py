@@ -7,6 +7,7 @@ gives each check a fresh overlay of a good image with one of its mutations, and 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -71,6 +72,18 @@ def change(path: str, pattern: str, replacement: str) -> Mutation:
         if not number:
             raise ValueError(f"{path} has nothing that matches {pattern!r}")
         place.write_text(text, encoding="utf-8")
+
+    return mutate
+
+
+def edit_json(path: str, edit: Callable[[dict[str, Any]], object]) -> Mutation:
+    """Change the object in a file of JSON, in place."""
+
+    def mutate(root: Path, _variables: dict[str, Any]) -> None:
+        place = outside(root, path)
+        content = json.loads(place.read_text(encoding="utf-8"))
+        edit(content)
+        place.write_text(json.dumps(content), encoding="utf-8")
 
     return mutate
 

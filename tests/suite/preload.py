@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.suite.booted import await_port, edited, record_booted
-from tests.suite.offline import Mutation, both, change, chmod, chown, given, outside, record, remove, write
+from tests.suite.offline import (
+    Mutation,
+    both,
+    change,
+    chmod,
+    chown,
+    edit_json,
+    given,
+    outside,
+    record,
+    remove,
+    write,
+)
 
 LIST = "/opt/preloaded_docker_images.json"
 ARCHIVE = "/opt/preloaded_docker_images.tar"
@@ -22,16 +34,9 @@ MODULES = "/etc/modules-load.d/50-image-preload.conf"
 PROGRAM = "/usr/local/sbin/node-agent"
 
 
-def edit(change_list: Callable[[dict[str, Any]], None]) -> Mutation:
+def edit(change_list: Callable[[dict[str, Any]], object]) -> Mutation:
     """Change the list of images."""
-
-    def mutate(root: Path, _variables: dict[str, Any]) -> None:
-        place = outside(root, LIST)
-        content = json.loads(place.read_text(encoding="utf-8"))
-        change_list(content)
-        place.write_text(json.dumps(content), encoding="utf-8")
-
-    return mutate
+    return edit_json(LIST, change_list)
 
 
 def of_last(key: str, value: Any) -> Mutation:

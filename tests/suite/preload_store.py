@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.suite.booted import edited, record_booted
-from tests.suite.offline import Mutation, chmod, given, outside, record, remove
+from tests.suite.offline import Mutation, chmod, edit_json, given, outside, record, remove
 from tests.suite.preload import flip, overwrite
 
 MANIFEST, REHEARSAL = "/opt/preload/store.json", "/opt/preload/rehearsal.json"
 STORE = "/opt/preload/store.erofs"
 STATUS = "/run/node/status.json"
-
-
-def edit(path: str, change: Callable[[dict[str, Any]], Any]) -> Mutation:
-    """Change a file of JSON."""
-
-    def mutate(root: Path, _variables: dict[str, Any]) -> None:
-        place = outside(root, path)
-        content = json.loads(place.read_text(encoding="utf-8"))
-        change(content)
-        place.write_text(json.dumps(content), encoding="utf-8")
-
-    return mutate
 
 
 def shorter(root: Path, _variables: dict[str, Any]) -> None:
@@ -62,27 +48,29 @@ def longer(variables: dict[str, Any]) -> Mutation:
 record("test_store_is_the_recorded_one", shorter, no_filesystem, chmod(STORE, 0o666))
 record(
     "test_store_lists_the_preloaded_images",
-    edit(MANIFEST, lambda found: found["images"].pop()),
-    edit(MANIFEST, lambda found: found["images"][-1].update(id=f"sha256:{'0' * 64}")),
-    edit(MANIFEST, lambda found: found["layers"].pop()),
+    edit_json(MANIFEST, lambda found: found["images"].pop()),
+    edit_json(MANIFEST, lambda found: found["images"][-1].update(id=f"sha256:{'0' * 64}")),
+    edit_json(MANIFEST, lambda found: found["layers"].pop()),
 )
 record(
     "test_store_is_for_the_installed_engine",
-    edit(MANIFEST, lambda found: found.update(engines={})),
+    edit_json(MANIFEST, lambda found: found.update(engines={})),
     given(longer),
 )
 record(
     "test_store_can_be_verified",
     # Each of them with dm-verity and without.
-    edit(MANIFEST, lambda found: found.update(verity=None, sha256=None)),
-    edit(MANIFEST, lambda found: found.update(verity={**(found["verity"] or {}), "root_hash": "0" * 64})),
+    edit_json(MANIFEST, lambda found: found.update(verity=None, sha256=None)),
+    edit_json(
+        MANIFEST, lambda found: found.update(verity={**(found["verity"] or {}), "root_hash": "0" * 64})
+    ),
     other_byte,
     other_hashes,
 )
 record(
     "test_seed_was_rehearsed",
     remove(REHEARSAL),
-    edit(REHEARSAL, lambda found: found["images"].pop()),
+    edit_json(REHEARSAL, lambda found: found["images"].pop()),
 )
 record_booted("test_images_were_seeded", **edited(STATUS, 's/"store": "/&0/'))
 record_booted(

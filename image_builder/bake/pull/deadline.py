@@ -133,19 +133,6 @@ def judge(state: State, now: float, limits: Limits) -> Verdict | None:
     return Verdict(kind, layer, _last(state, layer), idle if kind == "stalled" else state.counted)
 
 
-def judge_all(started: float, events: Iterable[Event], now: float, limits: Limits) -> Verdict | None:
-    """Return the first verdict on a pull from ``started`` to ``now``; ``events`` are in order of time.
-
-    The pull is judged just before each event and at ``now``.
-    """
-    state = begin(started)
-    for event in events:
-        if verdict := judge(state, event.at, limits):
-            return verdict
-        state = observe(state, event)
-    return judge(state, now, limits)
-
-
 def _at(state: State, now: float) -> State:
     """Return the state with its clocks at ``now``; a moment before the last event is that of the last event."""
     seconds = max(0.0, now - state.at)

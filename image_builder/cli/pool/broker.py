@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,7 +61,7 @@ def broker(
 
 def _serve(config: Config, connect: Callable[[], Client]) -> None:
     from image_builder.cluster.broker.keys import Keys, source
-    from image_builder.cluster.broker.server import Broker, Clients, line, open_server
+    from image_builder.cluster.broker.server import Broker, Clients, line, open_server, say
     from image_builder.node.net.serving import TICK
 
     lock = threading.Lock()
@@ -71,11 +71,8 @@ def _serve(config: Config, connect: Callable[[], Client]) -> None:
             sys.stdout.write(line(value))
             sys.stdout.flush()
 
-    def say(text: str) -> None:
-        tell({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "said": text})
-
     identity = config.identity
-    keys = Keys(source(identity.jwks, identity.authority), identity.refresh_seconds, tell=say)
+    keys = Keys(source(identity.jwks, identity.authority), identity.refresh_seconds, tell=partial(say, tell))
     clients = Clients(connect)
     with (
         listening(signal.SIGTERM, signal.SIGINT) as wait,
@@ -83,7 +80,7 @@ def _serve(config: Config, connect: Callable[[], Client]) -> None:
     ):
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": TICK})
         thread.start()
-        say(f"port {server.port}, pools {', '.join(pool.name for pool in config.pools)}")
+        say(tell, f"port {server.port}, pools {', '.join(pool.name for pool in config.pools)}")
         wait()
         server.shutdown()
         thread.join()

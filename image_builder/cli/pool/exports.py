@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from datetime import UTC, datetime
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +22,7 @@ from image_builder.cli.pool.plan import (
     writing,
 )
 from image_builder.errors import UsageError
-from image_builder.text import columns, did_you_mean
+from image_builder.text import columns, did_you_mean, stamp
 
 if TYPE_CHECKING:
     from image_builder.pool.plan.plan import Plan
@@ -209,7 +209,7 @@ def snapshot(
     from image_builder.pool.plan.azure import Reader
 
     scale_set_ids = list(dict.fromkeys(map(snapshots.parse, scale_sets)))
-    at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    at = stamp(time.time())
     with Reader(endpoint=endpoint, say=_say) as reader:
         taken_sets = [
             snapshots.take(scale_set_id, reader.read(scale_set_id)) for scale_set_id in scale_set_ids

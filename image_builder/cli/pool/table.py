@@ -22,7 +22,6 @@ from rich.text import Text
 
 from image_builder.cli.render import is_live, stderr_console
 from image_builder.pool.plan.model import STEPS
-from image_builder.pool.plan.plan import named
 from image_builder.pool.run.gates import Verdict
 from image_builder.pool.run.state import Progress, State
 from image_builder.pool.show.view import (
@@ -35,7 +34,7 @@ from image_builder.pool.show.view import (
     slowest,
     wave_quantiles,
 )
-from image_builder.text import human_seconds, printable
+from image_builder.text import human_seconds, printable, short_list
 
 _REDRAWS_PER_SECOND = 2
 # Quantiles and the slowest hosts are sought this often at most: they take milliseconds, the rest microseconds.
@@ -188,7 +187,7 @@ def details(view: View, now: float) -> Iterator[Table]:
     yield from _small(("slowest", "step", "since"), slow)
     frequent = sorted(view.signatures.items(), key=lambda item: (-item[1], item[0]))
     where = [
-        (str(count), signature, named([w.name for w in view.waves if signature in w.signatures]))
+        (str(count), signature, short_list([w.name for w in view.waves if signature in w.signatures]))
         for signature, count in frequent[:_SIGNATURES]
     ]
     if len(frequent) > _SIGNATURES:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from image_builder.errors import HostError
 from image_builder.node.errors import NodeError
 from image_builder.node.net import serving
 from image_builder.node.net.kube import Client, KubeError
+from image_builder.text import stamp
 
 Tell = Callable[[dict[str, Any]], None]
 """Takes one line of the audit log, as an object."""
@@ -134,8 +136,7 @@ class Broker:
         self._slow_down(request.vm_id, pool.name)
         issued = self._issue(request, nonce, pool)
         entry.update(token_id=issued.id)
-        expires = datetime.fromtimestamp(issued.expires, UTC)
-        return {"token": issued.text, "expires": expires.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        return {"token": issued.text, "expires": stamp(issued.expires)}
 
     def _proven_nonce(self, request: Request, document: str, now: float) -> str:
         """Return the nonce by which a document proves that this machine asks now, for this node.
@@ -229,18 +230,24 @@ def _check_door(method: str, path: str) -> None:
 
 
 def _note(tell: Tell, status: int, code: str, entry: dict[str, Any], began: float) -> None:
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    tell({"at": now, "status": status, "code": code, **entry, "seconds": round(time.monotonic() - began, 4)})
+    tell(
+        {"at": _now(), "status": status, "code": code, **entry, "seconds": round(time.monotonic() - began, 4)}
+    )
+
+
+def say(tell: Tell, text: str) -> None:
+    """Add a sentence for people to the audit log."""
+    tell({"at": _now(), "said": text})
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def open_server(config: Config, broker: Broker, tell: Tell) -> serving.Server:
     """Return a server that has its port already. Raises HostError."""
     listen = config.listen
-
-    def say(text: str) -> None:
-        tell({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "said": text})
-
-    certificate = Certificate(Path(listen.certificate), Path(listen.key), say)
+    certificate = Certificate(Path(listen.certificate), Path(listen.key), partial(say, tell))
     try:
         return serving.Server(
             (listen.address, listen.port),

@@ -11,13 +11,13 @@ import hashlib
 import secrets
 import string
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.cluster.broker import attestation
 from image_builder.cluster.broker.refusal import RefusedError
 from image_builder.node.join import binding
 from image_builder.node.net.kube import CONFLICT, Client, KubeError
+from image_builder.text import stamp
 
 TYPE = "bootstrap.kubernetes.io/token"
 LABELS = {"app.kubernetes.io/managed-by": "image-builder-broker"}
@@ -97,7 +97,7 @@ def secret(grant: Grant, text: str, expires: float) -> dict[str, Any]:
             "description": f"image-builder's token broker, for {grant.node}",
             "token-id": grant.id,
             "token-secret": text,
-            "expiration": datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "expiration": stamp(expires),
             "usage-bootstrap-authentication": "true",
             "usage-bootstrap-signing": "false",
             "auth-extra-groups": ",".join(groups),

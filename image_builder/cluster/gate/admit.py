@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.parse
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.cluster.gate import breaker
@@ -18,6 +18,7 @@ from image_builder.drain.hosts import BadHost
 from image_builder.errors import UsageError
 from image_builder.node.net.kube import JSON_PATCH, Client, path_of_node
 from image_builder.node.preflight.hold import OPEN, Hold, of_node
+from image_builder.text import stamp
 
 
 def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> Node:
@@ -32,7 +33,7 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
         raise UsageError(f"{name} has not reported its boot id: its kubelet is not running yet")
     record = {
         "by": who,
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "at": stamp(time.time()),
         "reason": reason,
         "boot_id": node.boot_id,
     }

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from cryptography import x509
@@ -26,6 +25,7 @@ from image_builder.cluster.gate.watcher import Watcher
 from image_builder.node.errors import NodeError
 from image_builder.node.join import binding
 from image_builder.node.net.kube import CONFLICT, MERGE_PATCH, NOT_FOUND, Client, KubeError, path_of_node
+from image_builder.text import stamp
 
 SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
 # The kubelet's, with RSA keys and with others.
@@ -304,4 +304,4 @@ def _pass(_: object) -> None:
 
 
 def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return stamp(time.time())

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from image_builder.cluster.gate.breaker import code_of
 from image_builder.cluster.gate.model import Node, Rules, node_from
-from image_builder.drain.ask import stamp
 from image_builder.errors import UsageError
 from image_builder.node.finding import kubernetes_reason
 from image_builder.node.net.kube import Client, path_of_node
+from image_builder.text import stamp
 
 API = "2025-01-01-preview"
 SERVICE = "https://management.azure.com"

@@ -30,10 +30,10 @@ from image_builder.definition.connection import Connection, Hop
 from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
-from image_builder.pool.plan.plan import PlannedFrom, doubles, named
+from image_builder.pool.plan.plan import PlannedFrom, doubles
 from image_builder.pool.plan.source import opened, values_of, where
 from image_builder.settings import VaultId
-from image_builder.text import did_you_mean
+from image_builder.text import did_you_mean, short_list
 
 _TEXTS = (
     "pool_image",
@@ -67,7 +67,7 @@ class Fleet:
     @property
     def warnings(self) -> list[str]:
         """Return a line for each power state that hosts are left out for."""
-        return [f"skipped: {state}: {named(names)}" for state, names in self.skipped.items()]
+        return [f"skipped: {state}: {short_list(names)}" for state, names in self.skipped.items()]
 
 
 @dataclass
@@ -110,10 +110,10 @@ def read_fleet(
         reading.problems += _doubles(reading)
         skipped = {state: tuple(sorted(names)) for state, names in sorted(reading.skipped.items())}
         if skipped and not hosts:
-            states = "; ".join(f"{state}: {named(names)}" for state, names in skipped.items())
+            states = "; ".join(f"{state}: {short_list(names)}" for state, names in skipped.items())
             reading.problems.append(Problem(reading.here, "pool_power_state", f"no host runs: {states}"))
         reading.problems += [
-            Problem(where(source, names[0], variable), variable, f"{reason}: {named(names)}")
+            Problem(where(source, names[0], variable), variable, f"{reason}: {short_list(names)}")
             for (variable, reason), names in reading.faults.items()
         ]
     if reading.problems:
@@ -288,7 +288,9 @@ def _capacity(reading: _Reading, pool: str, name: str, count: int) -> int | None
 
 def _doubles(reading: _Reading) -> list[Problem]:
     return [
-        Problem(where(reading.source, names[0], variable), variable, f"{value} is that of {named(names)}")
+        Problem(
+            where(reading.source, names[0], variable), variable, f"{value} is that of {short_list(names)}"
+        )
         for (variable, value, _), names in doubles(reading.own).items()
     ]
 

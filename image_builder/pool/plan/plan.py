@@ -19,10 +19,9 @@ from image_builder.node import files
 from image_builder.pool.plan.model import Host, Pool, Strict, Target, at_least, at_most
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.waves import Wave, plan_waves
-from image_builder.text import json_lines
+from image_builder.text import json_lines, short_list
 
 T = TypeVar("T")
-_NAMED = 5
 _RUN_DIGITS = 12
 # What the names of all rolls on nodes begin with.
 ROLL = "roll-"
@@ -163,16 +162,10 @@ def _inconsistent(plan: Plan) -> list[str]:
         faults.append("was changed after it was made: its digest is of something else")
     placed = Counter(name for wave in plan.waves for name in wave.hosts)
     if twice := sorted(name for name, count in placed.items() if count > 1):
-        faults.append(f"in more than one wave: {named(twice)}")
+        faults.append(f"in more than one wave: {short_list(twice)}")
     if lost := sorted(plan.host.keys() ^ placed.keys()):
-        faults.append(f"in the waves and not among the hosts, or the other way round: {named(lost)}")
+        faults.append(f"in the waves and not among the hosts, or the other way round: {short_list(lost)}")
     return faults
-
-
-def named(names: Sequence[str]) -> str:
-    """Return some names for a message: all, or the first few and the number of the rest."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def doubles(users: Iterable[tuple[T, str]]) -> dict[T, list[str]]:

@@ -18,10 +18,10 @@ from image_builder.canonical import JSON
 from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.node.join import config as node_config
-from image_builder.pool.plan.plan import doubles, named
+from image_builder.pool.plan.plan import doubles
 from image_builder.pool.plan.source import opened, values_of, where
 from image_builder.settings import VaultId
-from image_builder.text import did_you_mean
+from image_builder.text import did_you_mean, short_list
 
 PREFIX = "join_"
 # variable -> where its value goes
@@ -191,5 +191,5 @@ def _problems(reading: _Reading) -> list[Problem]:
     for (variable, reason), hosts in reading.faults.items():
         top = variable.partition(".")[0].partition("[")[0]
         place = where(reading.source, hosts[0], top)
-        problems.append(Problem(place, variable, f"{reason}: {named(hosts)}"))
+        problems.append(Problem(place, variable, f"{reason}: {short_list(hosts)}"))
     return sorted(problems)

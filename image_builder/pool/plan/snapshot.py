@@ -18,7 +18,8 @@ from typing import Any
 
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.gallery.tags import BUILD_TAG
-from image_builder.pool.plan.plan import doubles, named
+from image_builder.pool.plan.plan import doubles
+from image_builder.text import short_list
 
 Json = Mapping[str, Any]
 
@@ -274,7 +275,8 @@ def check(snapshots: Sequence[Snapshot], *, fewer: bool) -> None:
     machines = [machine for snapshot in snapshots for machine in snapshot.machines]
     shared = doubles((own, machine.id) for machine in machines for own in _unique(machine))
     problems += [
-        Problem("", key, f"{value} is that of {named(sorted(ids))}") for (key, value), ids in shared.items()
+        Problem("", key, f"{value} is that of {short_list(sorted(ids))}")
+        for (key, value), ids in shared.items()
     ]
     if problems:
         hint = "nothing was written"

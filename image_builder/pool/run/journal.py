@@ -40,14 +40,17 @@ def real_plan(plan: Path) -> Path:
 
 def journal_of(plan: Path) -> Path:
     """Return where the journal of a plan's run is: beside it."""
-    real = real_plan(plan)
-    return real.with_name(f"{real.name}.journal.jsonl")
+    return _beside(plan, "journal")
 
 
 def requests_of(plan: Path) -> Path:
     """Return where the journal of a roll's requests to Azure is: beside the other one."""
+    return _beside(plan, "requests")
+
+
+def _beside(plan: Path, kind: str) -> Path:
     real = real_plan(plan)
-    return real.with_name(f"{real.name}.requests.jsonl")
+    return real.with_name(f"{real.name}.{kind}.jsonl")
 
 
 def open_journal(path: Path) -> AbstractContextManager[Journal]:

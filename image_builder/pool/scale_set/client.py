@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Literal, Protocol
 
 from image_builder.errors import PoolError
@@ -19,6 +19,7 @@ from image_builder.pool.scale_set import model
 from image_builder.pool.scale_set.model import COMPUTE_API, GALLERY_API, Instance, ScaleSet, Version
 from image_builder.pool.scale_set.refusals import policy_refusals
 from image_builder.pool.scale_set.verdict import Operation
+from image_builder.text import stamp
 
 Json = dict[str, Any]
 HOLD_TAG = "image-builder-roll"
@@ -171,7 +172,7 @@ class Client:
 
     def hold(self, path: str, holder: str, until: float) -> None:
         """Mark a scale set as driven by ``holder`` until a time; raises PoolError where it is another's."""
-        value = f"{holder} until {datetime.fromtimestamp(until, UTC).isoformat(timespec='seconds')}"
+        value = f"{holder} until {stamp(until)}"
 
         def change(present: ScaleSet) -> Json | None:
             self.require_free(present, holder)

@@ -9,10 +9,10 @@ from pathlib import Path
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem, PublishError
 from image_builder.gallery import statement as statements
 from image_builder.pool.plan.model import Host, Target
-from image_builder.pool.plan.plan import named
 from image_builder.pool.scale_set.client import Client
 from image_builder.pool.scale_set.model import Version
 from image_builder.pool.scale_set.refusals import refusals
+from image_builder.text import short_list
 
 
 def read_target(
@@ -33,7 +33,7 @@ def read_target(
     problems: list[Problem] = []
     for variable in ("scale_set_id", "instance", "vm_id"):
         if without := sorted(host.name for host in hosts if not getattr(host, variable)):
-            reason = f"isn't known of {named(without)}: a roll needs an inventory of `pool snapshot`"
+            reason = f"isn't known of {short_list(without)}: a roll needs an inventory of `pool snapshot`"
             problems.append(Problem("", variable, reason))
     target = client.version(version)
     if target is None:

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from image_builder.pool.plan.model import CLASSES, STEPS, Step, quantile
-from image_builder.pool.plan.plan import named
 from image_builder.pool.run.records import Gated, Opened, Passed, Record, Result
 from image_builder.pool.run.state import HostStatus, Progress
-from image_builder.text import printable
+from image_builder.text import printable, short_list
 
 FORMAT = 1
 _SLOWEST = 20
@@ -242,6 +241,6 @@ def text(report: dict[str, Any]) -> str:
     lines += [f"  skipped {name}: {detail}" for name, detail in skipped]
     back = sorted(name for name, is_restored in report.get("restored", {}).items() if is_restored)
     for title, names in (("previous image again", back), ("still cordoned", report.get("cordoned", []))):
-        lines += [f"  {title}: {named(names)}"] if names else []
-    lines += [f"  {f['count']} x {f['signature']}: {named(f['hosts'])}" for f in report["failures"]]
+        lines += [f"  {title}: {short_list(names)}"] if names else []
+    lines += [f"  {f['count']} x {f['signature']}: {short_list(f['hosts'])}" for f in report["failures"]]
     return "\n".join(map(printable, lines))

@@ -26,7 +26,6 @@ from image_builder.node.errors import NodeError
 from image_builder.node.join import config
 from image_builder.node.net.fetch import proven_by
 from image_builder.pool.plan.model import Outcome, ended, failed
-from image_builder.pool.plan.plan import named
 from image_builder.pool.plan.render import one_nodes_of_several
 from image_builder.pool.reach.provision import LOCK, NO_CONFIG, NOT_STARTED, JoinStatus, after_join
 from image_builder.pool.reach.reach import Access
@@ -38,6 +37,7 @@ from image_builder.pool.steps.slice import CONTROL, DATA, PLAYBOOK, WORKER, Work
 from image_builder.settings import REPO_ROOT
 from image_builder.system import process
 from image_builder.system.trees import remove_tree
+from image_builder.text import short_list
 
 # Tasks of playbooks/bootstrap.yml, by which their results are told apart; a test compares the names.
 CONFIGURE, START, WAIT = (
@@ -408,8 +408,8 @@ def read_configurations(folder: Path, hosts: Sequence[str]) -> dict[str, Path]:
     paths = {name: folder.absolute() / f"{name}.json" for name in hosts}
     files = {name: file for name, file in paths.items() if file.is_file()}
     missing = [name for name in paths if name not in files]
-    problems = [f"{folder} has no file for {named(missing)}"] if missing else []
-    problems += [f"{named(sorted(names))}: {fault}" for fault, names in sorted(_wrong(files).items())]
+    problems = [f"{folder} has no file for {short_list(missing)}"] if missing else []
+    problems += [f"{short_list(sorted(names))}: {fault}" for fault, names in sorted(_wrong(files).items())]
     if problems:
         raise DefinitionError(
             [Problem("", "--node-configs", fault) for fault in problems], hint="no host was touched"

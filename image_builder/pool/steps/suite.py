@@ -30,6 +30,7 @@ from image_builder.settings import SUITE
 from image_builder.system import process
 from image_builder.system.process import Arg
 from image_builder.system.trees import remove_tree
+from image_builder.text import short_list
 from image_builder.verify.result import SuiteResult
 from image_builder.verify.runner import (
     ENVIRONMENT,
@@ -43,7 +44,6 @@ from image_builder.verify.runner import (
 FACTS = ("image", "build_id", "variables", "packages")
 # What failed in `verify`.
 CHECKS, NO_RESULT = 1, 2
-_NAMED = 5
 # The session outlives the suite's time by this much, so that it is the suite's end that is reported.
 _SPARE_SECONDS = 60.0
 _STATUS_BYTES = 16
@@ -242,5 +242,4 @@ def judge(result: SuiteResult) -> Outcome:
     names = [check.name for check in result.not_passed]
     if not names and result.checks:
         return OK
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return failed("verify", CHECKS, f"{', '.join(names[:_NAMED])}{more}" if names else "no check ran")
+    return failed("verify", CHECKS, short_list(names) or "no check ran")

@@ -180,6 +180,11 @@ class Node:
         """Return where the agent mounts the store."""
         return self.root.path / layout.MOUNT_POINT.relative_to("/")
 
+    def marker(self) -> str:
+        """Return the text of the marker of a whole seed; empty without one."""
+        path = self.disk / f".node/seed/{self.lab.engine}.json"
+        return path.read_text() if path.exists() else ""
+
     def settings(self, **values: Any) -> None:
         """Write preload.json."""
         document = {"engine": self.lab.engine, "data_root": DATA, "mount_point": DISK, "verity": "off"}

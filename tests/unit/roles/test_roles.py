@@ -35,6 +35,11 @@ OFFERED = words(
     "ansible_managed ansible_check_mode ansible_collection_name ansible_loop item omit role_path role_name "
     "lookup query now undef"
 )
+# A task's name begins with one of these imperatives.
+_VERBS = words(
+    "Add Apply Ask Check Compile Configure Copy Create Disable Download Empty Enable Find Gather Hold Install Let "
+    "List Load Mark Mask Read Reload Remove Restart Save Set Trust Turn Unpack Update Write"
+)
 TYPES: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "path": str,
@@ -137,7 +142,8 @@ def test_modules_are_ansible_cores_or_the_roles_own(role: Path) -> None:
 @by_role
 def test_tasks_are_named_and_honest(role: Path) -> None:
     for path, task in tasks(role):
-        assert re.match(r"[A-Z]", task.get("name", "")), f"{path}: {task}"
+        name = task.get("name", "")
+        assert name.partition(" ")[0] in _VERBS and not name.endswith("."), f"{path}: {task}"
         assert not {"ignore_errors", "local_action", "action", "delegate_to"} & set(task), (
             f"{path}: {task['name']}"
         )

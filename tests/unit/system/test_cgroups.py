@@ -76,5 +76,8 @@ def test_what_a_killed_bake_held_goes(mount: Path, locks: Path) -> None:
 
 
 def test_a_host_without_any_is_fine(tmp_path: Path, locks: Path) -> None:
+    (tmp_path / "systemd/user.slice").mkdir(parents=True)
     cgroups.reap(tmp_path / "none", locks)
     cgroups.reap(tmp_path, locks)
+    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert names == {"systemd", "systemd/user.slice"}

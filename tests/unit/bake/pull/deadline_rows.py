@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from image_builder.bake.pull.model import Event, Limits, Phase
+from image_builder.bake.pull.deadline import begin, judge, observe
+from image_builder.bake.pull.model import Event, Limits, Phase, Verdict
 
 A, B = "a" * 12, "b" * 12
 MB = 1_000_000
@@ -17,6 +19,19 @@ OVERALL = Limits(progress_seconds=1e6, min_rate=0, rate_seconds=60, overall_seco
 stalled = "stalled"
 slow = "too slow"
 long = "too long"
+
+
+def judge_all(started: float, events: Iterable[Event], now: float, limits: Limits) -> Verdict | None:
+    """Return the first verdict on a pull from ``started`` to ``now``; ``events`` are in order of time.
+
+    The pull is judged just before each event and at ``now``.
+    """
+    state = begin(started)
+    for event in events:
+        if verdict := judge(state, event.at, limits):
+            return verdict
+        state = observe(state, event)
+    return judge(state, now, limits)
 
 
 def a(at: float, phase: Phase, current: int = 0, total: int | None = None, text: str = "") -> Event:

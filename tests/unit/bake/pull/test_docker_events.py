@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from image_builder.bake.pull.deadline import judge_all
 from image_builder.bake.pull.docker_events import Digest, Ended, Failed, Finished, parse
 from image_builder.bake.pull.model import Event, Limits
+from tests.unit.bake.pull.deadline_rows import judge_all
 
 BASE, A, B = "9b829b73a52f", "1fe172e4850f", "44d3aa8d0766"
 SHA = "sha256:82302b06360729842acd27ab8a91c90e244f17e464fcfd366b7427af652c5559"

@@ -8,9 +8,9 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from image_builder.bake.pull.deadline import State, begin, judge, judge_all, observe
+from image_builder.bake.pull.deadline import State, begin, judge, observe
 from image_builder.bake.pull.model import Event, Limits, Phase, Verdict
-from tests.unit.bake.pull.deadline_rows import PROGRESS, RATE, TABLE, A, B, a, b
+from tests.unit.bake.pull.deadline_rows import PROGRESS, RATE, TABLE, A, B, a, b, judge_all
 
 
 @pytest.mark.parametrize(("events", "now", "limits", "expected"), TABLE.values(), ids=TABLE)
