@@ -102,7 +102,7 @@ def export(
         typer.Argument(metavar="IMAGE...", help="images that were built", autocompletion=complete_images),
     ],
     directory: Annotated[
-        Path, typer.Option("--to", metavar="DIR", help="an export to bring up to date, or a new directory")
+        Path, typer.Option("--to", metavar="DIR", help="an existing export to update, or a new directory")
     ],
     everything: Annotated[
         bool, typer.Option("--all", help="all stages and downloads of the builds, compilers included")
@@ -113,8 +113,8 @@ def export(
 ) -> int:
     """Export what the images' next builds need, as files that any user can copy.
 
-    That is: nothing to do where nothing has changed, and the last layer where that has. DIR is brought up to date: what
-    is there already is not written again, what is not needed any more is removed.
+    Enough to rebuild unchanged images instantly, and a changed last layer. DIR is brought up to date: existing files
+    aren't written again, and files no longer needed are removed.
 
     Example:
 
@@ -147,8 +147,8 @@ def import_(
 ) -> int:
     """Bring the stages, downloads and locks of an export into the store.
 
-    Every file is compared with its digest first. What the store has already stays as it is. Import only what comes from
-    someone who may change your images.
+    Every file is compared with its digest first. Files that the store already has stay unchanged. Import only from
+    sources you trust with your images.
 
     Example:
 

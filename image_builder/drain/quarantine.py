@@ -61,7 +61,7 @@ class Record:
     def words(self) -> str:
         """Return for people why the node is out, and how far its remedy is."""
         state = {
-            "out": "to be emptied" if self.is_drained else "takes no new work",
+            "out": "to be drained" if self.is_drained else "takes no new work",
             "empty": "empty",
             "sent": f"{self.remedy} sent at {stamp(self.sent_at)}",
         }

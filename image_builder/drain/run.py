@@ -135,7 +135,7 @@ class Drain:
 
     def drop(self, name: str) -> None:
         """Let go of a host as it is."""
-        self.outcomes[name] = Outcome(name, "skipped", "nobody waits for it any more")
+        self.outcomes[name] = Outcome(name, "skipped", "it is no longer needed")
 
     @property
     def hosts(self) -> list[str]:
@@ -217,7 +217,7 @@ class Drain:
             visit.fenced = self._clock() - max(0.0, self._wall() - record.since)
             if self._overruled is not None:
                 visit.fenced = max(visit.fenced, visit.began)
-            self._tell(f"{name}: its drain goes on")
+            self._tell(f"{name}: its drain continues")
         visit.record = record or visit.record
         if record and is_cordoned:
             return ""

@@ -41,7 +41,7 @@ OPEN: tuple[State, ...] = ("skipped", "refused", "failed", "unknown")
 _VERBS: Mapping[str, Verb] = {"reboot": "restart", "reimage": "reimage"}
 _EVENTS = {"reboot": "RebootSent", "reimage": "ReimageSent"}
 BACK = "it has booted, and waits for its preflight"
-_CHANGED = "its mark has changed meanwhile"
+_CHANGED = "its mark changed meanwhile"
 _STRANGE = "the inventory doesn't have its instance: image-builder pool snapshot"
 
 
@@ -80,7 +80,7 @@ class Case:
     @property
     def advice(self) -> str:
         """Return how a person has a request sent again."""
-        return f"look at it; to send it again: --again {self.node}"
+        return f"check the node; to send it again: --again {self.node}"
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,12 @@ class Repairs:
             return Outcome(case, "skipped", error.message)
         except (FetchError, NodeError) as error:
             if self.over.is_set():
-                return Outcome(case, "sent" if was_sent else "asked", "interrupted: the next run goes on")
+                return Outcome(case, "sent" if was_sent else "asked", "interrupted: the next run resumes")
             return Outcome(case, "unknown" if was_sent else "skipped", error.message)
 
     def _pause(self, seconds: float) -> None:
         if self.over.wait(seconds):
-            raise FetchError("interrupted", hint="the same command again goes on")
+            raise FetchError("interrupted", hint="rerun the same command to resume")
 
     def _drive(self, case: Case) -> Drive:
         """Return the drive of a node's scale set, which is held from then on; raises PoolError where another does."""
@@ -255,7 +255,7 @@ class Repairs:
             settled = history[-1].settled
             return Outcome(case, "refused", settled.detail if settled else "")
         return Outcome(
-            case, "skipped", "the last look took too long, or the instance changed: the next run goes on"
+            case, "skipped", "the last check took too long, or the instance changed: the next run retries"
         )
 
     def _post(self, kube: Kube, document: Mapping[str, Any], record: Record) -> None:
@@ -284,9 +284,7 @@ class Repairs:
         if settled.outcome in ("failed", "gone"):
             return Outcome(case, "failed", f"{settled.detail or settled.outcome}: {case.advice}")
         if settled.outcome != "done":
-            trace = (
-                "Azure and the node show nothing of it" if settled.outcome == "not accepted" else "not known"
-            )
+            trace = "neither Azure nor the node shows it" if settled.outcome == "not accepted" else "unknown"
             return Outcome(case, "unknown", f"{trace}: {case.advice}")
         until = self.azure.now() + self.patience.boot
         while (reading := node()) is None or reading.boot_id == before:

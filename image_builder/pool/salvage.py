@@ -118,7 +118,7 @@ def _held(sets: Mapping[str, ScaleSet], run: str, now: float, *, lost: bool) -> 
             moment = datetime.fromtimestamp(until, UTC).isoformat(timespec="seconds")
             raise PoolError(
                 f"{path} is claimed by {holder} until {moment}: its driver may be alive",
-                hint="end that, or wait until then; if its machine is gone: --lost",
+                hint="stop it, or wait until then; if its machine no longer exists: --lost",
             )
         holders[path] = holder
     return holders
@@ -127,7 +127,7 @@ def _held(sets: Mapping[str, ScaleSet], run: str, now: float, *, lost: bool) -> 
 def _reason(host: Host | None, instances: Mapping[str, Mapping[str, Instance]], version: str) -> str:
     """Return why a host with a run's marks can't be freed; nothing where it has its image from before."""
     if host is None:
-        return "the inventory doesn't have it: which image it runs isn't known"
+        return "the inventory doesn't have it: its image is unknown"
     instance = instances.get(host.scale_set_id, {}).get(host.instance)
     if instance is None or instance.vm_id != host.vm_id.lower():
         return "its instance is gone, or is another machine"

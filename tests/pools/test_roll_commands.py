@@ -161,7 +161,7 @@ def test_a_proof_is_checked_again_before_a_run(desk: Desk) -> None:
     facts, others = desk.facts(desk.built.build + "0" * 52), desk.facts("f" * 64)
     status, problems = desk.run("roll.json", facts)
     assert status == errors.DefinitionError.exit_code
-    assert any("is checked once more" in problem for problem in problems)
+    assert any("is verified again" in problem for problem in problems)
     _, problems = desk.run("roll.json", facts, "--public-key", "signer.pub")
     assert not [problem for problem in problems if "version" in problem or "statement" in problem], problems
     _, problems = desk.run("roll.json", others, "--public-key", "stranger.pub")

@@ -69,7 +69,7 @@ def test_a_control_plane_that_falls_behind_holds_the_next_wave(
         out, err = child.communicate(timeout=120)
     assert child.returncode == 1, err
     report = json.loads(out)
-    assert report["state"] == "stopped" and "a certificate request pends for" in report["reason"]
+    assert report["state"] == "stopped" and "a certificate request has been pending for" in report["reason"]
     (canary,) = (n for n, times in run.joins().items() if times)
     assert signature(report["results"][f"host-{canary}"]["outcome"]) == "ok"
     assert intents(run.records, "probe") == 1

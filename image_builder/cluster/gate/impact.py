@@ -166,7 +166,7 @@ def impacts(
     Raises KubeError, UsageError.
     """
     if category and not (names and category.startswith(PREFIX)):
-        raise UsageError(f"--category takes a category {PREFIX}… and the nodes that it is of")
+        raise UsageError(f"--category needs a category {PREFIX}… and the nodes to report under it")
     reports, refusals = [], {}
     for node in _nodes(client, rules, names):
         impact = impact_of(node, category, now)
