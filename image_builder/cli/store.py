@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from image_builder.bake.store import Store
 
 app = typer.Typer(
-    help="Look after the store.\n\nExample:\n\n\b\n  image-builder store gc --keep 2",
+    help="Maintain the store.\n\nExample:\n\n\b\n  image-builder store gc --keep 2",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -141,7 +141,7 @@ def export(
 
 @register(app, name="import", isolated=True)
 def import_(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="what `store export` wrote")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a directory that `store export` wrote")],
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
@@ -168,7 +168,7 @@ def _show(transfer: Transfer, place: str, action: str, *, as_json: bool) -> int:
     """Print what was copied between a store and an export."""
     text = (
         f"{place}{len(transfer.stages)} stages and {len(transfer.downloads)} downloads {action}, "
-        f"{human_bytes(transfer.bytes)}; {transfer.present} stages there already"
+        f"{human_bytes(transfer.bytes)}; {transfer.present} stages already there"
     )
     show(dataclasses.asdict(transfer), text, as_json=as_json)
     return 0

@@ -26,7 +26,7 @@ ASKING: tuple[Remedy, ...] = ("reboot", "reimage", "hand-over")
 WANTED = {
     "reboot": "reboot it",
     "reimage": "reimage it",
-    "hand-over": "give its machine back to the platform",
+    "hand-over": "return its machine to the platform",
 }
 # ``out``: it takes no more work. ``empty``: and has none. ``asked``: its remedy was asked for. ``sent``: a request for
 # it is about to be sent to Azure, or was.

@@ -196,7 +196,7 @@ class Repairs:
         scale_set = self.azure.scale_set(path)
         self.azure.require_free(scale_set, self._holder)
         if scale_set.is_flexible:
-            raise PoolError(f"{path} is of mode Flexible, whose instances have other requests")
+            raise PoolError(f"{path} is in mode Flexible, whose instances need other requests")
         # The Lease keeps rolls away: nothing is written to the scale set, not even a roll's tag.
         journal, for_ever = NoJournal(), float("inf")
         return Drive(self.azure, path, self._holder, journal, self.patience, self._pause, held_until=for_ever)
@@ -242,7 +242,7 @@ class Repairs:
 
         instance = drive.instance(host.instance)
         if instance is None or instance.vm_id != host.vm_id.lower():
-            return Outcome(case, "skipped", f"its instance is gone, or is another machine; {_STRANGE}")
+            return Outcome(case, "skipped", f"its instance was deleted, or is another machine; {_STRANGE}")
         if not instance.is_at_rest:
             return Outcome(case, "skipped", f"its instance is {instance.state}")
         member = Member(instance, Version(instance.image), Node(record.sent_boot, ""), busy)

@@ -130,7 +130,7 @@ def _reason(host: Host | None, instances: Mapping[str, Mapping[str, Instance]], 
         return "the inventory doesn't have it: its image is unknown"
     instance = instances.get(host.scale_set_id, {}).get(host.instance)
     if instance is None or instance.vm_id != host.vm_id.lower():
-        return "its instance is gone, or is another machine"
+        return "its instance was deleted, or is another machine"
     if not instance.is_at_rest:
         return f"its instance is {instance.state}"
     if instance.state.lower() == "failed":

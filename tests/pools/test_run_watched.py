@@ -50,7 +50,7 @@ def test_where_the_image_does_it_all_nobody_is_told(rollout: Callable[..., Rollo
     report = run.finish()
     signatures = {name: signature(result["outcome"]) for name, result in report["results"].items()}
     assert signatures == {"host-0": "ok", "host-1": "ok", "host-2": "failed bootstrap 5"}, report["results"]
-    assert "its image was to make it a member" in report["results"]["host-2"]["outcome"]["detail"]
+    assert "its image should have made it a member" in report["results"]["host-2"]["outcome"]["detail"]
     assert intents(run.records, "bootstrap") == 0
     assert run.joins() == {0: 1, 1: 1, 2: 0}
     assert run.left() == []

@@ -154,7 +154,7 @@ def impact_of(node: Node, category: str = "", now: float = 0.0) -> Impact | str 
     if not node.health.machine:
         return "its providerID names no machine in Azure"
     if not node.health.host:
-        return "its physical host is not known (docs/reference/node-health.md)"
+        return "its physical host is unknown (docs/reference/node-health.md)"
     return Impact(node.name, node.health.machine, node.health.host, finding)
 
 

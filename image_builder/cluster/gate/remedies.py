@@ -142,7 +142,7 @@ class Remedies:
     def _give_back(self, document: Mapping[str, Any], record: Record | None, now: float) -> None:
         if record:
             self._post(
-                document, "NodeReturned", "it passed its preflight, or a person let it in", record, now
+                document, "NodeReturned", "it passed its preflight, or a person admitted it", record, now
             )
         self._send(document, quarantine.give_back(document), Step.GIVE_BACK.value)
 
