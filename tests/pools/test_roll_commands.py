@@ -231,7 +231,7 @@ def test_the_way_back_of_a_roll(desk: Desk) -> None:
     """It needs no proof: its hosts ran that version before."""
     assert desk.plan("--unproven", "a test")[0] == 0
     status, _, err = desk.pool("rollback", "roll.json", "--out", "back.json")
-    assert status == errors.UsageError.exit_code and "no host is to go back" in err
+    assert status == errors.UsageError.exit_code and "no host needs a rollback" in err
     before = ran(desk)
     status, answer, err = desk.pool("rollback", "roll.json", "--out", "back.json")
     assert status == 0, err

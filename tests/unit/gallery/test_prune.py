@@ -73,7 +73,7 @@ def test_a_disk_that_an_upload_left_is_unused(state: str) -> None:
     ("disk", "reason"),
     [
         (replace(DISK, state="Attached"), "it is Attached"),
-        (replace(DISK, owner="/g/virtualMachines/m"), "m has it"),
+        (replace(DISK, owner="/g/virtualMachines/m"), "m uses it"),
         (
             replace(DISK, created=NOW - timedelta(hours=23)),
             "it is less than a day old: an upload may be in progress",
