@@ -104,7 +104,7 @@ class StageError(ImageBuilderError):
     """
 
     exit_code = 10
-    meaning = "a stage failed; a cause with a code of its own exits with that code"
+    meaning = "a stage failed; a cause with its own code exits with that code"
 
     def __init__(
         self, stage: str, cause: ImageBuilderError, *, log: str | None = None, enterable: bool = False

@@ -106,7 +106,7 @@ def lock(
 ) -> int:
     """Resolve the newest packages and images, and lock them by digest for the next builds.
 
-    The image's next builds use this lock until there is a newer one. In a store of your own, this needs no root.
+    The image's next builds use this lock until there is a newer one. With your own store, this needs no root.
 
     Example:
 

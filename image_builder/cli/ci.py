@@ -27,9 +27,7 @@ _PLACE = re.compile(r"(?P<file>.+?)(?::(?P<line>\d+))?")
 
 Summary = Annotated[
     Path | None,
-    typer.Option(
-        "--summary", metavar="FILE", help="append a summary in Markdown, as a CI's page of a job takes it"
-    ),
+    typer.Option("--summary", metavar="FILE", help="append a Markdown summary for the CI job page"),
 ]
 
 

@@ -16,14 +16,13 @@ app = typer.Typer()
 @register(app)
 def collections(
     update: Annotated[
-        bool, typer.Option("--update", help="lock the newest versions that are asked for")
+        bool, typer.Option("--update", help="lock the newest versions that requirements.yml allows")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Install the Ansible collections of this repository, exactly those of its collections.lock.
+    """Install this repository's Ansible collections, exactly as its collections.lock lists them.
 
-    The first time, it makes the lock from requirements.yml; commit it. Servers and tokens are those of your Ansible
-    settings.
+    The first run creates the lock from requirements.yml; commit it. Servers and tokens come from your Ansible settings.
 
     Example:
 

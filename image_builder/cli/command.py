@@ -195,7 +195,7 @@ VaultIds = Annotated[
         "--vault-password-file",
         metavar="[LABEL@]FILE",
         parser=VaultId.parse,
-        help="a file with the password of vaulted values, as in Ansible; repeatable",
+        help="a file with the password for vaulted values, as in Ansible; repeatable",
     ),
 ]
 
@@ -211,7 +211,7 @@ ExtraVars = Annotated[
         "--extra-vars",
         metavar="VARS",
         parser=_with_absolute_file,
-        help="variables that win over all others, as in Ansible: NAME=VALUE, JSON or @FILE; repeatable",
+        help="variables that override all others, as in Ansible: NAME=VALUE, JSON or @FILE; repeatable",
     ),
 ]
 Endpoint = Annotated[

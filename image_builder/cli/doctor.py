@@ -71,9 +71,9 @@ def _hint(error: ImageBuilderError) -> str:
 
 @register(app)
 def doctor(store: StoreDir = DEFAULT_STORE, as_json: AsJson = False) -> int:
-    """Check this host and report everything that it lacks, for each command, with what mends it.
+    """Check this host and report everything that it lacks, for each command, and how to fix it.
 
-    Nothing is changed. The status is 0 where all commands can run here, else 5.
+    Changes nothing. The exit status is 0 if all commands can run here, otherwise 5.
 
     Example:
 

@@ -64,22 +64,23 @@ def _answered() -> Iterator[None]:
 def run(
     kubeconfig: Kubeconfig = None,
     taint: Taint = PREFLIGHT_LABEL,
-    rate: Annotated[float, typer.Option(min=0.1, help="most nodes changed per second")] = 50.0,
+    rate: Annotated[float, typer.Option(min=0.1, help="maximum number of nodes changed per second")] = 50.0,
     namespace: Annotated[str, typer.Option(help="namespace of the leader's lease")] = "kube-system",
     retest_share: Annotated[
         float,
-        typer.Option(min=0, max=1, help="most of the fleet that may be out for re-tests; 0: no re-tests"),
+        typer.Option(min=0, max=1, help="largest share of the fleet out for re-tests; 0: no re-tests"),
     ] = 0.02,
     approve: Annotated[
         bool,
-        typer.Option("--approve", help="approve certificates of nodes that join by the token broker"),
+        typer.Option("--approve", help="approve certificates of nodes that join with the token broker"),
     ] = False,
     breaker_share: Annotated[
         float,
         typer.Option(
             min=0,
             max=1,
-            help="hold reboots and replacements for a code by which more of a pool failed in an hour; 1: never",
+            help="hold reboots and replacements for a code if a larger share of a pool failed with it within an "
+            "hour; 1: never",
         ),
     ] = 0.05,
     pool_label: Annotated[
@@ -87,16 +88,16 @@ def run(
     ] = "pool",
     health: Annotated[
         Path | None,
-        typer.Option("--health", metavar="FILE", help="what is done with nodes that go bad at work; as YAML"),
+        typer.Option("--health", metavar="FILE", help="policy for nodes that go bad at work, as YAML"),
     ] = None,
     advise: Annotated[
         bool, typer.Option("--advise", help="change nothing; report what would be admitted, gated and held")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, one object per line")] = False,
 ) -> int:
-    """Run the controller: remove the taint from nodes whose boot passed, put it back on nodes that were restarted.
+    """Run the controller: remove the taint from nodes whose boot passed, and put it back after a reboot.
 
-    Several may run; one of them acts. Ends on SIGTERM.
+    Several may run; one of them acts. Exits on SIGTERM.
 
     Example:
 
@@ -152,7 +153,7 @@ def admit(
     taint: Taint = PREFLIGHT_LABEL,
     as_json: AsJson = False,
 ) -> int:
-    """Admit a node by hand, for its current boot, whatever its preflight result. The controller need not run.
+    """Admit a node by hand for its current boot, whatever its preflight result. Works without the controller.
 
     Example:
 
@@ -166,22 +167,20 @@ def admit(
         client = connect(kubeconfig, _AGENT)
         admitted = let_in(client, node, Rules(taint=taint), who=who or _user(), reason=reason)
     result = {"node": node, "boot_id": admitted.boot_id, "was": why(admitted)}
-    show(result, f"{node} is let in until it is started again; it was: {why(admitted)}", as_json=as_json)
+    show(result, f"{node} is admitted until it reboots; previous state: {why(admitted)}", as_json=as_json)
     return 0
 
 
 @register(app)
 def release(
-    code: Annotated[
-        str, typer.Argument(metavar="CODE", help="the code that is held, as `gate status` shows it")
-    ],
+    code: Annotated[str, typer.Argument(metavar="CODE", help="the held code, as `gate status` shows it")],
     reason: Annotated[str, typer.Option("--reason", help="why the nodes are at fault after all")],
     pool: Annotated[str | None, typer.Option(help="the pool, if the code is held for several")] = None,
     who: Annotated[str, typer.Option("--by", help="the person who releases it  [default: this user]")] = "",
     kubeconfig: Kubeconfig = None,
     as_json: AsJson = False,
 ) -> int:
-    """Release a held code: its failed nodes may be restarted and replaced, though many fail alike.
+    """Release a held code: allow its failed nodes to reboot or be replaced even though many fail alike.
 
     Example:
 
@@ -193,7 +192,7 @@ def release(
         held = breaker.release(connect(kubeconfig, _AGENT), code, pool, who=who or _user(), reason=reason)
     show(
         {"code": code, "pool": held.pool, "failed": held.failed, "of": held.of},
-        f"{held.name} is released until no node fails by it any more; it was held: {held.words}",
+        f"{held.name} is released until no node fails with it; reason for the hold: {held.words}",
         as_json=as_json,
     )
     return 0
@@ -205,7 +204,7 @@ def forget(
     kubeconfig: Kubeconfig = None,
     as_json: AsJson = False,
 ) -> int:
-    """Forget a physical host that was known as bad, such as one that was repaired.
+    """Forget a physical host that is remembered as bad, such as one that was repaired.
 
     Example:
 
@@ -223,7 +222,7 @@ def forget(
 
 @register(app)
 def status(kubeconfig: Kubeconfig = None, taint: Taint = PREFLIGHT_LABEL, as_json: AsJson = False) -> int:
-    """Show which nodes are in and which are out, and why; exit status 1 when one is not where it belongs.
+    """Show which nodes are in and which are out, and why; exit status 1 if one is not where it belongs.
 
     Example:
 
@@ -243,7 +242,7 @@ def status(kubeconfig: Kubeconfig = None, taint: Taint = PREFLIGHT_LABEL, as_jso
 @register(app)
 def report(
     nodes: Annotated[
-        list[str] | None, typer.Argument(metavar="NODE", help="nodes; by default all that are bad")
+        list[str] | None, typer.Argument(metavar="NODE", help="nodes; by default all bad ones")
     ] = None,
     category: Annotated[
         str,
@@ -260,9 +259,9 @@ def report(
     taint: Taint = PREFLIGHT_LABEL,
     as_json: AsJson = False,
 ) -> int:
-    """Show what Azure's Guest Health Reporting takes of nodes with bad hardware, and send it with --send.
+    """Show the Guest Health reports for nodes with bad hardware; --send sends them to Azure.
 
-    --json has the whole requests. Exit status 1 when a node can't be reported.
+    --json shows the complete requests. Exit status 1 if a node can't be reported.
 
     Example:
 
@@ -272,7 +271,7 @@ def report(
     from image_builder.cluster.gate.model import Rules
 
     if sends and not nodes:
-        raise UsageError("--send takes the nodes to report", hint="without --send, all bad nodes are shown")
+        raise UsageError("--send needs the nodes to report", hint="without --send, all bad nodes are shown")
     with _answered(), connect(kubeconfig, _AGENT) as client:
         reports, refusals = impacts(client, Rules(taint=taint), nodes or (), category, time.time())
     if sends:

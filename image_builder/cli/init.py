@@ -33,7 +33,7 @@ def init(
     ] = "github",
     as_json: AsJson = False,
 ) -> int:
-    """Start a repository of your own: an inventory with an image, a layer, a role, a check, and a pipeline for a CI.
+    """Start your own repository: an inventory with an image, a layer, a role, a check, and a CI pipeline.
 
     Example:
 

@@ -57,11 +57,11 @@ def boot(
         bool,
         typer.Option(
             "--verify",
-            help="run the checks for booted machines, show that your own can fail, then shut it down",
+            help="run the checks for booted machines, prove that your own checks can fail, then shut down",
         ),
     ] = False,
     keep: Annotated[
-        bool, typer.Option("--keep", help="with --verify: leave it running until Ctrl-C")
+        bool, typer.Option("--keep", help="with --verify: keep the machine running until Ctrl-C")
     ] = False,
     secure_boot: Annotated[
         bool, typer.Option("--secure-boot", help="use firmware that enforces Secure Boot")
@@ -162,7 +162,7 @@ def verify(
             "-i",
             "--inventory",
             metavar="PATH",
-            help="the URL's host is one of this inventory, whose connection variables count; repeatable",
+            help="the URL's host is in this inventory: use its connection variables; repeatable",
         ),
     ] = None,
     vault: VaultIds = None,

@@ -62,7 +62,7 @@ def _main(
             "--annotations",
             metavar="SERVICE",
             envvar="IMAGE_BUILDER_ANNOTATIONS",
-            help="also show errors to a CI service, at file and line: github or azure",
+            help="also annotate errors for a CI service, at file and line: github or azure",
         ),
     ] = None,
 ) -> None:
@@ -85,11 +85,9 @@ def test(
     fast: Annotated[
         bool, typer.Option("--fast", help="lint, types and unit tests only; needs no root")
     ] = False,
-    everything: Annotated[
-        bool, typer.Option("--all", help="also run what takes too long for every commit: some hours")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="also run slow tests (several hours)")] = False,
     proofs: Annotated[
-        bool, typer.Option(help="skip files of tests that this host has proven with the same content")
+        bool, typer.Option(help="skip test files that have passed on this host with the same content")
     ] = True,
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from image_builder.gallery.versions import Version
 
 app = typer.Typer(
-    help="Publish an image to an Azure Compute Gallery, as a version that nobody gets by accident."
+    help="Publish an image to an Azure Compute Gallery, as a version that stays out of `latest` until you promote it."
     "\n\nExample:\n\n\b\n  image-builder publish plan worker\n  image-builder publish run worker",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -55,7 +55,7 @@ Unverified = Annotated[
     ),
 ]
 Name = Annotated[str, typer.Argument(metavar="VERSION", help="a version of the image's definition")]
-Because = Annotated[str, typer.Option("--because", metavar="REASON", help="why; it is kept in a tag")]
+Because = Annotated[str, typer.Option("--because", metavar="REASON", help="the reason, kept in a tag")]
 
 
 @register(app)
@@ -69,7 +69,7 @@ def plan(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show every request that `publish run` would send, and its bytes. Nothing is changed.
+    """Show every request that `publish run` would send, and its bytes. Changes nothing.
 
     Example:
 
@@ -110,7 +110,7 @@ def run(
         typer.Option("--public-key", metavar="FILE", help="public key (PEM) of a KMS's or an HSM's key"),
     ] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="throw away what was uploaded, and start over")
+        bool, typer.Option("--restart", help="discard what was uploaded, and start over")
     ] = False,
     replace_failed: Annotated[
         bool, typer.Option("--replace-failed", help="first delete the version if it failed in every region")
@@ -118,7 +118,7 @@ def run(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Publish a build. The same command again goes on where a run was killed, and ends at once when all is there.
+    """Publish a build. A rerun resumes an interrupted run, and does nothing if everything is published.
 
     Example:
 
@@ -205,10 +205,10 @@ def promote(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Take a version into `latest`. Refused for one that isn't ours, verified, whole, or within its life.
+    """Add a version to `latest`. Refuses versions that are foreign, unverified, partially replicated or expired.
 
-    It needs the report of a rollout of its build that finished, in which every host is ok and the suite verified some;
-    or, without one, a reason.
+    It needs the report of a finished rollout of its build, in which every host is ok and the suite verified some of
+    them; or, without one, a reason.
 
     Example:
 
@@ -242,7 +242,7 @@ def withdraw(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Take a version out of `latest`, and end its life now. Machines that run it are not touched.
+    """Remove a version from `latest`, and end its life now. Doesn't touch machines that run it.
 
     Example:
 
@@ -263,7 +263,7 @@ Subscriptions = Annotated[
     typer.Option(
         "--subscription",
         metavar="ID",
-        help="where machines are looked for; repeatable  [default: the gallery's]",
+        help="search this subscription for machines; repeatable  [default: the gallery's]",
     ),
 ]
 
@@ -275,16 +275,16 @@ def prune(
     vault: VaultIds = None,
     subscription: Subscriptions = None,
     delete: Annotated[
-        bool, typer.Option("--delete", help="delete what is unused; else it is only shown")
+        bool, typer.Option("--delete", help="delete what is unused instead of only showing it")
     ] = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show which versions and upload disks are proven unused, and what keeps the others; --delete deletes the unused.
+    """Show which versions and upload disks are unused, and why the others are kept; --delete deletes the unused.
 
-    Unused is a version of ours, not the newest, not in `latest`, past its end of life, that no scale set and no machine
-    of the subscriptions uses; and a disk of an upload that no machine has, older than a day, that no version is still
-    copied from. If anything can't be read, nothing is deleted.
+    A version is unused if `publish` made it, it isn't the newest, isn't in `latest`, is past its end of life, and no
+    scale set or machine of the subscriptions uses it. An upload disk is unused if it is older than a day, no machine
+    has it, and no version is still being copied from it. If anything can't be read, nothing is deleted.
 
     Example:
 
@@ -327,10 +327,10 @@ def age(
     inventory: Inventories = None,
     vault: VaultIds = None,
     subscription: Subscriptions = None,
-    days: Annotated[int, typer.Option("--days", metavar="N", help="the age that is too old")] = 90,
+    days: Annotated[int, typer.Option("--days", metavar="N", help="the oldest age allowed")] = 90,
     packages: Annotated[
         bool,
-        typer.Option("--packages", help="compare packages with those that the repositories have now, too"),
+        typer.Option("--packages", help="also compare packages with the current repositories"),
     ] = False,
     output: Output = Path("output"),
     store: StoreDir = DEFAULT_STORE,
@@ -338,10 +338,10 @@ def age(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show how old the versions are that machines run; exit status 1 for one too old or past its end of life.
+    """Show how old the versions are that machines run; exit status 1 if one is too old or past its end of life.
 
-    With --packages also for one whose packages have newer versions in the image's repositories: its build's lock is
-    read from the output directory, today's packages are asked for, and nothing is changed.
+    With --packages, the status is also 1 if a version's packages have newer versions in the image's repositories: the
+    command reads its build's lock from the output directory, resolves today's packages, and changes nothing.
 
     Example:
 
@@ -404,7 +404,7 @@ def _target(image: str, inventory: list[Path] | None, vault: Any) -> Target:
     definition = read_inventory(inventory, vault).define(image)
     if definition.gallery is None:
         raise DefinitionError(
-            [Problem("", "image_gallery", "is missing: it says where to publish to")],
+            [Problem("", "image_gallery", "is missing: it says where to publish")],
             hint="docs/how-to/publish.md has an example",
         )
     return Target(definition.gallery)
@@ -446,7 +446,7 @@ def _text(plan: Plan) -> str:
         else:
             rows.append((step.step, "1", "", f"{step.method} {step.path}"))
     estimate = plan.estimate()
-    lines = [f"uploading takes {human_seconds(estimate['seconds'])} or more, by the speed of such a disk"]
+    lines = [f"the upload takes at least {human_seconds(estimate['seconds'])}: such a disk isn't faster"]
     if "month" in estimate:
         lines.append(
             f"replicas cost {estimate['month']:.2f} a month, copying them {estimate['once']:.2f} once"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from image_builder.bake.store import Store
 
 app = typer.Typer(
-    help="Look after the store.\n\nExample:\n\n\b\n  image-builder store gc --keep 2",
+    help="Maintain the store.\n\nExample:\n\n\b\n  image-builder store gc --keep 2",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -102,7 +102,7 @@ def export(
         typer.Argument(metavar="IMAGE...", help="images that were built", autocompletion=complete_images),
     ],
     directory: Annotated[
-        Path, typer.Option("--to", metavar="DIR", help="an export to bring up to date, or a new directory")
+        Path, typer.Option("--to", metavar="DIR", help="an existing export to update, or a new directory")
     ],
     everything: Annotated[
         bool, typer.Option("--all", help="all stages and downloads of the builds, compilers included")
@@ -113,8 +113,8 @@ def export(
 ) -> int:
     """Export what the images' next builds need, as files that any user can copy.
 
-    That is: nothing to do where nothing has changed, and the last layer where that has. DIR is brought up to date: what
-    is there already is not written again, what is not needed any more is removed.
+    Enough to rebuild unchanged images instantly, and a changed last layer. DIR is brought up to date: existing files
+    aren't written again, and files no longer needed are removed.
 
     Example:
 
@@ -141,14 +141,14 @@ def export(
 
 @register(app, name="import", isolated=True)
 def import_(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="what `store export` wrote")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a directory that `store export` wrote")],
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
     """Bring the stages, downloads and locks of an export into the store.
 
-    Every file is compared with its digest first. What the store has already stays as it is. Import only what comes from
-    someone who may change your images.
+    Every file is compared with its digest first. Files that the store already has stay unchanged. Import only from
+    sources you trust with your images.
 
     Example:
 
@@ -168,7 +168,7 @@ def _show(transfer: Transfer, place: str, action: str, *, as_json: bool) -> int:
     """Print what was copied between a store and an export."""
     text = (
         f"{place}{len(transfer.stages)} stages and {len(transfer.downloads)} downloads {action}, "
-        f"{human_bytes(transfer.bytes)}; {transfer.present} stages there already"
+        f"{human_bytes(transfer.bytes)}; {transfer.present} stages already there"
     )
     show(dataclasses.asdict(transfer), text, as_json=as_json)
     return 0

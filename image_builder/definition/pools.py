@@ -106,8 +106,8 @@ def _join_problems(definition: ImageDefinition, source: Source) -> list[Problem]
     if not groups or is_closed(resolved_variables(definition).get(BLOCKED)):
         return []
     reason = (
-        f"by the token broker no node of `{definition.name}` may join: its {BLOCKED} leave "
-        f"{METADATA_SERVICE} port 80 open, where a pod can have the proof that it is this machine"
+        f"no node of `{definition.name}` may join with the token broker: its {BLOCKED} leave "
+        f"{METADATA_SERVICE} port 80 open, where a pod can get the proof that it is this machine"
     )
     return [
         Problem(str(engine.place_in(group, [CREDENTIALS]) or ""), CREDENTIALS, reason) for group in groups

@@ -99,7 +99,7 @@ def closely_named(definition: ImageDefinition, variables: HostVariables) -> list
     problems = []
     for name in variables.tagged.keys() - read - set(known_names):
         if close := difflib.get_close_matches(name, known_names, n=1, cutoff=_NEARLY):
-            reason = f"nothing reads it, did you mean `{close[0]}`?"
+            reason = f"nothing reads it; did you mean `{close[0]}`?"
             problems.append(Problem(variables.where([name]), name, reason))
     return problems
 

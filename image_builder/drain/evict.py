@@ -49,9 +49,9 @@ def _reply(error: KubeError) -> Reply:
         message = error.causes.get(_BUDGET) or _shortened(error)
         return Reply(Answer.LATER, message, error.retry_after or RETRY_SECONDS)
     if error.status == _FORBIDDEN and _NAMESPACE_ENDS in error.causes:
-        return Reply(Answer.LATER, "its namespace is being deleted, and it with that")
+        return Reply(Answer.LATER, "it is being deleted with its namespace")
     if error.status == _ERROR and _TWO_BUDGETS in error.message:
-        return Reply(Answer.REFUSED, "several PodDisruptionBudgets are for it, so that it can't be evicted")
+        return Reply(Answer.REFUSED, "several PodDisruptionBudgets match it, so it can't be evicted")
     if error.status == _ERROR or (error.status == _FORBIDDEN and _NO_RIGHT not in error.message):
         # A webhook that refuses it or fails: this pod's trouble, and no other one's.
         return Reply(Answer.LATER, _shortened(error))

@@ -10,7 +10,7 @@ from image_builder.drain.gangs import units
 from image_builder.drain.pods import Class, Pod, Verdict
 from image_builder.drain.policy import Policy
 
-PATIENCE = "still busy at the end of its patience"
+PATIENCE = "still busy at the timeout"
 
 Verb = Literal["fence", "ask", "evict", "empty", "skip"]
 

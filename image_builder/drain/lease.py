@@ -219,7 +219,7 @@ class Leases:
                 raise PoolError(
                     f"the scale set {scale_set} is held by {election.record[0] or 'another'} (Lease {NAMESPACE}/"
                     f"{election.settings.name})",
-                    hint="wait for its end, or for the end of its Lease where it is gone",
+                    hint="wait until it ends, or until its Lease expires if it is dead",
                 )
 
     def take(self, scale_sets: Iterable[str]) -> None:

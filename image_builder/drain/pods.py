@@ -145,7 +145,7 @@ def classify(pod: Pod, policy: Policy, now: float, *, overruled: bool = False) -
         return by_rule
     verdict = _by_marks(pod, now) or _by_shape(pod)
     if overruled and verdict.kind is Class.WAIT:
-        return Verdict(Class.EVICT, f"the deadline is over, though: {verdict.reason}")
+        return Verdict(Class.EVICT, f"the deadline has passed, although: {verdict.reason}")
     return verdict
 
 
@@ -197,10 +197,10 @@ def _by_shape(pod: Pod) -> Verdict:
     if pod.has_devices:
         return Verdict(Class.WAIT, "has GPUs or other devices")
     if pod.owner is None:
-        return Verdict(Class.WAIT, "nobody would make it again")
+        return Verdict(Class.WAIT, "nothing would recreate it")
     if pod.has_empty_dir:
         return Verdict(Class.WAIT, "has data in an emptyDir")
-    return Verdict(Class.EVICT, "its controller makes another")
+    return Verdict(Class.EVICT, "its controller recreates it")
 
 
 def uses_devices(spec: Mapping[str, Any]) -> bool:

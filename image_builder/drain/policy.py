@@ -17,17 +17,19 @@ class Rule(Strict):
     """A rule for pods that match all of ``namespace``, ``owner`` and ``labels``. The first that matches counts."""
 
     action: Literal["ignore", "wait", "evict"] = Field(
-        description="`ignore`: the host counts as empty with it. `wait`: it ends by itself. `evict`: it may be evicted."
+        description="`ignore`: the pod doesn't count. `wait`: wait until it ends by itself. `evict`: it may be evicted."
     )
     namespace: str = Field(default="", description="The pod's namespace; empty: any.")
     owner: str = Field(
         default="", description="The kind of its controller, such as `StatefulSet`; empty: any."
     )
-    labels: Mapping[str, str] = Field(default_factory=dict, description="Labels that it has, all of them.")
+    labels: Mapping[str, str] = Field(
+        default_factory=dict, description="Labels that it must have, all of them."
+    )
     gpus: bool = Field(
         default=False,
-        description="The rule counts for pods with GPUs, RDMA devices or resource claims too. Without it, no rule but"
-        " one that waits does.",
+        description="The rule also applies to pods with GPUs, RDMA devices or resource claims. Without it, only rules"
+        " that wait apply to those.",
     )
 
 
@@ -38,40 +40,40 @@ class Policy(Strict):
 
     mode: Mode = Field(
         default="fence",
-        description="`idle-only`: take hosts that are idle, never cordon a busy one. `fence`: cordon, and wait for the"
-        " end of what runs. `ask`: ask the owners to save their work and end. `evict`: evict the pods that may be.",
+        description="`idle-only`: take idle hosts, never cordon a busy one. `fence`: cordon, and wait until running"
+        " work ends. `ask`: ask the owners to save their work and end. `evict`: evict the pods that may be evicted.",
     )
     max_wait_seconds: Seconds = Field(
         default=3600.0,
-        description="Patience: a host that is still busy so long after its cordon is uncordoned and skipped.",
+        description="Timeout: a host still busy this long after its cordon is uncordoned and skipped.",
     )
     checkpoint_seconds: Seconds = Field(
         default=0.0,
-        description="In mode `evict`, pods are asked first and evicted so long after the cordon; 0: evicted at once.",
+        description="In mode `evict`, pods are asked first and evicted this long after the cordon; 0: evicted at once.",
     )
     settle_seconds: Seconds = Field(
         default=30.0,
-        description="How long a host must have been cordoned, and without pods, before it counts as empty: the"
-        " scheduler may have been about to bind one. In `idle-only`, how long it must be idle before its cordon too.",
+        description="How long a host must be cordoned and without pods before it counts as empty, since the scheduler"
+        " may have been about to bind one. In `idle-only`, also how long it must be idle before its cordon.",
     )
     poll_seconds: Annotated[float, Field(gt=0)] = Field(
-        default=5.0, description="Between two looks at the hosts; longer for many."
+        default=5.0, description="Polling interval; longer for large fleets."
     )
     looks_per_second: Annotated[float, Field(gt=0)] = Field(
-        default=10.0, description="Most hosts looked at per second, on average; two requests each."
+        default=10.0, description="Maximum hosts checked per second, on average; two requests each."
     )
     max_fenced: int | None = Field(
-        default=None, ge=1, description="Most hosts that are cordoned and still busy at once."
+        default=None, ge=1, description="Maximum hosts that are cordoned and still busy at once."
     )
     whole_gangs: bool = Field(
         default=False,
-        description="Where a gang runs on other hosts too, drain those as well. Otherwise its hosts are skipped.",
+        description="If a gang also runs on other hosts, drain those as well. Otherwise its hosts are skipped.",
     )
     take_cordoned: bool = Field(
         default=False,
-        description="Drain hosts that somebody else has cordoned. Their cordon is still there in the end.",
+        description="Drain hosts that somebody else has cordoned. Their cordon stays afterwards.",
     )
     insist: bool = Field(
-        default=False, description="Cordon a host again that somebody else uncordons meanwhile."
+        default=False, description="Cordon a host again if somebody else uncordons it meanwhile."
     )
-    rules: tuple[Rule, ...] = Field(default=(), description="Rules for pods, before all other ones.")
+    rules: tuple[Rule, ...] = Field(default=(), description="Rules for pods, checked before all others.")

@@ -26,7 +26,7 @@ ASKING: tuple[Remedy, ...] = ("reboot", "reimage", "hand-over")
 WANTED = {
     "reboot": "reboot it",
     "reimage": "reimage it",
-    "hand-over": "give its machine back to the platform",
+    "hand-over": "return its machine to the platform",
 }
 # ``out``: it takes no more work. ``empty``: and has none. ``asked``: its remedy was asked for. ``sent``: a request for
 # it is about to be sent to Azure, or was.
@@ -61,7 +61,7 @@ class Record:
     def words(self) -> str:
         """Return for people why the node is out, and how far its remedy is."""
         state = {
-            "out": "to be emptied" if self.is_drained else "takes no new work",
+            "out": "to be drained" if self.is_drained else "takes no new work",
             "empty": "empty",
             "sent": f"{self.remedy} sent at {stamp(self.sent_at)}",
         }

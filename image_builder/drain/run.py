@@ -135,7 +135,7 @@ class Drain:
 
     def drop(self, name: str) -> None:
         """Let go of a host as it is."""
-        self.outcomes[name] = Outcome(name, "skipped", "nobody waits for it any more")
+        self.outcomes[name] = Outcome(name, "skipped", "it is no longer needed")
 
     @property
     def hosts(self) -> list[str]:
@@ -190,7 +190,7 @@ class Drain:
                 return Host(name, visit.began, obstacle="there is no such node")
             waited = now - (visit.began if visit.fenced is None else visit.fenced)
             is_over = waited >= self._policy.max_wait_seconds
-            return Host(name, visit.began, obstacle="its Node object is gone") if is_over else None
+            return Host(name, visit.began, obstacle="its Node object was deleted") if is_over else None
         obstacle = self._settle_cordon(name, visit, document)
         visit.node, visit.node_uid = document, document["metadata"]["uid"]
         tenants = tuple(self._with_attempt(name, t) for t in self._looker.tenants(name, self._wall()))
@@ -217,7 +217,7 @@ class Drain:
             visit.fenced = self._clock() - max(0.0, self._wall() - record.since)
             if self._overruled is not None:
                 visit.fenced = max(visit.fenced, visit.began)
-            self._tell(f"{name}: its drain goes on")
+            self._tell(f"{name}: its drain continues")
         visit.record = record or visit.record
         if record and is_cordoned:
             return ""
@@ -311,7 +311,7 @@ class Drain:
             visit.record, visit.fenced = record, began
             visit.due = self._settled(visit)
             self._tell(f"{name}: cordoned")
-            self._post(name, "NodeCordoned", f"cordoned, to be emptied ({self._run})")
+            self._post(name, "NodeCordoned", f"cordoned, to be drained ({self._run})")
 
     def _ask(self, host: Host, tenants: Iterable[Tenant]) -> None:
         assert host.fenced is not None

@@ -57,7 +57,7 @@ def _age(version: Version | None, behind: Behind, use: Use, now: datetime, longe
     if version is None:
         problem = "the gallery has no such version"
     elif not version.published:
-        problem = "nobody knows when it was published"
+        problem = "its publication date is unknown"
     else:
         days = (now - datetime.fromisoformat(version.published)).days
         if version.withdrawn:

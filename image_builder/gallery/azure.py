@@ -54,7 +54,7 @@ class Service(ResourceManager):
             if is_done():
                 return {}
         raise PublishError(
-            f"{call.method} {call.path}: {problem}, {_TRIES} times", hint="the same command again goes on"
+            f"{call.method} {call.path}: {problem}, {_TRIES} times", hint="rerun the same command to resume"
         )
 
     def _operation(self, call: Call, answer: Any) -> Json:

@@ -75,9 +75,9 @@ _FORMAT: journal.Format[Record] = journal.Format(
     TypeAdapter(Record),
     # The rest is found out again by asking the service.
     lambda record: isinstance(record, Opened | Intent | Finished),
-    full="make room there, then the same command again: it goes on",
-    damaged="move it away: what is uploaded and published is recognised by its digest",
-    busy="one process publishes a build: wait for it or end it, then give the same command again",
+    full="free some space there, then rerun the same command to resume",
+    damaged="move it away: what is uploaded and published is recognized by its digest",
+    busy="one process publishes a build: wait for it or end it, then rerun the same command",
 )
 
 

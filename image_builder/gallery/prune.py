@@ -51,11 +51,11 @@ def _disk_reasons(disk: UploadDisk, versions: Sequence[Version], now: datetime) 
     if disk.state not in _LEFT_OVER:
         reasons.append(f"it is {disk.state}")
     if disk.owner:
-        reasons.append(f"{disk.owner.rsplit('/', 1)[1]} has it")
+        reasons.append(f"{disk.owner.rsplit('/', 1)[1]} uses it")
     if now - disk.created < _LONGEST_UPLOAD:
-        reasons.append("it is younger than a day: an upload may go on")
+        reasons.append("it is less than a day old: an upload may be in progress")
     reasons += [
-        f"{version.name} is made of it and isn't in every region yet"
+        f"{version.name} was made from it and isn't in every region yet"
         for version in versions
         if version.sha256 == disk.sha256 and not version.is_everywhere
     ]
@@ -78,10 +78,10 @@ def _reasons(version: Version, *, is_newest: bool, uses: Sequence[Use], now: dat
         owner = use.owner.rsplit("/", 1)[1]
         if use.version == version.name:
             reasons.append(
-                f"{owner} has it as its model"
+                f"{owner}'s model names it"
                 if use.kind == "model"
                 else f"{use.machines} machines of {owner} run it"
             )
         elif use.version == LATEST and version.in_latest:
-            reasons.append(f"{owner} takes whatever is latest")
+            reasons.append(f"{owner} follows `latest`")
     return reasons

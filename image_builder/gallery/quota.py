@@ -50,7 +50,7 @@ def exceeded(usages: Sequence[Mapping[str, Any]], needs: Mapping[str, int]) -> l
         try:
             current, limit = int(usage["currentValue"]), int(usage["limit"])
         except (KeyError, TypeError, ValueError) as error:
-            raise FetchError(f"the counter {name} makes no sense: {usage}") from error
+            raise FetchError(f"the counter {name} is invalid: {usage}") from error
         if current + added > limit:
             label = usage["name"].get("localizedValue") or name
             lines.append(f"no quota for {label}: {current} of {limit} are used, {added} more needed")

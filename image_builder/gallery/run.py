@@ -69,8 +69,8 @@ def _opened(records: Sequence[Record], artefact: Artefact) -> Opened | None:
     opened = next((record for record in reversed(records) if isinstance(record, Opened)), None)
     if opened and opened.sha256 != artefact.sha256:
         raise PublishError(
-            f"the journal is of a VHD with SHA-256 {opened.sha256}, this build's is another one",
-            hint="the build was made again: image-builder publish run --restart",
+            f"the journal belongs to another VHD (SHA-256 {opened.sha256})",
+            hint="the image was rebuilt: image-builder publish run --restart",
         )
     return opened
 
@@ -151,7 +151,7 @@ class Run:
         ):
             if state == _FAILED:
                 raise PublishError(
-                    f"{call.path}: provisioning failed", hint="delete it, then the same command again"
+                    f"{call.path}: provisioning failed", hint="delete it, then rerun the same command"
                 )
             if call.step == "version":
                 return  # it is Creating for as long as it is replicated
@@ -166,7 +166,7 @@ class Run:
         while (resource := self.service.get(call.path, call.api)) is None:
             if time.monotonic() > deadline:
                 raise PublishError(
-                    f"{call.path} was made and is not there", hint="the same command again goes on"
+                    f"{call.path} was created but can't be found", hint="rerun the same command to resume"
                 )
             self.service.wait(attempt=0)
         return resource
@@ -221,8 +221,8 @@ class Run:
         footer = self._footer.ranges
         if pages.lacking(data.ranges, present) or pages.beyond(present, [*data.ranges, *footer]):
             raise PublishError(
-                "the disk's ranges are not the image's: its footer is not written, so it can't become a version",
-                hint="the same command again sends what is lacking",
+                "the disk's ranges differ from the image's: its footer wasn't written, so it can't become a version",
+                hint="rerun the same command to send the missing ranges",
             )
 
     def _grant(self, call: Call) -> str:
@@ -276,7 +276,7 @@ class Run:
             version = self._version()
             if version is None and time.monotonic() > deadline:
                 raise PublishError(
-                    "the version was made and is not there", hint="the same command again goes on"
+                    "the version was created but can't be found", hint="rerun the same command to resume"
                 )
             current = {_short(region["region"]): region for region in _summary(version)}
             for name, region in current.items():
@@ -298,7 +298,7 @@ class Run:
                 details = "; ".join(f"{name}: {current[name].get('details', '')}" for name in failed)
                 raise PublishError(
                     f"replication failed in {', '.join(failed)}: {details}",
-                    hint="the others are usable"
+                    hint="the other regions are usable"
                     if len(failed) < len(names)
                     else "image-builder publish run --replace-failed",
                 )

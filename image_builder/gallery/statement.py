@@ -78,7 +78,7 @@ def sign(content: Mapping[str, Any], key: str, public_key: Path | None = None) -
         envelope.verify([signer.public_key], 1)
     except Exception as error:  # whatever a KMS, an HSM and their libraries have
         raise PublishError(
-            f"{key} doesn't sign: {_shown(error)}",
+            f"can't sign with {key}: {_shown(error)}",
             hint=""
             if is_file
             else f"is {public_key} its public key, {_PIN} its PIN, and may you sign with it?",
@@ -110,7 +110,7 @@ def _uri_signer(signers: Any, key: str, scheme: str, public_key: Path | None) ->
         return signers.Signer.from_priv_key_uri(key, trusted, lambda _: os.environ[_PIN])
     except UnsupportedLibraryError as error:
         hint = f"pip install 'securesystemslib[{scheme}]'"
-        raise HostError(f"{scheme}: keys need a library more: {error}", hint=hint) from error
+        raise HostError(f"{scheme}: keys need an extra library: {error}", hint=hint) from error
     except Exception as error:  # whatever a KMS, an HSM and their libraries have
         raise UsageError(
             f"{key} is no key to sign with: {_shown(error)}"

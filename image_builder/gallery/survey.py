@@ -118,7 +118,7 @@ def _refuse(problems: Sequence[str]) -> None:
     if problems:
         raise PublishError(
             "\n".join(["nothing was changed:", *(f"  {problem}" for problem in problems)]),
-            hint="docs/how-to/publish.md has what must be there before",
+            hint="prerequisites: docs/how-to/publish.md",
         )
 
 

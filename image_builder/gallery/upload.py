@@ -121,7 +121,7 @@ class Upload:
             except AzureError as error:
                 problem = readable(error)
                 self._slow_down(None, attempt)
-        raise PublishError(f"{name}: {problem}, {_TRIES} times", hint="the same command again goes on")
+        raise PublishError(f"{name}: {problem}, {_TRIES} times", hint="rerun the same command to resume")
 
     def _connected(self) -> Any:
         with self._lock:

@@ -193,7 +193,7 @@ def plugged(drive: Drive, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _drive(drive: Drive, index: int) -> list[str]:
     if drive.bus != "scsi" and (drive.model or drive.vendor):
-        raise ValueError(f"a {drive.bus} disk has no model or vendor of our choice; use scsi")
+        raise ValueError(f"a {drive.bus} disk can't have a custom model or vendor; use scsi")
     # NVMe requires a serial, 20 characters at most; virtio takes 20 as well.
     serial = _escaped(drive.serial or node_name(index))
     if len(drive.serial) > 20:

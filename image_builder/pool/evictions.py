@@ -23,8 +23,8 @@ def require_confirmation(plan: Plan, confirmed: str) -> None:
     """Raise UsageError where a roll evicts jobs and ``confirmed`` doesn't name it, or names one that doesn't."""
     if plan.deadline and confirmed != plan.run:
         raise UsageError(
-            f"after {plan.deadline} this roll evicts jobs whose owners didn't allow it, and nothing was begun",
-            hint=f"if that is meant: --evict {plan.run}",
+            f"after {plan.deadline} this roll evicts jobs whose owners didn't allow it; nothing was started",
+            hint=f"to confirm: --evict {plan.run}",
         )
     if confirmed and not plan.deadline:
         raise UsageError(

@@ -42,7 +42,7 @@ OPEN: tuple[State, ...] = ("skipped", "refused", "failed", "unknown")
 _VERBS: Mapping[str, Verb] = {"reboot": "restart", "reimage": "reimage"}
 _EVENTS = {"reboot": "RebootSent", "reimage": "ReimageSent"}
 BACK = "it has booted, and waits for its preflight"
-_CHANGED = "its mark has changed meanwhile"
+_CHANGED = "its mark changed meanwhile"
 _STRANGE = "the inventory doesn't have its instance: image-builder pool snapshot"
 
 
@@ -81,7 +81,7 @@ class Case:
     @property
     def advice(self) -> str:
         """Return how a person has a request sent again."""
-        return f"look at it; to send it again: --again {self.node}"
+        return f"check the node; to send it again: --again {self.node}"
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,12 @@ class Repairs:
             return Outcome(case, "skipped", error.message)
         except (FetchError, NodeError) as error:
             if self.over.is_set():
-                return Outcome(case, "sent" if was_sent else "asked", "interrupted: the next run goes on")
+                return Outcome(case, "sent" if was_sent else "asked", "interrupted: the next run resumes")
             return Outcome(case, "unknown" if was_sent else "skipped", error.message)
 
     def _pause(self, seconds: float) -> None:
         if self.over.wait(seconds):
-            raise FetchError("interrupted", hint="the same command again goes on")
+            raise FetchError("interrupted", hint="rerun the same command to resume")
 
     def _drive(self, case: Case) -> Drive:
         """Return the drive of a node's scale set, which is held from then on; raises PoolError where another does."""
@@ -197,7 +197,7 @@ class Repairs:
         scale_set = self.azure.scale_set(path)
         self.azure.require_free(scale_set, self._holder)
         if scale_set.is_flexible:
-            raise PoolError(f"{path} is of mode Flexible, whose instances have other requests")
+            raise PoolError(f"{path} is in mode Flexible, whose instances need other requests")
         # The Lease keeps rolls away: nothing is written to the scale set, not even a roll's tag.
         journal, for_ever = NoJournal(), float("inf")
         return Drive(self.azure, path, self._holder, journal, self.patience, self._pause, held_until=for_ever)
@@ -247,7 +247,7 @@ class Repairs:
 
         instance = drive.instance(host.instance)
         if instance is None or instance.vm_id != host.vm_id.lower():
-            return Outcome(case, "skipped", f"its instance is gone, or is another machine; {_STRANGE}")
+            return Outcome(case, "skipped", f"its instance was deleted, or is another machine; {_STRANGE}")
         if not instance.is_at_rest:
             return Outcome(case, "skipped", f"its instance is {instance.state}")
         member = Member(instance, Version(instance.image), Node(record.sent_boot, ""), busy)
@@ -260,7 +260,7 @@ class Repairs:
             settled = history[-1].settled
             return Outcome(case, "refused", settled.detail if settled else "")
         return Outcome(
-            case, "skipped", "the last look took too long, or the instance changed: the next run goes on"
+            case, "skipped", "the last check took too long, or the instance changed: the next run retries"
         )
 
     def _post(self, kube: Kube, document: Mapping[str, Any], record: Record) -> None:
@@ -289,9 +289,7 @@ class Repairs:
         if settled.outcome in ("failed", "gone"):
             return Outcome(case, "failed", f"{settled.detail or settled.outcome}: {case.advice}")
         if settled.outcome != "done":
-            trace = (
-                "Azure and the node show nothing of it" if settled.outcome == "not accepted" else "not known"
-            )
+            trace = "neither Azure nor the node shows it" if settled.outcome == "not accepted" else "unknown"
             return Outcome(case, "unknown", f"{trace}: {case.advice}")
         until = self.azure.now() + self.patience.boot
         while (reading := node()) is None or reading.boot_id == before:

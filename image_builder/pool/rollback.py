@@ -38,7 +38,7 @@ def plan_rollback(
     """
     before = progress.plan
     if before.target is None:
-        raise UsageError("this plan is no roll: nothing got another image")
+        raise UsageError("this plan isn't a roll: no host got another image")
     if before.target.undoes:
         raise UsageError("this plan is a rollback itself", hint="image-builder pool plan --to VERSION")
     target = before.target
@@ -52,7 +52,7 @@ def plan_rollback(
     if held := sorted(path for path, scale_set in sets.items() if claim_of(scale_set)[0] == before.run):
         raise ImageBuilderError(
             f"the driver of this roll was killed, and holds {short_list(held)}",
-            hint=f"image-builder pool abort --run {before.run} --to {target.version} lets go of them",
+            hint=f"image-builder pool abort --run {before.run} --to {target.version} releases them",
         )
     models = [path for path in named_it if sets[path].image.lower() == target.version.lower()]
     goal = read_target(client, hosts, version, more=models)
@@ -84,7 +84,7 @@ def _present(
             sets[path] = {instance.id: instance.vm_id for instance in running}
         host = inventory.get(status.host.name)
         if host is None or host.vm_id != status.host.vm_id:
-            omitted[status.host.name] = "the inventory doesn't have this machine any more"
+            omitted[status.host.name] = "the inventory no longer has this machine"
         elif sets[path].get(host.instance) == host.vm_id.lower() or _failed(status):
             hosts.append(host)
         else:
@@ -100,7 +100,7 @@ def _failed(status: HostStatus) -> bool:
 def _way_back(target: Target, hosts: list[Host], to: str) -> tuple[str, list[str]]:
     """Return the version that scale sets named before a roll, and those that did."""
     if not hosts:
-        raise UsageError("no host is to go back", hint="image-builder pool status PLAN")
+        raise UsageError("no host needs a rollback", hint="image-builder pool status PLAN")
     sets = {host.scale_set_id for host in hosts}
     if unknown := sorted(path for path in sets if target.before.get(path) in (None, target.version)):
         reason = f"didn't name another version than {target.version} before: what its hosts ran isn't known"
@@ -110,9 +110,7 @@ def _way_back(target: Target, hosts: list[Host], to: str) -> tuple[str, list[str
     versions = sorted({target.before[path] for path in sets if not to or target.before[path] == to})
     if len(versions) != 1:
         had = ", ".join(sorted({target.before[path] for path in sets}))
-        raise UsageError(
-            f"the scale sets named {had} before", hint="one plan goes to one of them: --to VERSION"
-        )
+        raise UsageError(f"the scale sets named {had} before", hint="choose one for this plan: --to VERSION")
     return versions[0], [path for path, version in target.before.items() if version == versions[0]]
 
 

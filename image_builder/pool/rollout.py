@@ -180,7 +180,7 @@ def _check_roll(faults: Faults, options: Options, plan: Plan) -> None:
     if options.kubeconfig is None:
         faults.add("--kubeconfig", "is needed: hosts are drained before they get another image")
     if not isinstance(options.access.host_keys, CertificateAuthority):
-        faults.add("--host-ca", "is needed: a host has another key after it got another image")
+        faults.add("--host-ca", "is needed: a host has another key after its reimage")
     if plan.target:
         faults.collect("--to", partial(_check_target, faults, options, plan, plan.target))
 
@@ -189,9 +189,7 @@ def _check_target(faults: Faults, options: Options, plan: Plan, target: Target) 
     """Look once more at the version, and at the proof of it; raises FetchError, HostError."""
     is_proven = not (target.undoes or target.unproven)
     if is_proven and options.public_key is None:
-        faults.add(
-            "--public-key", "is needed: who signed the statement about the version is checked once more"
-        )
+        faults.add("--public-key", "is needed: the version's signed statement is verified again")
     with azure(plan.hosts, options.azure) as client:
         for reason in changes(client, target, options.public_key if is_proven else None):
             faults.add("plan", reason)
@@ -237,10 +235,10 @@ def _check_journal(options: Options, plan: Plan) -> None:
         raise ImageBuilderError(f"another process writes {path}")
     if records and not options.is_resumed:
         raise UsageError(
-            f"the run of this plan has begun: {path} is its journal; continue it with `pool resume`"
+            f"the run of this plan has started: {path} is its journal; continue it with `pool resume`"
         )
     if not records and options.is_resumed:
-        raise UsageError(f"no run of this plan has begun: {path} has no record; start one with `pool run`")
+        raise UsageError(f"no run of this plan has started: {path} has no record; start one with `pool run`")
 
 
 def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> list[str]:
@@ -400,7 +398,7 @@ def drive(
         require_confirmation(rollout.plan, options.evict)
         journal = stack.enter_context(open_journal(journal_of(options.plan)))
         if journal.records and not options.is_resumed:
-            raise UsageError("another process has just begun this plan's run")
+            raise UsageError("another process has just started this plan's run")
         records = list(journal.records)
 
         def write(record: Record) -> None:
@@ -466,7 +464,7 @@ def azure(
     subscriptions = {host.scale_set_id.split("/")[2].lower() for host in hosts if host.scale_set_id}
     if len(subscriptions) != 1:
         names = ", ".join(sorted(subscriptions)) or "none"
-        reason = f"the scale sets of one command must be of one subscription, got {names}"
+        reason = f"the scale sets of one command must be in one subscription, got {names}"
         raise DefinitionError([Problem("", "pool_scale_set_id", reason)], hint="nothing was changed")
     with ResourceManager(subscriptions.pop(), endpoint=endpoint) as manager:
         manager.rights = rights

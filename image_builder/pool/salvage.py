@@ -122,7 +122,7 @@ def _held(sets: Mapping[str, ScaleSet], run: str, now: float, *, lost: bool) -> 
         if until > now and not lost:
             raise PoolError(
                 f"{path} is claimed by {holder} until {stamp(until)}: its driver may be alive",
-                hint="end that, or wait until then; if its machine is gone: --lost",
+                hint="stop it, or wait until then; if its machine no longer exists: --lost",
             )
         holders[path] = holder
     return holders
@@ -131,10 +131,10 @@ def _held(sets: Mapping[str, ScaleSet], run: str, now: float, *, lost: bool) -> 
 def _reason(host: Host | None, instances: Mapping[str, Mapping[str, Instance]], version: str) -> str:
     """Return why a host with a run's marks can't be freed; nothing where it has its image from before."""
     if host is None:
-        return "the inventory doesn't have it: which image it runs isn't known"
+        return "the inventory doesn't have it: its image is unknown"
     instance = instances.get(host.scale_set_id, {}).get(host.instance)
     if instance is None or instance.vm_id != host.vm_id.lower():
-        return "its instance is gone, or is another machine"
+        return "its instance was deleted, or is another machine"
     if not instance.is_at_rest:
         return f"its instance is {instance.state}"
     if instance.state.lower() == "failed":

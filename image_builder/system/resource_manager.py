@@ -90,7 +90,7 @@ class ResourceManager:
         try:
             answer = self._request("GET", path, query, None, **options)
         except AzureError as error:
-            raise FetchError(f"{path}: {readable(error)}", hint="nothing was changed by asking") from error
+            raise FetchError(f"{path}: {readable(error)}", hint="this request changed nothing") from error
         self._last = answer
         if date := answer.headers.get("Date"):
             self.clock_lag = parsedate_to_datetime(date).timestamp() - time.time()
@@ -101,7 +101,7 @@ class ResourceManager:
             raise FetchError(f"{path}: {reason(answer)}", hint=self._hint(answer.status_code))
         content = answer.json()
         if not isinstance(content, dict):
-            raise FetchError(f"{path}: the answer makes no sense")
+            raise FetchError(f"{path}: the answer is invalid")
         return content
 
     # -- changing --------------------------------------------------------------------------------------------

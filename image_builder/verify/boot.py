@@ -350,7 +350,7 @@ def _prove(
     """
     if settings.checks is None or suite.not_passed or not any(c.only_booted for c in suite.own):
         return
-    monitor.stage_doing("verify", "showing that the checks of your own can fail")
+    monitor.stage_doing("verify", "proving that your own checks can fail")
     records = out_dir / "mutants"
     records.mkdir(exist_ok=True)
     require_red(
@@ -366,7 +366,7 @@ def _prove(
 
 
 def _stay(vm: Vm, ssh: SshTarget, monitor: Monitor) -> None:
-    monitor.note(f"it runs until it powers off or Ctrl-C comes: {' '.join(ssh.address.command)}")
+    monitor.note(f"it runs until it powers off or until Ctrl-C: {' '.join(ssh.address.command)}")
     try:
         while vm.running:
             time.sleep(0.5)

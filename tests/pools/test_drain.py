@@ -311,7 +311,7 @@ def test_a_drain_that_is_killed_goes_on_or_is_undone(fleet: Fleet, hosts: list[s
     fleet.run("free", hosts[1])
     assert fleet.is_clean(hosts[1])
     process = fleet.start("drain", hosts[0])
-    assert fleet.says(f"{hosts[0]}: its drain goes on")
+    assert fleet.says(f"{hosts[0]}: its drain continues")
     fleet.kubelets.finish(space, f"lone-{hosts[0]}")
     assert fleet.ended(process)[hosts[0]]["state"] == "empty"
     assert fence.record_of(fleet.node(hosts[0])) == record

@@ -239,8 +239,8 @@ def test_no_template_comes_from_the_cloud(azure: Cloud, out: Path, place: str) -
     [
         (arm.error(404, "NotFound", "The page is gone."), "The page is gone."),
         (arm.error(403, "AuthorizationFailed", "does not have authorization"), "Reader"),
-        ((200, {}, {"value": "<html>"}), "makes no sense"),
-        ((200, {"Content-Length": "0"}, {}), "makes no sense"),
+        ((200, {}, {"value": "<html>"}), "is invalid"),
+        ((200, {"Content-Length": "0"}, {}), "is invalid"),
     ],
     ids=["a page is gone", "not allowed", "nonsense", "nothing"],
 )

@@ -161,7 +161,7 @@ def test_a_proof_is_checked_again_before_a_run(desk: Desk) -> None:
     facts, others = desk.facts(desk.built.build + "0" * 52), desk.facts("f" * 64)
     status, problems = desk.run("roll.json", facts)
     assert status == errors.DefinitionError.exit_code
-    assert any("is checked once more" in problem for problem in problems)
+    assert any("is verified again" in problem for problem in problems)
     _, problems = desk.run("roll.json", facts, "--public-key", "signer.pub")
     assert not [problem for problem in problems if "version" in problem or "statement" in problem], problems
     _, problems = desk.run("roll.json", others, "--public-key", "stranger.pub")
@@ -231,7 +231,7 @@ def test_the_way_back_of_a_roll(desk: Desk) -> None:
     """It needs no proof: its hosts ran that version before."""
     assert desk.plan("--unproven", "a test")[0] == 0
     status, _, err = desk.pool("rollback", "roll.json", "--out", "back.json")
-    assert status == errors.UsageError.exit_code and "no host is to go back" in err
+    assert status == errors.UsageError.exit_code and "no host needs a rollback" in err
     before = ran(desk)
     status, answer, err = desk.pool("rollback", "roll.json", "--out", "back.json")
     assert status == 0, err

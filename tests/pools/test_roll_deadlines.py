@@ -151,6 +151,6 @@ def test_after_the_deadline_owners_are_overruled_and_nobody_else(
         if item["reason"] == "PodEvicted" and rolled.run in item["message"]
     ]
     assert {item["involvedObject"]["name"] for item in posted} == {gang, partner, lone}
-    assert all("the deadline is over, though" in item["message"] for item in posted)
+    assert all("the deadline has passed, although" in item["message"] for item in posted)
     assert fleet.build(idle) == BUILDS[NEW] and fleet.build(stranded) == BUILDS[OLD]
     fleet.require_invariants(rolled)

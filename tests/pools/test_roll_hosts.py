@@ -146,7 +146,7 @@ def test_without_a_host_ca_nothing_begins(world: RealWorld, tmp_path: Path) -> N
         world.pool.pinned.path,
         status=DefinitionError.exit_code,
     )
-    assert "--host-ca" in err and "another key after it got another image" in err
+    assert "--host-ca" in err and "another key after its reimage" in err
     assert not journal_of(plan).exists()
     nodes = [world.admin.request("GET", path_of_node(name)) for name in ROLLED]
     assert not any(node["spec"].get("unschedulable") for node in nodes)

@@ -50,7 +50,7 @@ def test_where_the_image_does_it_all_nobody_is_told(rollout: Callable[..., Rollo
     report = run.finish()
     signatures = {name: signature(result["outcome"]) for name, result in report["results"].items()}
     assert signatures == {"host-0": "ok", "host-1": "ok", "host-2": "failed bootstrap 5"}, report["results"]
-    assert "its image was to make it a member" in report["results"]["host-2"]["outcome"]["detail"]
+    assert "its image should have made it a member" in report["results"]["host-2"]["outcome"]["detail"]
     assert intents(run.records, "bootstrap") == 0
     assert run.joins() == {0: 1, 1: 1, 2: 0}
     assert run.left() == []
@@ -69,7 +69,7 @@ def test_a_control_plane_that_falls_behind_holds_the_next_wave(
         out, err = child.communicate(timeout=120)
     assert child.returncode == 1, err
     report = json.loads(out)
-    assert report["state"] == "stopped" and "a certificate request pends for" in report["reason"]
+    assert report["state"] == "stopped" and "a certificate request has been pending for" in report["reason"]
     (canary,) = (n for n, times in run.joins().items() if times)
     assert signature(report["results"][f"host-{canary}"]["outcome"]) == "ok"
     assert intents(run.records, "probe") == 1

@@ -34,7 +34,7 @@ _TROUBLE_SECONDS, _REFUSAL_SECONDS = 60.0, 120.0
 
 Hosts = Annotated[list[str], typer.Argument(metavar="HOST…", help="names of nodes")]
 Run = Annotated[
-    str, typer.Option("--run", metavar="ID", help="whose cordons: this command's, or those of a rollout")
+    str, typer.Option("--run", metavar="ID", help="act on the cordons of this run, such as a rollout")
 ]
 PolicyFile = Annotated[
     Path | None,
@@ -55,7 +55,9 @@ def drain(
     wait: Annotated[
         float | None,
         typer.Option(
-            min=0, metavar="SECONDS", help="skip who is still busy then  [default: the policy's, or 3600]"
+            min=0,
+            metavar="SECONDS",
+            help="skip hosts still busy after this  [default: the policy's, or 3600]",
         ),
     ] = None,
     whole_gangs: Annotated[
@@ -65,17 +67,17 @@ def drain(
         bool, typer.Option("--take-cordoned", help="drain hosts that somebody else has cordoned")
     ] = False,
     insist: Annotated[
-        bool, typer.Option("--insist", help="cordon a host again that somebody uncordons meanwhile")
+        bool, typer.Option("--insist", help="cordon a host again if somebody uncordons it meanwhile")
     ] = False,
     run: Run = _RUN,
     kubeconfig: Kubeconfig = None,
     as_json: AsJson = False,
 ) -> int:
-    """Empty hosts: cordon them, wait for their jobs, and evict what may be evicted if the policy says so.
+    """Drain hosts: cordon them, wait for their jobs, and evict what may be evicted if the policy says so.
 
-    A pod with GPUs is waited for, never evicted without its owner's consent; gangs are drained whole. A host that is
-    still busy when its patience is over is uncordoned and skipped, and the status is 16. An interrupted drain
-    takes back its cordons of hosts that aren't empty yet; the same command goes on where a killed one stopped.
+    Pods with GPUs are waited for, and never evicted without their owner's consent; gangs are drained as a unit. Hosts
+    still busy at the timeout are uncordoned and skipped, and the exit status is 16. An interrupted drain uncordons the
+    hosts that aren't empty yet; rerun the same command to resume a killed one.
 
     Example:
 
@@ -184,7 +186,7 @@ def _show(run: str, outcomes: list[Outcome], *, as_json: bool) -> None:
 
 @register(app)
 def free(hosts: Hosts, run: Run = _RUN, kubeconfig: Kubeconfig = None, as_json: AsJson = False) -> int:
-    """Take our cordons away: hosts are as they were before they were drained. Others' cordons stay.
+    """Remove our cordons, and restore hosts to their state before the drain. Leaves others' cordons alone.
 
     Example:
 
@@ -204,7 +206,7 @@ def free(hosts: Hosts, run: Run = _RUN, kubeconfig: Kubeconfig = None, as_json: 
 def why(
     hosts: Hosts, policy: PolicyFile = None, kubeconfig: Kubeconfig = None, as_json: AsJson = False
 ) -> int:
-    """Show what hosts are waiting for: pods, their owners, budgets, and the end of their jobs. Changes nothing.
+    """Show what hosts are waiting for: pods, their owners, budgets, and when their jobs end. Changes nothing.
 
     Example:
 

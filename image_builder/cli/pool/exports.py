@@ -45,7 +45,7 @@ def render(
     vault: VaultIds = None,
     as_json: AsJson = False,
 ) -> int:
-    """Write the node configuration of each host, to be its user data. Secrets are refused.
+    """Write each host's node configuration, to be its user data. Refuses secrets.
 
     Example:
 
@@ -83,7 +83,7 @@ def template(
     vault: VaultIds = None,
     as_json: AsJson = False,
 ) -> int:
-    """Write a pool's scale sets as a template of Azure Resource Manager. Azure is not asked.
+    """Write a pool's scale sets as a template of Azure Resource Manager. Doesn't contact Azure.
 
     Example:
 
@@ -133,8 +133,8 @@ def slice_(
 ) -> int:
     """Write the slices of a wave for ansible-runner, for any engine to run. They contain no key.
 
-    Failures are not counted and waves not gated then: `pool run` of the same plan does that afterwards, and does not
-    tell hosts to join that have joined.
+    This counts no failures and gates no waves: `pool run` of the same plan does that afterwards, and skips the join on
+    hosts that have joined.
 
     Example:
 
@@ -196,9 +196,9 @@ def snapshot(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Write the hosts of scale sets as a static inventory: all of them, or the file stays as it was.
+    """Write the hosts of scale sets as a static inventory. All or nothing: on any error the file is left unchanged.
 
-    Signs in as Azure's own tools do: by environment variables, a managed identity, or `az login`.
+    Signs in as Azure's own tools do: with environment variables, a managed identity, or `az login`.
 
     Example:
 

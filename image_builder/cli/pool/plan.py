@@ -38,7 +38,7 @@ USER_HELP = "log in to the hosts as NAME  [default: ansible_user, else root]"
 PublicKey = Annotated[
     Path | None,
     typer.Option(
-        "--public-key", metavar="FILE", help="of a roll: the key (PEM) that signed the version's statement"
+        "--public-key", metavar="FILE", help="roll only: the key (PEM) that signed the version's statement"
     ),
 ]
 Statement = Annotated[
@@ -51,12 +51,14 @@ Statement = Annotated[
 ]
 Unproven = Annotated[
     str,
-    typer.Option("--unproven", metavar="REASON", help="roll without a statement; the report has the reason"),
+    typer.Option(
+        "--unproven", metavar="REASON", help="roll without a statement; the report shows the reason"
+    ),
 ]
 ToVersion = Annotated[
     str | None,
     typer.Option(
-        "--to", metavar="VERSION", help="roll running hosts to this version of a gallery's image, an id"
+        "--to", metavar="VERSION", help="roll running hosts to this gallery image version, by its id"
     ),
 ]
 Deadline = Annotated[
@@ -64,7 +66,7 @@ Deadline = Annotated[
     typer.Option(
         "--deadline",
         metavar="TIME",
-        help="of a roll: evict jobs after this time, though their owners didn't allow it",
+        help="roll only: evict jobs after this time even if their owners didn't allow it",
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="the file that `pool plan` wrote")]
@@ -102,14 +104,14 @@ def plan(
     calls: Annotated[
         bool,
         typer.Option(
-            "--calls", help="of a roll: show each request that its run sends to Azure and the cluster"
+            "--calls", help="roll only: show each request that the run sends to Azure and the cluster"
         ),
     ] = False,
     endpoint: Endpoint = None,
     vault: VaultIds = None,
     as_json: AsJson = False,
 ) -> int:
-    """Plan which hosts come up in which wave, or get another image, and what stops the run. No host is touched.
+    """Plan which hosts come up, or get another image, in which wave, and what stops the run. Touches no host.
 
     Example:
 
@@ -212,7 +214,7 @@ def _target(
     """Return what hosts are rolled to; raises UsageError, DefinitionError with all that is against it."""
     if to is None:
         if policy.mode == "roll":
-            raise UsageError("a roll needs a version to go to", hint="give it with --to")
+            raise UsageError("a roll needs a target version", hint="give it with --to")
         return None
     if (proof.public_key is None) == (not proof.unproven):
         raise UsageError(
@@ -255,7 +257,7 @@ def keep_begun(out: Path, new_plan: Plan) -> None:
         past(new_plan, read_journal(journal) if journal.exists() else [], str(journal))
     except ImageBuilderError as error:
         raise UsageError(
-            f"{out} is kept: the run of its plan has begun ({error.message})",
+            f"{out} wasn't overwritten: its run has started ({error.message})",
             hint="write the new plan to another file",
         ) from error
 
@@ -282,7 +284,7 @@ def plan_text(out: Path, rollout_plan: Plan) -> str:
     if rollout_plan.deadline:
         total += (
             f"\njobs that still run after {rollout_plan.deadline} are evicted, whatever their owners say: "
-            f"`pool run` lists them, and wants --evict {rollout_plan.run}"
+            f"`pool run` lists them, and requires --evict {rollout_plan.run}"
         )
     unproven = f"\n{target.version} is unproven: {target.unproven}" if target and target.unproven else ""
     return f"{columns(rows)}\n{total}{unproven}\n{out}"
@@ -301,7 +303,7 @@ def status(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show how far a plan's run is; exit status 1 if it was stopped or interrupted.
+    """Show the progress of a run; exit status 1 if it was stopped or interrupted.
 
     Example:
 
@@ -341,7 +343,7 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Report how each host of a plan's run ended, which failures are alike, and the waves in time.
+    """Report how each host of a run ended, which failures are alike, and when each wave ran.
 
     Example:
 

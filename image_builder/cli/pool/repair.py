@@ -33,22 +33,24 @@ def repair(
         typer.Argument(metavar="POOL...", help="groups of the inventory", autocompletion=complete_groups),
     ],
     inventory: Inventory,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what waits, and send nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show pending repairs, and send nothing")
+    ] = False,
     again: Annotated[
         list[str] | None,
         typer.Option(
             "--again",
             metavar="NODE",
-            help="send a request again, whatever became of the last one; repeatable",
+            help="resend this node's request, whatever became of the last one; repeatable",
         ),
     ] = None,
     at_once: Annotated[
-        int, typer.Option("--at-once", min=1, max=32, metavar="N", help="most nodes in work")
+        int, typer.Option("--at-once", min=1, max=32, metavar="N", help="maximum concurrent repairs")
     ] = 4,
     policy: Annotated[
         Path | None,
         typer.Option(
-            "--policy", metavar="FILE", help="a policy of drains: its rules say which pods don't count"
+            "--policy", metavar="FILE", help="a drain policy, whose rules say which pods don't count"
         ),
     ] = None,
     kubeconfig: Kubeconfig = None,
@@ -56,10 +58,10 @@ def repair(
     vault: VaultIds = None,
     as_json: AsJson = False,
 ) -> int:
-    """Reboot and reimage the nodes that the gate has emptied for it, once each, and wait until they have booted.
+    """Reboot or reimage the nodes that the gate has drained for that, once each, and wait until they have booted.
 
-    Where nothing is asked for, nothing is done. The status is 16 if a node was skipped or refused, or didn't come back.
-    No request is ever sent twice, whatever became of it or of this command, unless you say so with --again.
+    Does nothing unless the gate asks for it. The exit status is 16 if a node was skipped or refused, or didn't come
+    back. No request is ever sent twice, whatever became of it or of this command, unless you say so with --again.
 
     Example:
 
@@ -124,7 +126,9 @@ def _show(warnings: Sequence[str], outcomes: Sequence[Outcome], *, as_json: bool
     shown = ("node", "remedy", "state", "physical_host", "reason")
     rows = [tuple(node[name] for name in shown) for node in nodes]
     text = (
-        columns([("node", "remedy", "state", "physical host", "reason"), *rows]) if rows else "nothing waits"
+        columns([("node", "remedy", "state", "physical host", "reason"), *rows])
+        if rows
+        else "no pending repairs"
     )
     for node in nodes:
         if node["state"] == "hand-over":

@@ -20,7 +20,7 @@ app = typer.Typer()
 def rollback(
     plan: PlanFile,
     out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="where to write the plan of the way back")
+        Path, typer.Option("--out", metavar="FILE", help="where to write the plan of the rollback")
     ],
     failed: Annotated[
         bool,
@@ -31,7 +31,7 @@ def rollback(
         ),
     ] = False,
     to: Annotated[
-        str, typer.Option("--to", metavar="VERSION", help="the version, where scale sets had several")
+        str, typer.Option("--to", metavar="VERSION", help="the version, if scale sets had several")
     ] = "",
     inventory: Annotated[
         list[Path] | None,
@@ -41,9 +41,10 @@ def rollback(
     vault: VaultIds = None,
     as_json: AsJson = False,
 ) -> int:
-    """Plan to take hosts back to the version that they had before a roll. Nothing is changed: `pool run` does it.
+    """Plan a rollback to the version that hosts had before a roll. Changes nothing: `pool run` does it.
 
-    All models of the roll's scale sets go first, then its hosts, emptied and verified as in a roll.
+    The rollback first resets the models of the roll's scale sets, then drains, reimages and verifies the hosts as in a
+    roll.
 
     Example:
 

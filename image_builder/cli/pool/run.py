@@ -134,7 +134,7 @@ class RolloutOptions(HostOptions):
         typer.Option(
             "--evict",
             metavar="RUN",
-            help="of a roll with a deadline: this one may evict the jobs that it lists",
+            help="roll with a deadline only: confirm that this run may evict the jobs that it lists",
         ),
     ] = ""
     reports: Annotated[
@@ -194,9 +194,9 @@ def run(
     hosts: RolloutOptions,
     as_json: AsJson = False,
 ) -> int:
-    """Bring up the hosts of a plan, wave by wave. Refused if the plan no longer fits the inventory.
+    """Bring up the hosts of a plan, wave by wave. Refuses a plan that no longer fits the inventory.
 
-    SIGINT or SIGTERM stops it: nothing more is started, and steps in work finish; a second one ends it at once.
+    SIGINT or SIGTERM stops the run: it starts nothing more, and running steps finish; a second signal ends it at once.
 
     Example:
 
@@ -219,7 +219,7 @@ def resume(
     hosts: RolloutOptions,
     as_json: AsJson = False,
 ) -> int:
-    """Resume a run that was stopped or killed. Vanished hosts are dropped, new ones come after the planned ones.
+    """Resume a run that was stopped or killed. Drops vanished hosts, and adds new ones after the planned ones.
 
     Example:
 
@@ -236,10 +236,11 @@ def abort(
     ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait for running steps to finish")] = True,
     run: Annotated[
-        str, typer.Option("--run", metavar="ID", help="in place of a plan: a roll whose journal is lost")
+        str, typer.Option("--run", metavar="ID", help="instead of a plan: a roll whose journal is lost")
     ] = "",
     to: Annotated[
-        str, typer.Option("--to", metavar="VERSION", help="with --run: the version that it rolled to, an id")
+        str,
+        typer.Option("--to", metavar="VERSION", help="with --run: the id of the version that it rolled to"),
     ] = "",
     inventory: Annotated[
         list[Path] | None,
@@ -249,17 +250,18 @@ def abort(
         list[str] | None, typer.Option("--pool", metavar="GROUP", help="with --run: its hosts; repeatable")
     ] = None,
     lost: Annotated[
-        bool, typer.Option("--lost", help="with --run: its driver is gone; don't wait until its claims end")
+        bool,
+        typer.Option("--lost", help="with --run: its driver is dead; don't wait for its claims to expire"),
     ] = False,
     kubeconfig: Kubeconfig = None,
     endpoint: Endpoint = None,
     vault: VaultIds = None,
     as_json: AsJson = False,
 ) -> int:
-    """Stop a plan's run: it starts nothing more, and steps in work finish. `pool resume` continues it.
+    """Stop a plan's run: it starts nothing more, and running steps finish. `pool resume` continues it.
 
-    With --run it takes back what a roll left whose driver and journal are lost: hosts with its cordon are freed unless
-    they have its version, services are resumed, scale sets let go of. The status is 16 where a host keeps its cordon.
+    With --run it cleans up after a roll whose driver and journal are lost: uncordons hosts unless they have its
+    version, resumes services, releases scale sets. The exit status is 16 if a host stays cordoned.
 
     Example:
 
@@ -305,12 +307,12 @@ def _salvage(
         ):
             done = salvage(kube, manager, fleet.hosts, run, version, leases=None if lost else leases)
     except NodeError as error:
-        raise PoolError(error.message, hint="the same command again goes on; --kubeconfig FILE") from error
+        raise PoolError(error.message, hint="rerun the same command to resume; --kubeconfig FILE") from error
     rows = [("host", "", "")]
     rows += [(name, "freed", "") for name in done.freed]
     rows += [(name, "stays cordoned", reason) for name, reason in done.remaining.items()]
     lines = [columns(rows) if len(rows) > 1 else f"no host has marks of {run}"]
-    lines += [f"{path} is let go of" for path in done.released]
+    lines += [f"{path} is released" for path in done.released]
     lines += done.unsure
     for path, versions in done.versions.items():
         running = ", ".join(f"{count} run {name}" for name, count in sorted(versions.items()))
@@ -351,9 +353,7 @@ def verify(
     plan: Annotated[Path | None, typer.Argument(metavar="[PLAN]", help="all hosts of this plan")] = None,
     inventory: Annotated[
         list[Path] | None,
-        typer.Option(
-            "-i", "--inventory", metavar="PATH", help="an inventory, in place of a plan; repeatable"
-        ),
+        typer.Option("-i", "--inventory", metavar="PATH", help="an inventory, instead of a plan; repeatable"),
     ] = None,
     pool: Annotated[
         list[str] | None, typer.Option("--pool", metavar="GROUP", help="with -i: its hosts; repeatable")
@@ -365,7 +365,7 @@ def verify(
     ] = Path("output/verify"),
     as_json: AsJson = False,
 ) -> int:
-    """Run the checks on hosts that are up. Changes nothing on them and writes no journal.
+    """Run the checks on running hosts. Changes nothing on them and writes no journal.
 
     Example:
 
@@ -410,9 +410,9 @@ def _show_jobs(prepared: Rollout) -> None:
         jobs = rollout.jobs_to_evict(prepared)
     except NodeError as error:
         raise PoolError(
-            error.message, hint="which jobs it would evict isn't known: nothing was begun"
+            error.message, hint="the jobs that it would evict are unknown: nothing was started"
         ) from error
-    when = f"evicted after {prepared.plan.deadline}, unless they end before"
+    when = f"evicted after {prepared.plan.deadline}, unless they end earlier"
     text = table(jobs, time.time()) if jobs else "no job runs on its hosts now"
     sys.stderr.write(f"{when}:\n{text}\n")
 

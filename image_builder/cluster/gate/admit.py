@@ -84,7 +84,7 @@ def why(node: Node) -> str:
     if not node.boot_id:
         return "it has not reported its boot id"
     if node.admitted_boot == node.boot_id:
-        return "let in by hand"
+        return "admitted by hand"
     if node.is_under_test:
         return "it is tested again"
     if not node.status:

@@ -163,4 +163,4 @@ class Holder:
             opened = holds[key]
             self._tell(f"BREAKER OPEN: {opened.code}: {opened.words}: reboots and replacements {would}held")
         for key in current.keys() - holds.keys():
-            self._tell(f"breaker closed: {current[key].name}: no node fails by it any more")
+            self._tell(f"breaker closed: {current[key].name}: no node fails with it any more")

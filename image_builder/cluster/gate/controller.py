@@ -142,12 +142,12 @@ class Controller:
                 self._tell(f"the lease: {error.message}")
             if self.election.leads != led:
                 led = not led
-                self._tell("this is the leader" if led else "this is the leader no more")
+                self._tell("this is the leader" if led else "this is no longer the leader")
             stop.wait(self.settings.lease.pause * (0.8 + 0.4 * _chance()))
         try:
             self.election.release()
         except NodeError as error:
-            self._tell(f"the lease is not given back: {error.message}")
+            self._tell(f"the lease was not released: {error.message}")
         self.election.close()
 
     def _changed(self, node: Node) -> None:

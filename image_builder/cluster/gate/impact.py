@@ -154,7 +154,7 @@ def impact_of(node: Node, category: str = "", now: float = 0.0) -> Impact | str 
     if not node.health.machine:
         return "its providerID names no machine in Azure"
     if not node.health.host:
-        return "its physical host is not known (docs/reference/node-health.md)"
+        return "its physical host is unknown (docs/reference/node-health.md)"
     return Impact(node.name, node.health.machine, node.health.host, finding)
 
 
@@ -166,7 +166,7 @@ def impacts(
     Raises KubeError, UsageError.
     """
     if category and not (names and category.startswith(PREFIX)):
-        raise UsageError(f"--category takes a category {PREFIX}… and the nodes that it is of")
+        raise UsageError(f"--category needs a category {PREFIX}… and the nodes to report under it")
     reports, refusals = [], {}
     for node in _nodes(client, rules, names):
         impact = impact_of(node, category, now)

@@ -58,11 +58,11 @@ class Rule(Strict):
     )
     condition: str = Field(default="*", description="The condition's type, or a pattern of it.")
     remedy: Literal["ignore", "taint", "drain", "reboot", "reimage", "hand-over"] = Field(
-        description="`ignore`: nothing. `taint`: no new work comes to the node. `drain`: and it is emptied."
-        " `reboot`, `reimage`, `hand-over`: and when it is empty, that is asked for."
+        description="`ignore`: nothing. `taint`: the node gets no new work. `drain`: also drain it."
+        " `reboot`, `reimage`, `hand-over`: also request that once it is empty."
     )
     lasting_seconds: Seconds | None = Field(
-        default=None, description="How long it must last; without it, the policy's."
+        default=None, description="How long it must last; by default the policy's `lasting_seconds`."
     )
 
     def matches(self, condition: str, reason: str) -> bool:
@@ -82,31 +82,31 @@ class Policy(Strict):
     model_config = ConfigDict(allow_inf_nan=False)
 
     lasting_seconds: Seconds = Field(
-        default=300.0, description="How long a condition must be bad before anything is done about it."
+        default=300.0, description="How long a condition must be bad before the gate acts on it."
     )
     share: float = Field(
         default=0.02,
         ge=0,
         le=1,
-        description="Most of the fleet that is out at once for its health, at least one node; hosts that a drain or a"
-        " rollout of ours has cordoned count. 0: nothing is taken out.",
+        description="Largest share of the fleet out at once for its health, at least one node; hosts cordoned by our"
+        " own drains and rollouts count. 0: nothing is taken out.",
     )
     rules: tuple[Rule, ...] = Field(
-        default=(), description="What is done about which findings; without a rule, the taint."
+        default=(), description="The remedy for each class of findings; without a rule, the taint."
     )
     conditions: Mapping[str, Status] = Field(
         default_factory=dict,
-        description="Further conditions, by type or pattern, and the status that is bad.",
+        description="Additional conditions, by type or pattern, and the status that is bad.",
     )
     nvsentinel: tuple[str, ...] = Field(
-        default=(), description="Pools whose bad nodes are left to NVSentinel: nothing is done to them here."
+        default=(), description="Pools whose bad nodes are left to NVSentinel: the gate does nothing to them."
     )
     remember_days: Annotated[float, Field(ge=0)] = Field(
         default=90.0, description="How long a bad physical host is remembered. 0: not at all."
     )
     drain: DrainPolicy = Field(
         default=DrainPolicy(),
-        description="How nodes are emptied, by the policy of [drains](drain.md#the-policy).",
+        description="How nodes are drained, by the policy of [drains](drain.md#the-policy).",
     )
 
     @field_validator("drain")

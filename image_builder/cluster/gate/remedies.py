@@ -85,7 +85,7 @@ class Remedies:
         try:
             self._holders.look(self._client)
         except NodeError as error:
-            self._tell(f"the leases of scale sets: {error.message}: nothing is begun")
+            self._tell(f"the leases of scale sets: {error.message}: nothing is started")
             return [item for item in steps if item[1] is Step.GIVE_BACK]
         held = {path for path in sets if self._holders.holder(lease_of(path))}
         return triage.plan(nodes, holds, held, policy, rules, now)
@@ -142,7 +142,7 @@ class Remedies:
     def _give_back(self, document: Mapping[str, Any], record: Record | None, now: float) -> None:
         if record:
             self._post(
-                document, "NodeReturned", "it passed its preflight, or a person let it in", record, now
+                document, "NodeReturned", "it passed its preflight, or a person admitted it", record, now
             )
         self._send(document, quarantine.give_back(document), Step.GIVE_BACK.value)
 

@@ -31,7 +31,7 @@ _LONGEST = 300
 # Microsoft.Compute/HighCostGetVMScaleSet30Min;107,Microsoft.Compute/...;...
 _REMAINING = re.compile(r"([\w./]+);(\d+)")
 _HINT = (
-    "nothing was written; to read scale sets and interfaces takes the role Reader on their resource groups"
+    "nothing was written; reading scale sets and interfaces needs the role Reader on their resource groups"
 )
 
 Say = Callable[[str], None]
@@ -54,7 +54,7 @@ class Traffic:
         if status != _THROTTLED:
             return ""
         self.throttled += 1
-        return f"Azure asks to wait {headers.get('Retry-After', 'some')} seconds: too many questions"
+        return f"Azure asks to wait {headers.get('Retry-After', 'some')} seconds: too many requests"
 
 
 def _remaining(headers: Mapping[str, str]) -> Iterator[tuple[str, int]]:
@@ -161,7 +161,7 @@ def _all(pages: ItemPaged[Any]) -> Iterator[dict[str, Any]]:
             yield item.as_dict()
         following = numbered.continuation_token
         if following and following in tokens:
-            raise FetchError("Azure's pages go round in circles", hint="nothing was written; ask again")
+            raise FetchError("Azure's result pages loop", hint="nothing was written; try again")
         tokens.add(following)
 
 
@@ -179,5 +179,5 @@ def _blamed(scale_set_id: ScaleSetId) -> Iterator[None]:
         # What the SDK's models raise for an answer that is none of the service's, such as a proxy's.
         message = " ".join(str(error).split())[:_LONGEST]
         raise FetchError(
-            f"{scale_set_id.id}: the answer makes no sense: {message}", hint="nothing was written"
+            f"{scale_set_id.id}: the answer is invalid: {message}", hint="nothing was written"
         ) from error

@@ -159,12 +159,12 @@ def parse(data: bytes, where: str) -> Plan:
 def _inconsistent(plan: Plan) -> list[str]:
     faults = []
     if plan.digest != _digest(plan):
-        faults.append("was changed after it was made: its digest is of something else")
+        faults.append("was changed after it was made: its digest doesn't match")
     placed = Counter(name for wave in plan.waves for name in wave.hosts)
     if twice := sorted(name for name, count in placed.items() if count > 1):
         faults.append(f"in more than one wave: {short_list(twice)}")
     if lost := sorted(plan.host.keys() ^ placed.keys()):
-        faults.append(f"in the waves and not among the hosts, or the other way round: {short_list(lost)}")
+        faults.append(f"in the waves but not among the hosts, or vice versa: {short_list(lost)}")
     return faults
 
 

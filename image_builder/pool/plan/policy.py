@@ -36,14 +36,14 @@ class GateLimits(_Limits):
     throttled: float = Field(default=0.01, ge=0, le=1, description="Share of requests answered with 429.")
     errors: float = Field(default=0.01, ge=0, le=1, description="Share of requests answered with 5xx.")
     csr_seconds: Positive = Field(
-        default=60.0, description="Age of the oldest certificate request of a joining node that is pending."
+        default=60.0, description="Age of the oldest pending certificate request of a joining node."
     )
     not_ready: Share = Field(
-        default="1%", description="Nodes NotReady beyond those before the wave; stops the run."
+        default="1%", description="Nodes that became NotReady since the wave began; more stop the run."
     )
     interval_seconds: Positive = Field(default=30.0, description="How often the control plane is read.")
     patience_seconds: Seconds = Field(
-        default=600.0, description="How long it may be red before the run stops."
+        default=600.0, description="How long the gate may stay red before the run stops."
     )
 
 
@@ -52,9 +52,11 @@ class Deadlines(_Limits):
 
     probe: Positive = Field(
         default=60.0,
-        description="Time to connect and probe. Hosts already told to join get the join deadline instead.",
+        description="Time to connect and probe. Hosts that are already joining get the join deadline instead.",
     )
-    bootstrap: Positive = Field(default=900.0, description="From being told to join to having joined.")
+    bootstrap: Positive = Field(
+        default=900.0, description="From the order to join until the host has joined."
+    )
     verify: Positive = Field(default=300.0, description="The whole suite on one host.")
 
 
@@ -71,40 +73,40 @@ class Roll(_Limits):
 
     max_unavailable: Share = Field(
         default="2%",
-        description="Of a roll, in the place of the one above: of a fleet at work fewer may be away.",
+        description="For rolls, replaces `max_unavailable`: a working fleet can spare fewer hosts.",
     )
     drain: WaveDrain = Field(
         default=WaveDrain(),
-        description="Of a host in its wave. Who is busy for longer is taken in the wave `rest`.",
+        description="The drain of a host in its wave. Hosts busy for longer are rolled in the wave `rest`.",
     )
     max_wait_seconds: Positive = Field(
         default=432_000.0,
-        description="How long a host of the wave `rest` may take to become idle; then it is skipped.",
+        description="How long a host of the wave `rest` may take to become idle; after that it is skipped.",
     )
     deadline: str = Field(
         default="",
         exclude_if=operator.not_,
-        description="For an emergency: busy hosts are emptied after this time, such as `2026-11-27T08:00:00Z`, by"
-        " evictions that the owners of pods did not allow. `pool run` lists their jobs, and wants `--evict`.",
+        description="For an emergency: after this time, such as `2026-11-27T08:00:00Z`, busy hosts are drained by"
+        " evictions that the pods' owners did not allow. `pool run` lists their jobs, and requires `--evict`.",
     )
     ask_nodes: bool = Field(
         default=True,
         exclude_if=bool,
-        description="Leave a host alone whose node itself says that it works (`busy` of its health endpoint): leases,"
+        description="Leave a host alone if its node reports that it is busy (`busy` of its health endpoint): leases,"
         " and programs on its GPUs that no pod shows.",
     )
     max_fenced: Share = Field(
         default="50%",
-        description="Most hosts of the wave `rest` that are cordoned while they still work, so that nothing begins"
+        description="Maximum hosts of the wave `rest` that are cordoned while they still work, so that nothing starts"
         " there when that ends.",
     )
-    skip_budget: Share = Field(default="2%", description="Skipped hosts with which a roll is a success.")
+    skip_budget: Share = Field(default="2%", description="Skipped hosts a roll tolerates.")
     reimage_seconds: Positive = Field(
-        default=2700.0, description="From the request for a new image to a node that runs it."
+        default=2700.0, description="From the request for a new image until the node runs it."
     )
-    free_seconds: Positive = Field(default=120.0, description="To let pods onto a host again.")
+    free_seconds: Positive = Field(default=120.0, description="Time to let pods onto a host again.")
     restore: Literal["failed", "never"] = Field(
-        default="failed", description="Hosts that get the previous image back when the run stops by itself."
+        default="failed", description="Which hosts get the previous image back when the run stops by itself."
     )
 
     @field_validator("deadline")
@@ -137,18 +139,16 @@ class Policy(_Limits):
 
     mode: Mode = Field(
         default="bootstrap",
-        description="`verify` where the image does it all at first boot: nothing is pushed, and a host that is not"
-        " a member has failed. `check`: hosts need not be members. `roll`: running nodes get another image.",
+        description="`verify`: the image does everything at first boot, so nothing is pushed, and a host that isn't a"
+        " member has failed. `check`: hosts need not be members. `roll`: running nodes get another image.",
     )
-    canaries: int = Field(default=1, ge=1, description="Canaries of each VM size x zone x image.")
+    canaries: int = Field(default=1, ge=1, description="Canaries for each VM size x zone x image.")
     waves: tuple[Share, ...] = Field(
         default=("1%", "5%", "600"),
         min_length=1,
         description="Sizes of the waves after the canaries.",
     )
-    slice_hosts: int = Field(
-        default=MAX_SLICE, ge=1, le=MAX_SLICE, description="Hosts of one Ansible process."
-    )
+    slice_hosts: int = Field(default=MAX_SLICE, ge=1, le=MAX_SLICE, description="Hosts per Ansible process.")
     workers: tuple[str, ...] = Field(
         default=(), description="Hosts that run slices, in turn: `ssh://USER@HOST?key=FILE&known_hosts=FILE`."
     )
@@ -158,11 +158,11 @@ class Policy(_Limits):
     worker_silent_seconds: float = Field(
         default=20.0,
         ge=1,
-        description="A worker without a sign of life from here for so long ends its slice; soon after it is given up.",
+        description="A worker that hears nothing from here for this long ends its slice and is then abandoned.",
     )
-    join_rate: Positive = Field(default=5.0, description="Most hosts that join per second.")
+    join_rate: Positive = Field(default=5.0, description="Maximum hosts that join per second.")
     max_unavailable: Share = Field(
-        default="10%", description="Most hosts in work, failed or unreachable at once, over all pools."
+        default="10%", description="Maximum hosts in progress, failed or unreachable at once, over all pools."
     )
     wave_budget: Share = Field(default="2%", description="Failed hosts of a wave that the run tolerates.")
     budget: Share = Field(default="2%", description="Failed hosts of all waves that the run tolerates.")
@@ -184,12 +184,12 @@ class Policy(_Limits):
         default=10.0, description="Pause before the first retry; doubled for each further one."
     )
     straggler_factor: float = Field(
-        default=3.0, ge=1, description="A host slower than this many times its wave's p95 is not waited for."
+        default=3.0, ge=1, description="The wave doesn't wait for a host slower than this many times its p95."
     )
     verify: Share | None = Field(
         default=None,
-        description="Hosts of a wave that are verified; canaries all are. By default a sample of those that are told"
-        " to join, and every host that was a member before; in the other modes all.",
+        description="Hosts of a wave to verify; canaries are always verified. By default a sample of those that are"
+        " told to join, and every host that was already a member; in the other modes all.",
     )
     sample: Sample = Sample()
     gate: GateLimits = GateLimits()
@@ -198,7 +198,7 @@ class Policy(_Limits):
     @model_validator(mode="after")
     def _only_rolls(self) -> Policy:
         if self.roll and self.mode != "roll":
-            raise ValueError("`roll` goes with mode `roll`, and with no other")
+            raise ValueError("`roll` is only for mode `roll`")
         return self
 
     @property

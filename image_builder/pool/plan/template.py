@@ -72,7 +72,7 @@ class PoolAzure(Strict):
     )
     subnet: Subnet = Field(description="Id of the subnet.")
     security_group: SecurityGroup | None = Field(None, description="Id of a network security group.")
-    accelerated_networking: bool = Field(True, description="The size has it; nearly all do.")
+    accelerated_networking: bool = Field(True, description="The size supports it; nearly all do.")
     infiniband: bool = Field(
         description="The machines share an InfiniBand network: one placement group, at most 100 machines a set."
     )

@@ -56,7 +56,7 @@ _IDLE_SECONDS = 1.0
 _KEPT_SECONDS = 60.0  # a connection for its host's next command
 # RFC 4254: the other reasons not to open a channel say nothing of the host.
 _CONNECT_FAILED = 2
-KEY_HINT = "give --key, or ansible_ssh_private_key_file; no agent is asked and no default key is used"
+KEY_HINT = "give --key, or ansible_ssh_private_key_file; SSH agents and default keys are not used"
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def read_key(path: Path) -> paramiko.PKey:
         return paramiko.PKey.from_path(path)
     except OSError as error:
         raise UsageError(
-            f"{path}: {error.strerror}", hint="it is the private key that hosts let in"
+            f"{path}: {error.strerror}", hint="it is the private key that hosts accept"
         ) from error
     except (paramiko.SSHException, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UsageError(
@@ -298,7 +298,7 @@ def _dial(host: Host | Hop, access: Access) -> socket.socket:
         raise NotReachedError("refused", error) from error
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise HostError(f"this host can't open a connection more: {error}", hint="ulimit -n") from error
+            raise HostError(f"this host can't open more connections: {error}", hint="ulimit -n") from error
         raise NotReachedError("timeout", error) from error
     except UnicodeError as error:  # a name that DNS can't have, such as `gpu..example`
         raise NotReachedError("timeout", error) from error
@@ -335,5 +335,5 @@ def _authenticate(transport: paramiko.Transport, user: str, key: paramiko.PKey, 
         return
     error = transport.get_exception()
     if isinstance(error, paramiko.AuthenticationException) or (error is None and transport.is_active()):
-        raise NotReachedError("auth", f"{user} is not let in by this key" + (f": {error}" if error else ""))
+        raise NotReachedError("auth", f"{user} can't log in with this key" + (f": {error}" if error else ""))
     raise error or EOFError("the server hung up during the login")

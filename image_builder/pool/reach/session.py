@@ -75,7 +75,7 @@ class Session:
             raise NotReachedError(kind, f"{who} doesn't answer") from error
         except ShellEndedError as error:
             self._raise_lost(error)
-            raise NotReachedError(kind, error.last_line or f"{who} ended without a word") from error
+            raise NotReachedError(kind, error.last_line or f"{who} ended without a message") from error
         return shell
 
     def _raise_lost(self, error: OSError) -> None:

@@ -24,7 +24,7 @@ def ask_to_stop(journal: Path) -> int:
     Raises UsageError where no run has begun or none is at work, PoolError where its process can't be found or told.
     """
     if not journal.exists():
-        raise UsageError(f"no run has begun: {journal} does not exist", hint="image-builder pool run")
+        raise UsageError(f"no run has started: {journal} does not exist", hint="image-builder pool run")
     for pid in holders(journal):
         try:
             pidfd = os.pidfd_open(pid)
@@ -44,7 +44,7 @@ def ask_to_stop(journal: Path) -> int:
     if in_use(journal):
         raise PoolError(
             f"the process that writes {journal} can't be seen from here",
-            hint="send it a SIGTERM where it runs",
+            hint="send it SIGTERM on the machine where it runs",
         )
     raise UsageError("no process drives this run now", hint="image-builder pool status")
 

@@ -85,10 +85,12 @@ def too_many(progress: Progress, unit: Iterable[str]) -> str:
     zones = Counter(progress.hosts[name].host.zone for name in unit if name in progress.hosts)
     most, most_of = progress.plan.max_unavailable, _most_of_zones(progress)
     if zones.total() > most:
-        return f"its gang is on {zones.total()} hosts, of which {most} may be away"
+        return f"its gang runs on {zones.total()} hosts, of which {most} may be unavailable"
     for zone, count in zones.items():
         if count > most_of(zone):
-            return f"its gang is on {count} hosts of zone {zone}, of which {most_of(zone)} may be away"
+            return (
+                f"its gang runs on {count} hosts of zone {zone}, of which {most_of(zone)} may be unavailable"
+            )
     return ""
 
 
@@ -157,11 +159,11 @@ def stop_reason(progress: Progress, now: float) -> str:
         return "; ".join(progress.reasons)
     red = progress.red_since
     if red is not None and now - red > (patience := plan.policy.gate.patience_seconds):
-        return f"the control plane is red for more than {patience:.0f} s: {'; '.join(progress.reasons)}"
+        return f"the control plane has been red for more than {patience:.0f} s: {'; '.join(progress.reasons)}"
     if not in_work(progress) and _to_start(progress) and not _can_start(progress):
         missing = sum(status.missing for status in progress.hosts.values())
         before = f", {missing} of them before the run" if missing else ""
-        return f"{_hosts(progress.unavailable)} unavailable{before}, no more may be: nothing can be started"
+        return f"{_hosts(progress.unavailable)} unavailable{before}, which is the maximum: nothing can be started"
     return ""
 
 

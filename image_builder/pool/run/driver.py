@@ -155,7 +155,7 @@ def run(
         _survey(r, now)
         if not progress.stopped:
             asked = stop_asked()
-            if reason := "it was asked for" if asked else budgets.stop_reason(progress, now):
+            if reason := "a stop was requested" if asked else budgets.stop_reason(progress, now):
                 r.note(Stopped(at=now, reason=reason, asked=asked))
         if progress.stopped:
             _turn(r, now)

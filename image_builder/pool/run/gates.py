@@ -57,7 +57,7 @@ def judge(
             held.append(f"{count} of {reading.requests} requests {answer}, limit {limit:.1%}")
     if reading.csr_seconds > limits.csr_seconds:
         held.append(
-            f"a certificate request pends for {reading.csr_seconds:.0f} s, limit {limits.csr_seconds:.0f} s"
+            f"a certificate request has been pending for {reading.csr_seconds:.0f} s, limit {limits.csr_seconds:.0f} s"
         )
     fallen = reading.not_ready - not_ready_before - away
     if fallen > (allowed := at_least(limits.not_ready, hosts)):

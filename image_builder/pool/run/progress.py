@@ -261,7 +261,7 @@ def _after_probe(progress: Progress, status: HostStatus, record: Result) -> None
         if progress.stopped:
             _settle(progress, status, record.at)
     else:
-        detail = f"was told to join {status.starts} times, and did not"
+        detail = f"was told to join {status.starts} times, but didn't"
         end(progress, status, ended("unknown", detail), record.at)
 
 
@@ -270,7 +270,7 @@ def _by_itself(progress: Progress, status: HostStatus, record: Result) -> None:
     if not record.outcome.ok:
         end(progress, status, record.outcome, record.at)
     elif record.at >= status.until:
-        detail = "its image was to make it a member, and did not"
+        detail = "its image should have made it a member, but didn't"
         end(progress, status, failed("bootstrap", _NO_MEMBER, detail), record.at)
     else:
         policy = progress.plan.policy
@@ -282,7 +282,7 @@ def _by_itself(progress: Progress, status: HostStatus, record: Result) -> None:
 def _settle(progress: Progress, status: HostStatus, at: float) -> None:
     """End a host that waited to be told once more, in a run that tells nobody any more."""
     if status.touched:
-        end(progress, status, status.last or ended("unknown", "told to join, and did not"), at)
+        end(progress, status, status.last or ended("unknown", "told to join, but didn't"), at)
 
 
 def _after_bootstrap(progress: Progress, status: HostStatus, record: Result) -> None:

@@ -46,7 +46,7 @@ class Opened(_Record):
 
 
 class Changed(_Record):
-    """The inventory differs from the plan: what is dropped, has another address, or is new, in waves of its own.
+    """The inventory differs from the plan: hosts that are dropped, have another address, or are new, in separate waves.
 
     Another machine under a known name is both dropped and new.
     """
@@ -59,21 +59,21 @@ class Changed(_Record):
 
 
 class Surveyed(_Record):
-    """A process of a roll looked at all nodes: these hosts can take no job, by nothing that the roll did, and why."""
+    """A process of a roll checked all nodes: these hosts can't take a job, for reasons other than the roll."""
 
     kind: Literal["surveyed"] = "surveyed"
     missing: Mapping[str, str]
 
 
 class Chosen(_Record):
-    """Canaries of a roll that are busy change places with idle hosts of their cells: busy name -> idle one."""
+    """Busy canaries of a roll swap places with idle hosts of the same size, zone and image: busy name -> idle one."""
 
     kind: Literal["chosen"] = "chosen"
     places: Mapping[str, str]
 
 
 class Rested(_Record):
-    """The hosts that were busy in their waves are a last one."""
+    """Hosts that were busy in their waves form a last wave."""
 
     kind: Literal["rested"] = "rested"
     wave: Wave
@@ -87,7 +87,7 @@ class Began(_Record):
 
 
 class Intent(_Record):
-    """A step is about to begin on these hosts. ``delays`` are their join slots, in seconds."""
+    """A step is about to start on these hosts. ``delays`` are their join slots, in seconds."""
 
     kind: Literal["intent"] = "intent"
     step: Step
@@ -119,7 +119,7 @@ class Gated(_Record):
 
 
 class Passed(_Record):
-    """A wave passed: ``stragglers`` are still in work, and counted as failed."""
+    """A wave passed: ``stragglers`` are still in progress, and count as failed."""
 
     kind: Literal["passed"] = "passed"
     wave: int
@@ -128,7 +128,7 @@ class Passed(_Record):
 
 
 class Stopped(_Record):
-    """The run starts nothing more; steps in work may finish. ``asked``: by whoever drives it."""
+    """The run starts nothing more; running steps may finish. ``asked``: a user stopped it."""
 
     kind: Literal["stopped"] = "stopped"
     reason: str
@@ -136,7 +136,7 @@ class Stopped(_Record):
 
 
 class Turned(_Record):
-    """A roll that stopped goes back: scale sets name the previous image again, and these hosts get it again."""
+    """A stopped roll is undone: scale sets name the previous image again, and these hosts get it back."""
 
     kind: Literal["turned"] = "turned"
     hosts: tuple[str, ...]

@@ -46,7 +46,7 @@ def past(plan: Plan, records: Iterable[Record], where: str) -> Progress:
         if isinstance(record, Opened) and record.plan != plan.digest:
             raise ImageBuilderError(
                 f"{where} is the journal of another plan",
-                hint="give the plan that the run began with; a new plan gets a journal of its own",
+                hint="give the plan that the run started with; a new plan gets its own journal",
             )
     return replay(plan, records)
 

@@ -27,7 +27,7 @@ from image_builder.pool.run.state import HostStatus, Progress, WaveStatus
 
 # The node runs the image that it was to leave.
 OLD_IMAGE = 1
-STOPPED = "the run stopped before it had another image"
+STOPPED = "the run stopped before it got another image"
 
 
 def after_look(progress: Progress, status: HostStatus, record: Result) -> None:
@@ -42,7 +42,7 @@ def after_look(progress: Progress, status: HostStatus, record: Result) -> None:
         if progress.stopped:
             leave(progress, status, record.at)
     else:
-        detail = f"got another image {status.starts} times, and runs the previous one"
+        detail = f"was reimaged {status.starts} times, but runs the previous image"
         end(progress, status, failed("reimage", OLD_IMAGE, detail), record.at)
 
 

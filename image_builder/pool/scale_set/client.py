@@ -27,7 +27,7 @@ HOLD_TAG = "image-builder-roll"
 _TRIES = 6
 _LONGEST_WAIT = 300.0
 _LOOK_SECONDS = 5.0
-_AGAIN = "the same command again goes on"
+_AGAIN = "rerun the same command to resume"
 _THROTTLED, _CONFLICT, _CHANGED = 429, 409, 412
 
 

@@ -91,9 +91,9 @@ _FORMAT: journal.Format[Record] = journal.Format(
     TypeAdapter(Record),
     # What became of a request is found out again; that it may have been sent is not.
     lambda record: isinstance(record, Replacement | Model | Suspension),
-    full="make room there, then the same command again: it goes on",
-    damaged="restore it from a copy: what was sent to Azure is not known without it",
-    busy="a run has one driver: wait for it or end it, then give the same command again",
+    full="free some space there, then rerun the same command to resume",
+    damaged="restore it from a copy: without it, what was sent to Azure is unknown",
+    busy="a run has one driver: wait for it or end it, then rerun the same command",
 )
 
 

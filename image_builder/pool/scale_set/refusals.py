@@ -54,14 +54,14 @@ def _unfit(version: Version, scale_set: ScaleSet, now: datetime) -> Iterator[str
     if version.end_of_life and datetime.fromisoformat(version.end_of_life) <= now:
         yield f"version {version.name} is past its end of life: {version.end_of_life}"
     if not version.build:
-        yield f"version {version.name} names no build: a node that runs it couldn't be recognised"
+        yield f"version {version.name} names no build: a node that runs it couldn't be recognized"
     if scale_set.disk_gib is not None and (version.disk_gib or 0) > scale_set.disk_gib:
         yield f"version {version.name} needs {version.disk_gib} GiB, its OS disks have {scale_set.disk_gib}"
 
 
 def _differences(present: Version | None, target: Version) -> Iterator[str]:
     if present is None:
-        yield "the version that its model names doesn't exist: there would be no way back"
+        yield "the version that its model names doesn't exist: a rollback would be impossible"
         return
     if present.architecture != target.architecture:
         yield f"version {target.name} is for {target.architecture}, its machines are {present.architecture}"
@@ -69,5 +69,5 @@ def _differences(present: Version | None, target: Version) -> Iterator[str]:
         yield f"version {target.name} is of generation {target.generation}, its machines of {present.generation}"
     # As of images that differ in kernel arguments alone: a build's id is that of its tree.
     if present.build and present.build == target.build and present.id.lower() != target.id.lower():
-        both = f"version {target.name} is of the build that version {present.name} is of"
-        yield f"{both}: no node could tell which it runs"
+        both = f"versions {target.name} and {present.name} are of the same build"
+        yield f"{both}: a node couldn't tell which one it runs"

@@ -38,14 +38,14 @@ MEANINGS: Mapping[Class, str] = {
     "ok": "joined, and verified if it is in the sample",
     "refused": "connection refused",
     "timeout": "nothing answered in time",
-    "bastion": "no way through a bastion; nothing is known of the host",
+    "bastion": "no way through a bastion; nothing is known about the host",
     "auth": "no login with this key",
-    "host key": "shows another host key than the known one",
+    "host key": "shows a different host key than the known one",
     "sudo": "logged in, but no rights",
     "dropped": "the connection broke",
     "failed": "the host reports which phase failed",
     "unknown": "told to join, or to take another image; whether it did is unknown",
-    "skipped": "was never idle, or was cordoned by somebody else; as it was",
+    "skipped": "was never idle, or was cordoned by somebody else; left unchanged",
 }
 _BAR = 240.0
 

@@ -61,7 +61,7 @@ def _run_suite(report: Mapping[str, Any]) -> Element:
     case = Element("testcase", classname="run", name="all waves are over", time="0.000")
     state = report["state"]
     if state in ("stopped", "interrupted"):
-        why = report["reason"] or "the process that drove it is gone"
+        why = report["reason"] or "the process that drove it no longer runs"
         SubElement(case, "failure", type=state, message=_text(why))
     elif state != "finished":
         SubElement(case, "skipped", message=state)

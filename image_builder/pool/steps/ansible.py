@@ -271,7 +271,7 @@ def clear(folder: Path) -> None:
         while not _is_free(leftover):
             if time.monotonic() > deadline:
                 raise ImageBuilderError(
-                    f"an Ansible process of an earlier run still works in {leftover}",
+                    f"an Ansible process of an earlier run is still running in {leftover}",
                     hint="end it, then resume: two would tell the same hosts to join",
                 )
             time.sleep(0.1)

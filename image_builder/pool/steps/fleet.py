@@ -300,6 +300,6 @@ class Fleet:
         """Run the suite, in a thread of its own."""
         begun = self._begun.get(key)
         if begun is None:
-            return ended("unknown", "given up before it began")  # which nobody waits for
+            return ended("unknown", "abandoned before it started")  # which nobody waits for
         assert self._runs is not None  # nothing is verified without one: the command saw to that
         return self._runs.run(begun.work.host, self._setup.deadlines.verify)

@@ -18,7 +18,7 @@ ASK_IMAGE = (
     "-c",
     f"cat /proc/sys/kernel/random/boot_id; sed -n 's/^IMAGE_BUILD=//p' {RELEASE} | tr -d '\"'",
 )
-_NAMELESS = "it doesn't tell which image it runs"
+_NAMELESS = "it doesn't report which image it runs"
 # By what every image has. Its status says how healthy it is, which is not what is asked.
 _ASK_WORK = f"""\
 import json, os, sys, urllib.error, urllib.request

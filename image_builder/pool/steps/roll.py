@@ -453,7 +453,7 @@ class RollFleet(Fleet):
         """
         self._leases.hold(host.scale_set_id)
         if self._is_turned or self._ending.is_set() or key in self._over:
-            return "the run goes back, or ends"
+            return "the run is rolling back, or ending"
         return self._occupied(kube, host, barred=True)
 
     def _occupied(self, kube: Kube, host: Host, *, barred: bool = False) -> str:
@@ -463,7 +463,7 @@ class RollFleet(Fleet):
         if document is None:
             return "there is no such node"
         if barred and not bar.is_barred(document, self._change.run):
-            return "somebody took its taint away"
+            return "somebody removed its taint"
         self._nodes[host.name] = document
         return drains.occupied(looker, document, self._change.run)
 

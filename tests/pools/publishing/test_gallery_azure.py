@@ -223,7 +223,7 @@ def test_each_region_that_failed_is_taken_out_and_added_by_itself(
     publishing.cloud.arm.failing_regions = {"eastus": 1, "northeurope": 9}
     with pytest.raises(PublishError, match="replication failed in northeurope") as caught:
         publishing()
-    assert caught.value.hint == "the others are usable"
+    assert caught.value.hint == "the other regions are usable"
     states = {r["region"]: r["state"] for r in _summary(publishing)}
     assert states == {"West US 3": "Completed", "East US": "Completed", "North Europe": "Failed"}
     publishing.cloud.arm.failing_regions = {}
@@ -413,7 +413,7 @@ def test_a_disk_that_lacks_a_page_gets_no_footer(publishing: Publishing) -> None
     """A page that the host says it has, and has not."""
     numbers = itertools.count()
     publishing.cloud.host.faults = [lambda _: 201 if next(numbers) == 0 else None]
-    with pytest.raises(PublishError, match="ranges are not the image's"):
+    with pytest.raises(PublishError, match="ranges differ from the image's"):
         publishing()
     log = publishing.cloud.host.log
     assert log and all(page.length != 512 for page in log)
@@ -439,7 +439,7 @@ def test_a_journal_about_other_bytes_is_refused(publishing: Publishing) -> None:
     text = publishing.journal.read_text()
     publishing.journal.write_text(text.replace(publishing.artefact.sha256, "0" * 64))
     before = publishing.cloud.changes()
-    with pytest.raises(PublishError, match="the journal is of a VHD with SHA-256 0000"):
+    with pytest.raises(PublishError, match=r"the journal belongs to another VHD \(SHA-256 0000"):
         publishing()
     assert publishing.cloud.changes() == before
 

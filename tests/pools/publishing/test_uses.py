@@ -122,7 +122,7 @@ def test_a_disk_that_an_upload_left_is_deleted_a_day_later(azure: Place, publish
     azure.arm.add(foreign, properties={"diskState": "Unattached", "timeCreated": "2026-01-01T00:00:00+00:00"})
     before = azure.changes()
     (verdict,) = publish("prune", "--delete")["disks"]
-    assert verdict["reasons"] == ["it is younger than a day: an upload may go on"]
+    assert verdict["reasons"] == ["it is less than a day old: an upload may be in progress"]
     disk["properties"]["timeCreated"] = "yesterday"
     publish("prune", "--delete", status=FetchError.exit_code)
     disk["properties"]["timeCreated"] = "2026-01-01T00:00:00.1234567+00:00"
@@ -155,4 +155,4 @@ def test_only_what_is_proven_unused_is_deleted(azure: Place, publish: Publisher,
     assert azure.changes() == before
     publish("prune", "--delete")
     assert [c for c in azure.changes() if c not in before] == [("DELETE", target.version("0.9.0"))]
-    assert publish("age", status=1)["ages"][0]["problem"] == "nobody knows when it was published"
+    assert publish("age", status=1)["ages"][0]["problem"] == "its publication date is unknown"

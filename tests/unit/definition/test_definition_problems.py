@@ -335,10 +335,10 @@ def test_a_name_that_is_nearly_a_known_one_is_a_warning(load: Load) -> None:
     inventory = load(group_vars__workers=text)
     assert inventory.problems() == []
     assert [str(w) for w in inventory.warnings(["worker"])] == [
-        "group_vars/workers.yml:1  sytem_swap: nothing reads it, did you mean `system_swap`?",
-        "group_vars/workers.yml:2  pool_imgae: nothing reads it, did you mean `pool_image`?",
-        "group_vars/workers.yml:3  join_servre: nothing reads it, did you mean `join_server`?",
-        "group_vars/workers.yml:4  ansible_bceome: nothing reads it, did you mean `ansible_become`?",
+        "group_vars/workers.yml:1  sytem_swap: nothing reads it; did you mean `system_swap`?",
+        "group_vars/workers.yml:2  pool_imgae: nothing reads it; did you mean `pool_image`?",
+        "group_vars/workers.yml:3  join_servre: nothing reads it; did you mean `join_server`?",
+        "group_vars/workers.yml:4  ansible_bceome: nothing reads it; did you mean `ansible_become`?",
     ]
 
 

@@ -89,7 +89,7 @@ def test_a_reason_that_is_no_label_value_is_made_one() -> None:
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
-        ("out", "to be emptied"),
+        ("out", "to be drained"),
         ("empty", "empty"),
         ("asked", "empty: reboot it"),
         ("sent", "reboot sent at 2027-01-15T08:01:00Z"),

@@ -17,7 +17,7 @@ from image_builder.node.net.kube import KubeError
 from image_builder.node.status import PHYSICAL_HOST
 from tests.unit.drain.manifests import pod_object
 
-TENANT = Tenant(pod_from(pod_object()), Verdict(Class.EVICT, "its controller makes another"), "work/Job x")
+TENANT = Tenant(pod_from(pod_object()), Verdict(Class.EVICT, "its controller recreates it"), "work/Job x")
 
 
 def test_a_pod_that_a_budget_holds() -> None:

@@ -25,7 +25,7 @@ VERSION = Version(
         (VERSION, 8, "older than 8 days"),
         (replace(VERSION, withdrawn="bad"), 90, "withdrawn: bad"),
         (replace(VERSION, end_of_life="2026-11-24T00:00:00Z"), 90, "its life ended 2026-11-24"),
-        (replace(VERSION, published=""), 90, "nobody knows when it was published"),
+        (replace(VERSION, published=""), 90, "its publication date is unknown"),
         (replace(VERSION, name="2.0.0"), 90, "the gallery has no such version"),
     ],
 )

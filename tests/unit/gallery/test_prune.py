@@ -38,7 +38,7 @@ def test_an_old_version_that_nobody_uses_is_unused() -> None:
         (replace(OLD, in_latest=True), [], "it is in latest"),
         (replace(OLD, end_of_life=""), [], "it has no end of life"),
         (replace(OLD, end_of_life="2026-11-26T00:00:00Z"), [], "its life ends 2026-11-26"),
-        (OLD, [Use(SET, "model", "2026.105.0")], "gpu-a has it as its model"),
+        (OLD, [Use(SET, "model", "2026.105.0")], "gpu-a's model names it"),
         (OLD, [Use(SET, "machines", "2026.105.0", 3)], "3 machines of gpu-a run it"),
     ],
 )
@@ -54,7 +54,7 @@ def test_whoever_takes_the_latest_keeps_those_in_latest() -> None:
     promoted = replace(OLD, in_latest=True)
     assert _reasons(promoted, Use(SET, "model", LATEST)) == (
         "it is in latest",
-        "gpu-a takes whatever is latest",
+        "gpu-a follows `latest`",
     )
 
 
@@ -73,10 +73,10 @@ def test_a_disk_that_an_upload_left_is_unused(state: str) -> None:
     ("disk", "reason"),
     [
         (replace(DISK, state="Attached"), "it is Attached"),
-        (replace(DISK, owner="/g/virtualMachines/m"), "m has it"),
+        (replace(DISK, owner="/g/virtualMachines/m"), "m uses it"),
         (
             replace(DISK, created=NOW - timedelta(hours=23)),
-            "it is younger than a day: an upload may go on",
+            "it is less than a day old: an upload may be in progress",
         ),
     ],
 )
@@ -87,4 +87,4 @@ def test_one_reason_keeps_a_disk(disk: UploadDisk, reason: str) -> None:
 @pytest.mark.parametrize("version", [COPYING, replace(COPYING, state="Creating", regions={})])
 def test_a_disk_that_a_version_is_still_copied_from_is_kept(version: Version) -> None:
     (verdict,) = judge_disks([DISK], [version], NOW)
-    assert verdict.reasons == ("2026.1125.0 is made of it and isn't in every region yet",)
+    assert verdict.reasons == ("2026.1125.0 was made from it and isn't in every region yet",)

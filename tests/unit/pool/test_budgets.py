@@ -237,7 +237,7 @@ def test_a_gang_that_never_fits_is_known() -> None:
     half = len(zone) // 2
     assert not budgets.too_many(progress, zone[:half])
     assert f"{half + 1} hosts of zone" in budgets.too_many(progress, zone[: half + 1])
-    assert "400 hosts, of which 200 may be away" in budgets.too_many(progress, list(planned.host))
+    assert "400 hosts, of which 200 may be unavailable" in budgets.too_many(progress, list(planned.host))
 
 
 @pytest.mark.parametrize("restored", [True, False])

@@ -188,7 +188,7 @@ def test_who_is_off_is_named_before_the_others_are_touched(place: Place) -> None
 def test_a_run_is_begun_once_and_resumed_with_its_own_journal(place: Place) -> None:
     facts = ("--facts", str(place.facts))
     resume = ("resume", str(place.plan), *place.access(), *facts)
-    assert "no run of this plan has begun" in call(*resume)[2]
+    assert "no run of this plan has started" in call(*resume)[2]
     with open_journal(journal_of(place.plan)) as journal:
         journal.append(Opened(at=1.0, plan=plans.load(place.plan).digest))
         assert any("another process writes" in p for p in place.run(*facts)[1])
@@ -196,7 +196,7 @@ def test_a_run_is_begun_once_and_resumed_with_its_own_journal(place: Place) -> N
     assert "hosts are touched" in call(*resume)[2]
     link = place.plan.with_name("latest.json")
     link.symlink_to(place.plan.name)
-    assert "has begun" in call("run", str(link), "-i", str(place.hosts), *place.access(), *facts)[2]
+    assert "has started" in call("run", str(link), "-i", str(place.hosts), *place.access(), *facts)[2]
     journal_of(place.plan).unlink()
     with open_journal(journal_of(place.plan)) as journal:
         journal.append(Opened(at=1.0, plan="of another"))
@@ -281,9 +281,9 @@ def test_a_run_that_stops_already_is_not_asked_again(place: Place) -> None:
     digest = plans.load(place.plan).digest
     with open_journal(journal_of(place.plan)) as journal:
         journal.append(Opened(at=1.0, plan=digest))
-        journal.append(Stopped(at=2.0, reason="it was asked for"))
+        journal.append(Stopped(at=2.0, reason="a stop was requested"))
         status, out, err = call("abort", str(place.plan), "--no-wait", "--json")
-        assert (status, json.loads(out)["reason"]) == (0, "it was asked for"), err
+        assert (status, json.loads(out)["reason"]) == (0, "a stop was requested"), err
 
 
 def test_who_failed_is_taken_up_again_by_retry_alone() -> None:

@@ -74,7 +74,7 @@ def test_the_plan_of_a_run_that_has_begun_is_not_replaced(hosts: Path, tmp_path:
     assert _run(*arguments)[0] == 0, "the same plan is no other one"
     hosts.write_text(HOSTS.replace("10.0.0.3", "10.0.0.4"))
     status, _, err = _run(*arguments)
-    assert status == errors.UsageError.exit_code and "has begun" in err and "another file" in err
+    assert status == errors.UsageError.exit_code and "has started" in err and "another file" in err
     assert plans.load(out) == before
     journal_of(out).write_text("damaged\n" * 2)
     assert _run(*arguments)[0] == errors.UsageError.exit_code and plans.load(out) == before

@@ -51,7 +51,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(DefinitionError) as refused:
         plans.parse(json.dumps(document).encode(), "p.json")
     assert len(refused.value.problems) == 3
-    for text in ("more than one wave", "or the other way round", "its digest"):
+    for text in ("more than one wave", "or vice versa", "its digest"):
         assert text in str(refused.value)
 
 

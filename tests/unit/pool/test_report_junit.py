@@ -72,9 +72,12 @@ def test_a_host_that_was_never_started_is_skipped_and_the_run_red() -> None:
 
 def test_a_run_stopped_without_a_failed_host_is_red() -> None:
     plan = make(60)
-    records: list[Record] = [Opened(at=START, plan=plan.digest), Stopped(at=START, reason="it was asked for")]
+    records: list[Record] = [
+        Opened(at=START, plan=plan.digest),
+        Stopped(at=START, reason="a stop was requested"),
+    ]
     root = _document(replay(plan, records), records)
-    assert root.get("failures") == "1" and root[0][0][0].get("message") == "it was asked for"
+    assert root.get("failures") == "1" and root[0][0][0].get("message") == "a stop was requested"
     assert root[0][0][0].get("type") == "stopped"
 
 

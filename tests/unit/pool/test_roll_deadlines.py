@@ -61,7 +61,7 @@ def test_gangs_are_evicted_whole_or_not_at_all() -> None:
         assert len({world.evicted[name] for name in gang}) == 1
     assert not world.evicted.keys() & set(huge)
     details = {progress.hosts[name].outcome.detail for name in huge}  # type: ignore[union-attr]
-    assert details == {f"its gang is on 12 hosts, of which {rolled.max_unavailable} may be away"}
+    assert details == {f"its gang runs on 12 hosts, of which {rolled.max_unavailable} may be unavailable"}
     check_end(world, progress)
 
 

@@ -131,7 +131,7 @@ MATRIX = (
     Row(
         12,
         "a budget never allows an eviction",
-        "skipped at the end of its patience, the budget named",
+        "skipped at the timeout, the budget named",
         (f"{_DRAIN}::test_a_budget_that_never_allows_it", _DEADLINE),
     ),
     Row(

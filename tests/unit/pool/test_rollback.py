@@ -134,7 +134,7 @@ def test_a_previous_version_that_was_deleted_is_refused() -> None:
 def test_there_is_no_way_back() -> None:
     machines = fleet(2)
     before = _roll(machines)
-    with pytest.raises(UsageError, match="no host is to go back"):
+    with pytest.raises(UsageError, match="no host needs a rollback"):
         _back(_ran(before, machines, {}), machines)
     # The way back of a way back is a roll.
     progress = _ran(before, machines, {"gpu-0": OK})

@@ -476,7 +476,7 @@ def test_nothing_begins_where_more_are_missing_than_may_be_away() -> None:
     world = World(rolled, missing_before={host.name for host in rolled.hosts[::3]})
     progress, _ = roll(world)
     assert progress.stopped == (
-        "100 hosts unavailable, 100 of them before the run, no more may be: nothing can be started"
+        "100 hosts unavailable, 100 of them before the run, which is the maximum: nothing can be started"
     )
     assert not {step for _, step, _ in world.log} & {"drain", "reimage"}
     check_end(world, progress)

@@ -60,7 +60,7 @@ def test_another_version_must_be_of_another_build() -> None:
     assert _refusals(machines, OLD) == []
     _version(machines)["tags"]["image-builder-build"] = BUILDS[OLD]
     assert _refusals(machines) == [
-        "version 1.8.0 is of the build that version 1.7.0 is of: no node could tell which it runs"
+        "versions 1.8.0 and 1.7.0 are of the same build: a node couldn't tell which one it runs"
     ]
 
 
@@ -148,7 +148,7 @@ def test_a_version_has_to_be_whole_and_of_a_known_build() -> None:
     _version(machines)["tags"] = {}
     assert _refusals(machines) == [
         "version 1.8.0 is Failed",
-        "version 1.8.0 names no build: a node that runs it couldn't be recognised",
+        "version 1.8.0 names no build: a node that runs it couldn't be recognized",
     ]
 
 
@@ -174,7 +174,7 @@ def test_the_way_back_has_to_exist() -> None:
     machines = fleet()
     del machines.arm.resources[OLD.lower()]
     assert _refusals(machines) == [
-        "the version that its model names doesn't exist: there would be no way back"
+        "the version that its model names doesn't exist: a rollback would be impossible"
     ]
 
 

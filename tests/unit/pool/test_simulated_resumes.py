@@ -27,7 +27,7 @@ def taken_up(plan: Plan, world: World, records: list[Record], *, retry: bool = F
 def test_asked_to_stop_it_finishes_what_is_in_work() -> None:
     world = World(make(600, Policy(soak_seconds=(0.0,))), Faults())
     progress, _, _ = simulate(world.plan, world.faults, world=world, stop_asked=lambda: len(world.fine) >= 20)
-    assert progress.stopped == "it was asked for"
+    assert progress.stopped == "a stop was requested"
     assert 20 <= len(world.fine) < 600
     assert world.touched == world.fine
 

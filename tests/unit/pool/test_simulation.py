@@ -273,7 +273,7 @@ def test_equal_failures_stop_a_run_below_its_budget() -> None:
 
 def test_a_control_plane_that_stays_red_stops_the_run() -> None:
     progress, world, _ = simulate(make(300), Faults(throttled=[(0.0, 1e9)]))
-    assert progress.stopped.startswith("the control plane is red for more than 600 s: 3000 of 30000")
+    assert progress.stopped.startswith("the control plane has been red for more than 600 s: 3000 of 30000")
     assert not world.touched and world.time - START < 700
 
 
