@@ -69,8 +69,10 @@ def test_a_locked_package_is_gone_from_the_mirror(workplace: Workplace, publishe
     _assert_refused(done, workplace, published, errors.FetchError.exit_code, package["name"], "hint:")
 
 
-def test_the_disk_fills_up_in_the_middle(workplace: Workplace, tmp_path: Path) -> None:
-    """The store on a filesystem of its own; another program takes the rest of it while a stage runs."""
+def test_the_disk_fills_up_in_the_middle(
+    workplace: Workplace, published: dict[str, str], tmp_path: Path
+) -> None:
+    """Store and artefacts on a filesystem of their own; another program takes the rest of it while a stage runs."""
     source = workplace
     # All but the tools is built anew, and need not be copied.
     source.forget("base", "system", "seal", "verify", "disk", "convert")
@@ -79,7 +81,7 @@ def test_the_disk_fills_up_in_the_middle(workplace: Workplace, tmp_path: Path) -
     mount = source.store.parent / "mount"
     mount.mkdir()
     with image.open("wb") as file:
-        file.truncate(6 << 30)
+        file.truncate(8 << 30)
     subprocess.run(["mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", image], check=True)
     script = tmp_path / "in_namespace.py"
     script.write_text(_FILL)
@@ -89,11 +91,12 @@ def test_the_disk_fills_up_in_the_middle(workplace: Workplace, tmp_path: Path) -
             "--mount",
             "--propagation",
             "private",
-            "python3",
+            sys.executable,
             script,
             image,
             mount,
             source.store,
+            source.output,
             REPO,
         ],
         capture_output=True,
@@ -106,19 +109,25 @@ def test_the_disk_fills_up_in_the_middle(workplace: Workplace, tmp_path: Path) -
     assert "No space left" in told["stderr"], told
     assert "Traceback" not in told["stderr"]
     assert told["staging"] == []
-    assert told["published"] == []
+    # Nothing was added to the earlier artefact, and no byte of it has changed.
+    assert told["published"] == published
+    assert told["latest"] == source.artefact.name
     assert told["again"] == 0, told
     image.unlink()
 
 
 # Runs in a mount namespace of its own: the mount is gone when it ends.
 _FILL = """
-import json, os, subprocess, sys, threading, time
-image, mount, source, repo = sys.argv[1:]
+import json, os, subprocess, sys
+from pathlib import Path
+image, mount, earlier_store, earlier_output, repo = sys.argv[1:]
+sys.path.insert(0, repo)
+from tests.support.images.builds import Workplace
 subprocess.run(["mount", "-o", "loop", image, mount], check=True)
-store, output = mount + "/store", mount + "/output"
-subprocess.run(["cp", "-a", source, store], check=True)
-argv = [repo + "/image-builder", "build", "minimal", "--store", store, "--output", output]
+place = Workplace(Path(mount, "store"), Path(mount, "output"))
+subprocess.run(["cp", "-a", earlier_store, place.store], check=True)
+subprocess.run(["cp", "-a", "--sparse=always", earlier_output, place.output], check=True)
+argv = [repo + "/image-builder", "build", "minimal", "--store", place.store, "--output", place.output]
 env = {**os.environ, "CI": "true"}
 child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
 lines = []
@@ -131,12 +140,12 @@ ballast = mount + "/ballast"
 subprocess.run(["fallocate", "-l", str(stats.f_bavail * stats.f_frsize - (60 << 20)), ballast], check=True)
 lines += child.stderr.readlines()
 status = child.wait()
-staging = os.listdir(store + "/staging")
-published = os.listdir(output) if os.path.exists(output) else []
+staging = os.listdir(place.store / "staging")
+published, latest = place.published(), place.artefact.name
 os.unlink(ballast)
 again = subprocess.run([*argv, "--stop-after", "base"], env=env, stdout=subprocess.DEVNULL).returncode
 print(json.dumps({"status": status, "stderr": "".join(lines)[-4000:], "staging": staging,
-                  "published": published, "again": again}))
+                  "published": published, "latest": latest, "again": again}))
 """
 
 

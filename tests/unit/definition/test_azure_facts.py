@@ -14,12 +14,9 @@ import pytest
 import yaml
 
 from image_builder.settings import REPO_ROOT
+from tests.support.facts import SHARED, needs_facts
 from tests.unit.definition.test_azure_example import EXAMPLE, MISSING_BRANCHES, OPTIONS, REPOSITORIES
 
-SHARED = REPO_ROOT.parent / "shared"
-needs_facts = pytest.mark.skipif(
-    not (SHARED / "facts").is_dir(), reason="no ../shared/facts beside this checkout"
-)
 _PIN = re.compile(
     r"\d+\.\d+|://|^Standard_|^[0-9a-f]{64}$|^linux-image|^(INFINIBAND|MLX5|PCI|DMABUF)_|^(trixie|bookworm)$"
 )

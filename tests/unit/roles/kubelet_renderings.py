@@ -20,6 +20,8 @@ from image_builder.definition.roles import RoleBook
 REPOSITORY = Path(__file__).resolve().parents[3]
 ROLE = REPOSITORY / "roles" / "kubelet"
 
+KNOWN = ("1.20", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
+
 CRI_DOCKERD = {"version": "0.3.16", "url": "https://archive.test/cri-dockerd.tgz", "sha256": "ab" * 32}
 PROVIDER = {
     "name": "acr-credential-provider",
@@ -29,6 +31,31 @@ PROVIDER = {
     "sha256": "cd" * 32,
 }
 TAINT = {"key": "gpu", "value": "h100", "effect": "NoSchedule"}
+# Options that not every known version has, by the first minor version that does.
+_NEWER = {
+    "kubelet_image_credential_providers": 24,
+    "kubelet_image_credentials_allowlist": 33,
+    "kubelet_image_credentials_policy": 33,
+    "kubelet_image_maximum_gc_age": 29,
+    "kubelet_seccomp_default": 25,
+}
+
+
+def minor_of(version: str) -> int:
+    return int(version.split(".")[1])
+
+
+@cache
+def table(name: str = "__kubelet_versions") -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROLE / "vars" / "versions.yml").read_text(encoding="utf-8"))
+    rows: dict[str, Any] = loaded[name]
+    return rows
+
+
+def fields_of(version: str, name: str = "__kubelet_fields") -> set[str]:
+    """Return what a table of fields by version has up to this one."""
+    rows = table(name).items()
+    return {field for since, new in rows if minor_of(since) <= minor_of(version) for field in new}
 
 
 def containerd(version: str, **more: Any) -> dict[str, Any]:
@@ -83,6 +110,14 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         kubelet_server_tls_bootstrap=True,
     ),
 }
+
+
+def every_option(version: str) -> dict[str, Any]:
+    """Return what sets all of the role's options that a version has, whatever the runtime."""
+    options = {
+        name: value for name, value in SCENARIOS["1.36-every-option"].items() if name.startswith("kubelet_")
+    }
+    return {name: value for name, value in options.items() if _NEWER.get(name, 0) <= minor_of(version)}
 
 
 class Rendered:

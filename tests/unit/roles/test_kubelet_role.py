@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import yaml
 
 from tests.unit.roles.kubelet_renderings import (
     CRI_DOCKERD,
+    KNOWN,
     PROVIDER,
     REPOSITORY,
     ROLE,
@@ -25,24 +25,13 @@ from tests.unit.roles.kubelet_renderings import (
     Rendered,
     containerd,
     docker,
+    every_option,
+    fields_of,
     scenario,
+    table,
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "kubelet"
-KNOWN = ("1.20", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
-
-
-@cache
-def table(name: str = "__kubelet_versions") -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROLE / "vars" / "versions.yml").read_text(encoding="utf-8"))
-    rows: dict[str, Any] = loaded[name]
-    return rows
-
-
-def fields_of(version: str, name: str = "__kubelet_fields") -> set[str]:
-    """Return what a table of fields by version has up to this one."""
-    minor = int(version.split(".")[1])
-    return {field for since, new in table(name).items() if int(since.split(".")[1]) <= minor for field in new}
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
@@ -101,19 +90,11 @@ def test_fields_exist_in_their_version(version: str) -> None:
     assert ("streamingConnectionIdleTimeout" in config) == (minor < 34)
 
 
-EVERY_OPTION = SCENARIOS["1.36-every-option"]
-
-
 @pytest.mark.parametrize("mode", ["cluster", "standalone"])
 @pytest.mark.parametrize("version", KNOWN)
 def test_every_written_field_is_one_of_its_version(version: str, mode: str) -> None:
     """With all options set, as far as the version has them: nothing unknown, and nothing deprecated."""
-    newer = {"kubelet_image_maximum_gc_age": 29, "kubelet_seccomp_default": 25}
-    newer |= {"kubelet_image_credential_providers": 24, "kubelet_image_credentials_policy": 33}
-    newer |= {"kubelet_image_credentials_allowlist": 33}
-    minor = int(version.split(".")[1])
-    options = {name: value for name, value in EVERY_OPTION.items() if newer.get(name, 0) <= minor}
-    rendered = Rendered({**options, **containerd(version, kubelet_mode=mode)})
+    rendered = Rendered({**every_option(version), **containerd(version, kubelet_mode=mode)})
     assert rendered.problems == []
     written = rendered.config.keys() - {"apiVersion", "kind"}
     assert written - fields_of(version) == set()
