@@ -49,7 +49,7 @@ def at_least(version: str, other: str) -> bool:
     return [int(n) for n in version.split(".")] >= [int(n) for n in other.split(".")]
 
 
-MIRRORS = {
+MIRRORS: dict[str, list[dict[str, Any]]] = {
     "docker.io": [{"url": "https://mirror.test:5000", "ca": "/etc/ssl/certs/lab.pem"}],
     "registry.test": [{"url": "http://10.0.0.1:5000", "skip_verify": True, "override_path": True}],
 }
