@@ -6,6 +6,7 @@ directory, which the next start reaps.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import threading
@@ -22,12 +23,13 @@ from image_builder.bake.lock.model import Lock, LockedArchive, LockedFile
 from image_builder.bake.lock.repository import write_repository
 from image_builder.bake.lock.resolve import addresses
 from image_builder.bake.plan.model import Plan, StagePlan
+from image_builder.bake.pull import retry
 from image_builder.bake.pull.network import Endpoints, Network
 from image_builder.bake.stages import Stage, StageContext
 from image_builder.bake.stages.kind import StageKind
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
-from image_builder.errors import ImageBuilderError, SpaceError, StageError, StoreError
+from image_builder.errors import ImageBuilderError, PullError, SpaceError, StageError, StoreError
 from image_builder.events import Monitor, shown_stage
 from image_builder.settings import Settings
 from image_builder.system import process
@@ -205,11 +207,15 @@ def _cause(error: ImageBuilderError | OSError, store: Store) -> ImageBuilderErro
     """Return the error to report of a stage; a full disk comes first, whatever the program said of it."""
     if isinstance(error, ImageBuilderError):
         cause = error
+        # An engine gives the room back before it says that there was none.
+        was_full = isinstance(error, PullError) and retry.classify(error.message) == "full"
     else:
         cause = ImageBuilderError(f"{error.strerror or error}: {error.filename or store.path}")
-    if shortage := space.shortage(store.path):
+        was_full = error.errno == errno.ENOSPC
+    shortage = space.shortage(store.path)
+    if shortage or was_full:
         hint = "free some: image-builder store gc --keep 1; or another disk: --store DIR"
-        return SpaceError(f"{shortage}: {cause.message}", hint=hint)
+        return SpaceError(f"{shortage}: {cause.message}" if shortage else cause.message, hint=hint)
     return cause
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from image_builder.bake.pull.registry import locate
@@ -17,6 +19,7 @@ from tests.support.registries.pull_cases import (
     layer_fault,
     partial,
     placed,
+    told,
 )
 from tests.support.registries.pulls import (
     MB,
@@ -59,6 +62,9 @@ def pull_from_a_company(lab: Lab) -> Result:
                 for method in ("GET", "HEAD")
             ),
         ]
+        asked = time.monotonic()
+        refusal = told(lambda: locate(place.reference(pushed["team/limited"]), PLATFORM, lab.endpoints))[0]
+        locked_limited = [refusal, time.monotonic() - asked]
         state = lab.folder("state")
         with watched_processes(lambda: place.secrets) as seen, lab.running(state) as engine:
             result: Result = {
@@ -71,6 +77,7 @@ def pull_from_a_company(lab: Lab) -> Result:
             files = files_with(lab.root.path / "run", place.secrets)
         tokens = place.registry.tokens
         result |= {
+            "locked_limited": locked_limited,
             "digests": [located[name].digest == image.digest for name, image in pushed.items()],
             "ranges": [r.range for r in place.registry.requests if r.range],
             "tokens": len(tokens.given) if tokens else 0,
@@ -102,6 +109,9 @@ def test_a_companys_registry_is_locked_and_pulled_from(worker: Workplace, engine
     limited = found["limited"]
     assert "the registry asks for a pause of 100000 s" in limited["error"], limited
     assert len(limited["records"][0]["attempts"]) == 1
+    error, seconds = found["locked_limited"]
+    assert "answered 429" in error and error.endswith("it asks for a pause of 100000 s"), error
+    assert seconds < 10
     assert {"ctr", "dockerd"} & set(found["programs"]), "nobody was looked at"
     assert found["arguments"] == [] and not found["told"]
     (canary,) = found["files"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from image_builder.bake.pull import retry
 from image_builder.bake.pull.puller import Request
 from image_builder.errors import CommandError
 from image_builder.lab.registry import HOST
@@ -184,6 +185,7 @@ def test_a_full_disk_is_told_and_not_tried_again(worker: Workplace, engine: str)
     found = with_each_engine(fill_disk, worker, engine)
     assert not found["bug"]
     assert found["error"].startswith(f"{HOST}/large:1: ") and "no space left on device" in found["error"]
+    assert retry.classify(found["error"]) == "full", "by this a build exits as for a full disk"
     assert len(found["records"][0]["attempts"]) == 1
     assert found["blobs"] == found["layers"] + 1, "each layer and the configuration once"
     # What did not fit is gone, so that something smaller does.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,8 @@ def use_engine(lab: Lab) -> Result:
         result["removed"] = engine.keep_only([one, two, four])
         result["has_then"] = [engine.has(i) for i in (one, two, three, four)]
         result["stranger"] = engine.has(one.model_copy(update={"digest": two.digest}))
+        for image in (one, four):
+            engine.mark(image, pin=image is one)
     lab.module.strip(first)
     lab.module.copy(first, second)
     before = len(lab.proxy.requests)
@@ -54,6 +57,7 @@ def use_engine(lab: Lab) -> Result:
         result["taken"] = [engine.has(i) for i in (one, two, three, four)]
         for image in (one, two, four):
             engine.mark(image, pin=image is four)
+        result["pinned"] = _pinned(engine) if lab.engine == "containerd" else []
         result["bytes"] = [engine.unpacked_bytes(i) for i in (one, two, four)]
         told: list[int] = []
         target = lab.out / "images.tar"
@@ -71,6 +75,11 @@ def use_engine(lab: Lab) -> Result:
     }
     result["images"] = [json.loads(i.model_dump_json()) for i in (one, two, four)]
     return result
+
+
+def _pinned(engine: Any) -> list[str]:
+    rows = [line.split() for line in engine._ctr("images", "ls").splitlines()[1:]]
+    return sorted(row[0] for row in rows if "io.cri-containerd.pinned=pinned" in row[-1].split(","))
 
 
 @pytest.fixture(scope="module", params=every_engine())
@@ -100,6 +109,13 @@ def test_what_is_not_wanted_any_more_is_removed(used: Result) -> None:
 def test_a_copied_data_root_has_the_images_without_a_request(used: Result) -> None:
     assert used["taken"] == [True, True, False, True]
     assert used["requests"] == []
+
+
+def test_pins_are_those_of_the_last_bake(used: Result, engine: str) -> None:
+    """Docker has none."""
+    name, digest = f"{HOST}/pause", used["images"][-1]["digest"]
+    expected = sorted([f"{name}:1.0", f"{name}@{digest}"]) if family(engine) == "containerd" else []
+    assert used["pinned"] == expected
 
 
 def test_archive_has_the_images_under_their_names(used: Result) -> None:

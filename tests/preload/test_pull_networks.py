@@ -58,7 +58,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 def walk(lab: Lab, variable: str) -> Result:
     """Lock and pull an image to which one variable leads, and pull it as a node does."""
-    registry._RETRIES = False  # type: ignore[assignment]  # what is unreachable here stays so
+    registry._RETRIES = registry.Patience(0)  # what is unreachable here stays so
     image = lab.push("library/walked", MB)
     proxy = lab.serve_proxy(OUTSIDE)
     endpoint = lab.endpoints.pop(OUTSIDE)

@@ -6,6 +6,7 @@ The one place that asks what is newest.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from image_builder.bake.lock.apt import Apt, Source, debian_sources
@@ -58,7 +59,14 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
             if locked is None or locked.platform != image.platform:
                 monitor.stage_doing("lock", f"asking for {image.ref}")
                 try:
-                    locked = locate(image.ref, image.platform, endpoints, network.mirrors, network.outbound)
+                    locked = locate(
+                        image.ref,
+                        image.platform,
+                        endpoints,
+                        network.mirrors,
+                        network.outbound,
+                        on_wait=partial(_note_wait, monitor, image.ref),
+                    )
                 except PullError as error:
                     if image.required:
                         raise
@@ -67,6 +75,10 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
                     continue
             images.append(locked)
     return lock.model_copy(update={"images": images, "left_out": left_out})
+
+
+def _note_wait(monitor: Monitor, ref: str, seconds: float) -> None:
+    monitor.note(f"{ref}: waiting for {seconds:.0f} s, as its registry asks")
 
 
 def remembered_lock(settings: Settings, name: str) -> Path:

@@ -49,7 +49,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _STEP = 1 << 16
 # What CRI's image store looks for, so that the kubelet sees the image at once.
 _MANAGED = "io.cri-containerd.image=managed"
-_PINNED = "io.cri-containerd.pinned=pinned"
+_PINNED, _NOT_PINNED = "io.cri-containerd.pinned=pinned", "io.cri-containerd.pinned="
 # The CRI plugin wants a network and pods; the bake wants neither.
 _CONFIGURATION = f"""\
 version = 2
@@ -271,10 +271,13 @@ class ContainerdEngine:
         return f"/{path.relative_to(self.root.path)}"
 
     def mark(self, image: LockedImage, *, pin: bool) -> None:
-        """Label an image as the kubelet's plugin does, and protect it from the kubelet if wanted."""
+        """Label an image as the kubelet's plugin does, and protect it from the kubelet if wanted.
+
+        An empty value removes a label that an earlier bake of this data root gave the image.
+        """
         reference = parse_reference(image.ref)
         for name in (reference.at(image.digest), image.ref):
-            self._ctr("images", "label", name, _MANAGED, *([_PINNED] if pin else []))
+            self._ctr("images", "label", name, _MANAGED, _PINNED if pin else _NOT_PINNED)
 
     def keep_only(self, images: Sequence[LockedImage]) -> list[str]:
         """Remove every reference to other images; return what was removed."""

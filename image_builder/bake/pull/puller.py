@@ -13,12 +13,12 @@ from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.attempt import Attempt, now
 from image_builder.bake.pull.model import Event, Limits
-from image_builder.bake.pull.network import Endpoints
+from image_builder.bake.pull.network import Endpoints, Network
+from image_builder.bake.pull.reference import parse
 from image_builder.bake.pull.registry import retry_after
 from image_builder.canonical import JSON
 from image_builder.errors import PullError
 from image_builder.events import Monitor, Part
-from image_builder.system.web import Outbound
 
 _WATCH_SECONDS = 0.25
 _IN_WORDS = {
@@ -81,14 +81,14 @@ class Puller:
         policy: retry.Policy,
         parallel: int,
         endpoints: Endpoints,
-        outbound: Outbound,
+        network: Network,
         stage: str,
         monitor: Monitor,
         stop: threading.Event | None = None,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.engine, self.limits, self.policy, self.parallel = engine, limits, policy, parallel
-        self.endpoints, self.outbound = endpoints, outbound
+        self.endpoints, self.network = endpoints, network
         self.stage, self.monitor, self.chance = stage, monitor, chance
         self._stop = stop or threading.Event()
         self._over = threading.Event()
@@ -189,10 +189,11 @@ class Puller:
             return True
         # A deadline has run out: what stalls once may come at the second try, but the time is gone for good.
         kind: retry.Class = "transient" if attempt.given_up else retry.classify(why)
-        requested_seconds = 0.0
-        if kind == "limited":
-            image = job.request.image
-            requested_seconds = retry_after(image.ref, image.digest, self.endpoints, self.outbound)
+        image, mirrors, requested_seconds = job.request.image, self.network.mirrors, 0.0
+        # Docker hands on only what the registry said, which it asks after the mirrors.
+        by_mirror = kind == "transient" and not attempt.given_up and parse(image.ref).registry in mirrors
+        if kind == "limited" or by_mirror:
+            requested_seconds = retry_after(image.ref, image.digest, self.endpoints, self.network)
         pause = retry.pause_before_next(
             self.policy, kind, len(job.attempts), self.chance(), requested_seconds
         )

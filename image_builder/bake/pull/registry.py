@@ -13,15 +13,15 @@ import re
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from typing import Any, Self
 
 import urllib3
 
 from image_builder.bake.lock.model import LockedImage, LockedLayer
 from image_builder.bake.pull.credentials import Credentials, credentials_for
-from image_builder.bake.pull.network import Endpoints, Mirror, Mirrors
+from image_builder.bake.pull.network import Endpoints, Mirror, Mirrors, Network
 from image_builder.bake.pull.reference import Reference, parse
 from image_builder.errors import PullError
 from image_builder.system.web import NOTHING_DECLARED, Outbound, pool
@@ -39,18 +39,9 @@ _TIMEOUT = urllib3.Timeout(connect=20, read=30)
 _SHORT = urllib3.Timeout(connect=2, read=2)
 # A layer on which nothing comes for so long is asked for again, from where it broke off.
 STREAM = urllib3.Timeout(connect=20, read=60)
-# Retry-After is honoured, up to the longest wait that makes sense before anything was started.
-_RETRIES = urllib3.Retry(
-    total=5,
-    other=0,  # a certificate that is refused once is refused again
-    backoff_factor=0.5,
-    backoff_jitter=0.5,
-    status_forcelist=(429, 500, 502, 503, 504),
-    allowed_methods=("GET", "HEAD"),
-    raise_on_status=False,
-    retry_after_max=120,
-)
 _SAME = (("linux/amd64", "linux/amd64/v1"), ("linux/arm64", "linux/arm64/v8"), ("linux/arm", "linux/arm/v7"))
+# Of Retry-After: what makes sense before anything was started.
+_LONGEST_PAUSE = 120.0
 _NO_LIMIT = 10**9
 _LARGEST_DOCUMENT = 8 << 20
 _DOCUMENT_SECONDS = 120.0
@@ -61,16 +52,67 @@ _CHALLENGE = re.compile(
 )
 
 
+class Patience(urllib3.Retry):
+    """Waits for as long as a registry asks, says so, and gives up where that is for too long."""
+
+    on_wait: Callable[[float], None] | None = None
+
+    def new(self, **kw: Any) -> Self:
+        """Return these retries with other counts."""
+        retries = super().new(**kw)
+        retries.on_wait = self.on_wait
+        return retries
+
+    def increment(
+        self,
+        method: str | None = None,
+        url: str | None = None,
+        response: urllib3.BaseHTTPResponse | None = None,
+        *rest: Any,
+        **kw: Any,
+    ) -> Self:
+        """Return the retries that are left; raises MaxRetryError, which hands ``response`` to the caller."""
+        if response and response.status >= 400 and _asked_pause(response) > _LONGEST_PAUSE:
+            raise urllib3.exceptions.MaxRetryError(kw["_pool"], url or "")
+        return super().increment(method, url, response, *rest, **kw)
+
+    def get_retry_after(self, response: urllib3.BaseHTTPResponse) -> float | None:
+        """Return the seconds that a server asks for; None where it doesn't, or not in a way that can be understood."""
+        with suppress(urllib3.exceptions.InvalidHeader):
+            return super().get_retry_after(response)
+        return None
+
+    def sleep_for_retry(self, response: urllib3.BaseHTTPResponse) -> bool:
+        """Wait for as long as a server asks; return whether it asks."""
+        if self.on_wait and (seconds := self.get_retry_after(response)):
+            self.on_wait(seconds)
+        return super().sleep_for_retry(response)
+
+
+_RETRIES = Patience(
+    total=5,
+    other=0,  # a certificate that is refused once is refused again
+    backoff_factor=0.5,
+    backoff_jitter=0.5,
+    status_forcelist=(429, 500, 502, 503, 504),
+    allowed_methods=("GET", "HEAD"),
+    raise_on_status=False,
+    retry_after_max=_NO_LIMIT,
+)
+
+
 def locate(
     ref: str,
     platform: str,
     endpoints: Endpoints,
     mirrors: Mirrors | None = None,
     outbound: Outbound = NOTHING_DECLARED,
+    on_wait: Callable[[float], None] | None = None,
 ) -> LockedImage:
     """Return what ``ref`` means now, for one platform: by the first mirror of its registry that has it, or by itself.
 
-    Raises PullError: no such image, not let in, none for the platform, not reachable, wrong bytes.
+    ``on_wait`` is called with the seconds of each pause that the registry asks for. Raises PullError: no such image, not
+    let in, none for the platform, not reachable, wrong bytes.
     """
     image = parse(ref)
     failures = []
@@ -85,6 +127,8 @@ def locate(
             failures.append(f"\n  mirror {mirror.url}: {error.message.removeprefix(f'{ref}: ')}{authority}")
     try:
         with RegistryClient(image, endpoints, outbound=outbound) as client:
+            client.retries = retries = _RETRIES.new()
+            retries.on_wait = on_wait
             return _locate(ref, platform, client)
     except PullError as error:
         raise PullError(f"{error.message}{''.join(failures)}", hint=error.hint) from error
@@ -136,23 +180,44 @@ def _layers(ref: str, manifest: Mapping[str, Any], config: Mapping[str, Any]) ->
     ]
 
 
-def retry_after(ref: str, digest: str, endpoints: Endpoints, outbound: Outbound) -> float:
-    """Ask the registry how long to wait before the next request: seconds, 0 when it answers.
+def retry_after(ref: str, digest: str, endpoints: Endpoints, network: Network) -> float:
+    """Ask the registry and its mirrors how long to wait before the next request: the most seconds that one asks for.
 
-    Runtimes hand on that it said 429, but not for how long.
+    0 where the registry itself has the image now. Runtimes hand on that one said 429, but not for how long, and not all
+    that a mirror said.
     """
     image = parse(ref)
+    mirrors = network.mirrors.get(image.registry, ())
+    own, *others = [_pause(image, digest, endpoints, way, network.outbound) for way in (None, *mirrors)]
+    return 0.0 if own is None else max(own, *(pause or 0.0 for pause in others), 0.0)
+
+
+def _pause(
+    image: Reference, digest: str, endpoints: Endpoints, mirror: Mirror | None, outbound: Outbound
+) -> float | None:
+    """Return the seconds that a registry or a mirror asks for, 0 for none; None where it has the image."""
     try:
-        with RegistryClient(image, endpoints, outbound=outbound, retries=False, timeout=_SHORT) as client:
+        with RegistryClient(
+            image, endpoints, mirror, outbound=outbound, retries=False, timeout=_SHORT
+        ) as client:
             # It logs in: without credentials a registry answers 401, however often it is asked.
             answer = client.stream("HEAD", client.path(f"manifests/{digest}"), {})
             answer.close()
     except (urllib3.exceptions.HTTPError, PullError):
         return 0.0
-    if answer.status != 429:
-        return 0.0
-    seconds: float | None = urllib3.Retry(retry_after_max=_NO_LIMIT).get_retry_after(answer)
-    return float(seconds or 0.0)
+    if answer.status < 400:
+        return None
+    return _asked_pause(answer) if answer.status == 429 else 0.0
+
+
+def _asked_pause(answer: urllib3.BaseHTTPResponse) -> float:
+    return float(_RETRIES.get_retry_after(answer) or 0.0)
+
+
+def _wish(answer: urllib3.BaseHTTPResponse) -> str:
+    """Return for how long a server that refuses asks to be left alone, in words."""
+    seconds = _asked_pause(answer)
+    return f"; it asks for a pause of {seconds:.0f} s" if seconds else ""
 
 
 def _choose(ref: str, index: Mapping[str, Any], platform: str) -> str:
@@ -341,7 +406,7 @@ class RegistryClient:
             message = str(error.get("message") or error.get("code"))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             message = answer.reason or ""
-        return f"{self.registry} answered {answer.status} {message}".rstrip()
+        return f"{self.registry} answered {answer.status} {message}".rstrip() + _wish(answer)
 
     def _log_in(self, challenge: str) -> None:
         """Get what the registry asks for: a token, or the password itself; raises PullError when that is refused."""
@@ -358,7 +423,8 @@ class RegistryClient:
         if answer.status in (400, 401, 403):
             raise PullError(f"{self.image}: {realm} answered {answer.status}: login refused")
         if answer.status != 200:
-            raise PullError(f"{self.image}: {realm} answered {answer.status} {answer.reason or ''}".rstrip())
+            reason = f"{realm} answered {answer.status} {answer.reason or ''}".rstrip()
+            raise PullError(f"{self.image}: {reason}{_wish(answer)}")
         document = self._json(answer.data)
         token = document.get("token") or document.get("access_token")
         if not isinstance(token, str):

@@ -12,10 +12,13 @@ from typing import Literal
 
 Class = Literal["transient", "limited", "corrupt", "full", "permanent"]
 
+# What names an image, a file or an address, in a text of an engine: it may look like any status.
+_NAME = re.compile(r"""https?://[^\s"']+|[^\s"',]*[/@][^\s"',]*""")
+_STATUS = r"(?:(?:answered|http|status|code|request to)[\s:=]+|\]: )(?:%s)\b"
 # The first that matches. What none matches is transient: an attempt more does no harm, the deadlines hold.
 _CLASSES: tuple[tuple[Class, str], ...] = (
     ("full", r"no space left on device|disk quota exceeded"),
-    ("limited", r"toomanyrequests|too many requests|\b429\b|rate limit"),
+    ("limited", r"toomanyrequests|too many requests|rate limit|" + _STATUS % "429"),
     (
         "corrupt",
         r"verification failed for digest|unexpected commit digest|failed size validation|digest mismatch"
@@ -27,7 +30,8 @@ _CLASSES: tuple[tuple[Class, str], ...] = (
     ),
     (
         "permanent",
-        r"unauthorized|login refused|authentication required|no basic auth credentials|access.* denied|\b(401|403)\b",
+        r"unauthorized|login refused|authentication required|no basic auth credentials|access.* denied|"
+        + _STATUS % "401|403",
     ),
     (
         "permanent",
@@ -43,7 +47,7 @@ _CORRUPT_ATTEMPTS = 2
 
 def classify(message: str) -> Class:
     """Return the class of a failure by what the runtime said."""
-    lowered = message.lower()
+    lowered = _NAME.sub("", message.lower())
     return next((kind for kind, pattern in _CLASSES if re.search(pattern, lowered)), "transient")
 
 

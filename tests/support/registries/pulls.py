@@ -369,7 +369,7 @@ class Lab:
             policy=retry.Policy(attempts=attempts, longest_wait=longest_wait),
             parallel=parallel,
             endpoints=self.endpoints,
-            outbound=self.network.outbound,
+            network=self.network,
             stage="preload",
             monitor=monitor or Monitor(),
             stop=stop,

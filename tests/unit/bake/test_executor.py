@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from image_builder.bake.stages.layer import run as layer
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.cli.command import extensions
-from image_builder.errors import CommandError, StageError, VerifyError
+from image_builder.errors import CommandError, PullError, StageError, VerifyError
 from image_builder.events import Monitor
 from image_builder.settings import Settings
 from image_builder.system import process
@@ -139,6 +140,35 @@ def test_one_may_enter_what_a_play_left(
     with store.staging() as staging, pytest.raises(StageError) as failed:
         _run_stage(_work(store, staging), plan)
     assert failed.value.enterable is enterable
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (
+            PullError(
+                "images that can't be pulled:\n  r/a:1: failed to register layer: no space left on device"
+            ),
+            6,
+        ),
+        (PullError("images that can't be pulled:\n  r/a:1: unexpected EOF"), 15),
+        (OSError(errno.ENOSPC, "No space left on device"), 6),
+        (OSError(errno.EIO, "Input/output error"), 10),
+    ],
+)
+def test_a_disk_that_was_full_and_has_room_again_is_the_cause(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    """What an engine couldn't unpack it removes before it says why."""
+
+    def run(_: StageContext) -> None:
+        raise error
+
+    monkeypatch.setattr(verify, "run", run)
+    with store.staging() as staging, pytest.raises(StageError) as failed:
+        _run_stage(_work(store, staging), StagePlan("verify", "verify"))
+    assert failed.value.exit_code == code
+    assert ("store gc" in (failed.value.hint or "")) == (code == 6)
 
 
 def test_a_pull_runs_beside_the_layers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

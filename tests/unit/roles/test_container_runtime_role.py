@@ -49,7 +49,7 @@ def at_least(version: str, other: str) -> bool:
     return [int(n) for n in version.split(".")] >= [int(n) for n in other.split(".")]
 
 
-MIRRORS = {
+MIRRORS: dict[str, list[dict[str, Any]]] = {
     "docker.io": [{"url": "https://mirror.test:5000", "ca": "/etc/ssl/certs/lab.pem"}],
     "registry.test": [{"url": "http://10.0.0.1:5000", "skip_verify": True, "override_path": True}],
 }
@@ -245,7 +245,18 @@ def test_known_versions_are_the_promised_ones() -> None:
             {"container_runtime_engine": "containerd", "container_runtime_cri_dockerd": CRI_DOCKERD},
             ("needs docker",),
         ),
-        ({"container_runtime_registry_mirrors": MIRRORS}, ("only docker.io, not registry.test",)),
+        (
+            {"container_runtime_registry_mirrors": {"registry.test": [{"url": "https://mirror.test"}]}},
+            ("only docker.io, not registry.test",),
+        ),
+        (
+            {"container_runtime_registry_mirrors": {"docker.io": MIRRORS["docker.io"]}},
+            ("Docker takes only a mirror's url, not ca:", "container_runtime_ca_certificates"),
+        ),
+        (
+            {"container_runtime_registry_mirrors": {"docker.io": MIRRORS["registry.test"]}},
+            ("not override_path, skip_verify:",),
+        ),
         ({"container_runtime_proxy": {"https": "http://a:b@proxy.test:3128"}}, ("has a password",)),
         ({"container_runtime_proxy": {"http": "proxy.test:3128"}}, ("like http://proxy.example:3128",)),
         ({"container_runtime_ca_certificates": {"../a": CA}}, ("under a name of",)),
@@ -288,6 +299,21 @@ def test_bad_settings_are_named(variables: dict[str, Any], words: tuple[str, ...
 @pytest.mark.parametrize("version", ["0.3.15", "0.3.17", "0.4.0", "0.4.3"])
 def test_cri_dockerd_that_extracts_in_peace(version: str) -> None:
     settings = {"container_runtime_cri_dockerd": {**CRI_DOCKERD, "version": version}}
+    assert value("__container_runtime_problems", **settings) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "mirror"),
+    [
+        ("docker", {"url": "https://mirror.test", "ca": "", "skip_verify": False}),
+        ("containerd", MIRRORS["registry.test"][0]),
+    ],
+)
+def test_mirrors_that_an_engine_can_use(engine: str, mirror: dict[str, Any]) -> None:
+    settings = {
+        "container_runtime_engine": engine,
+        "container_runtime_registry_mirrors": {"docker.io": [mirror]},
+    }
     assert value("__container_runtime_problems", **settings) == []
 
 

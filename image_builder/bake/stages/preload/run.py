@@ -120,7 +120,7 @@ def _pull(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> 
         policy=retry.Policy(attempts=settings.attempts),
         parallel=settings.parallel,
         endpoints=ctx.endpoints,
-        outbound=ctx.network.outbound,
+        network=ctx.network,
         stage=ctx.plan.name,
         monitor=ctx.monitor,
         stop=ctx.stop,

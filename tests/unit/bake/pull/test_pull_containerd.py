@@ -71,3 +71,17 @@ def test_what_an_image_can_be_given_that_starts_on_nodes_only_is_said(tmp_path: 
     with pytest.raises(PullError, match=f"no container of {REF} starts: ctr: exec: libcuda.so.1") as error:
         engine(tmp_path, "v1.7.24").try_out(image(REF))
     assert error.value.hint == CANT_START
+
+
+@pytest.mark.parametrize(("pin", "label"), [(True, "pinned"), (False, "")])
+def test_an_image_that_is_no_longer_pinned_loses_its_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pin: bool, label: str
+) -> None:
+    """The data root of an earlier bake has it, and ``ctr`` leaves labels alone that it isn't given."""
+    taken_over = engine(tmp_path, "v1.7.24")
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr(taken_over, "_ctr", lambda *arguments: ran.append(arguments))
+    taken_over.mark(image(REF), pin=pin)
+    labels = ("io.cri-containerd.image=managed", f"io.cri-containerd.pinned={label}")
+    names = (f"registry.example/team/app@{DIGEST}", REF)
+    assert ran == [("images", "label", name, *labels) for name in names]

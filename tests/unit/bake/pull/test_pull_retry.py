@@ -30,6 +30,17 @@ SAID: list[tuple[str, Class]] = [
     ("read tcp 127.0.0.1:1->127.0.0.1:443: read: connection reset by peer", "transient"),
     ("unexpected EOF", "transient"),
     ("something that nobody has said before", "transient"),
+    ('failed to do request: Head "https://r/v2/team/model-403/manifests/sha256:1": i/o timeout', "transient"),
+    ('failed to resolve reference "r/team/429@sha256:1": read: connection reset by peer', "transient"),
+    ('Get "https://r/v2/x509:1/unauthorized/blobs/sha256:1": dial tcp [::1]:403: i/o timeout', "transient"),
+    ("model-429@sha256:1: short read: expected 401 bytes but got 403: unexpected EOF", "transient"),
+    ("r/team/model-403:1: r answered 503 Service Unavailable", "transient"),
+    ("unexpected status from GET request to https://r/v2/a/blobs/sha256:1: 403 Forbidden", "permanent"),
+    ("unexpected status from HEAD request to https://r/v2/a/manifests/1: 429 Slow Down", "limited"),
+    ("error parsing HTTP 403 response body: invalid character '<'", "permanent"),
+    ("failed with status code [manifests 1]: 401 Custom", "permanent"),
+    ("received unexpected HTTP status: 403 Forbidden", "permanent"),
+    ("r/a:1: registry.example:5000 answered 429", "limited"),
 ]
 
 
