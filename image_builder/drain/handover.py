@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from image_builder.drain import event, fence
 from image_builder.drain.gangs import units
-from image_builder.drain.look import Looker
+from image_builder.drain.observe import Looker
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client, KubeError
 

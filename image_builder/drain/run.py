@@ -19,7 +19,7 @@ from image_builder.drain.ask import ask
 from image_builder.drain.evict import Answer, evict
 from image_builder.drain.fence import Record
 from image_builder.drain.ladder import Action, Host, Tenant, decide
-from image_builder.drain.look import Cordoned, Looker
+from image_builder.drain.observe import Cordoned, Looker
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.retry import backoff

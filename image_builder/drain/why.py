@@ -8,7 +8,7 @@ from typing import Any
 from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.evict import evict
 from image_builder.drain.ladder import Tenant
-from image_builder.drain.look import Looker
+from image_builder.drain.observe import Looker
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.text import stamp
 

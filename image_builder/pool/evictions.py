@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from image_builder.drain.jobs import Job, evicted_jobs
-from image_builder.drain.look import Looker
+from image_builder.drain.observe import Looker
 from image_builder.errors import UsageError
 from image_builder.node.net.kube import Client
 from image_builder.pool.plan.plan import Plan

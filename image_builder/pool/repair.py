@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from image_builder.drain import event, fence, hosts, quarantine
 from image_builder.drain.lease import Leases
-from image_builder.drain.look import Looker
+from image_builder.drain.observe import Looker
 from image_builder.drain.policy import Policy
 from image_builder.drain.quarantine import Record
 from image_builder.drain.run import occupied

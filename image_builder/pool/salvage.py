@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from image_builder.drain import bar, fence
+from image_builder.drain import fence, taint
 from image_builder.drain import run as drains
 from image_builder.drain.lease import Leases
 from image_builder.errors import PoolError
@@ -86,7 +86,7 @@ def salvage(
     freed = [name for name in marks.nodes if name not in remaining]
     for name in freed:
         if marks.nodes[name]:
-            bar.lift(kube, name)
+            taint.lift(kube, name)
         drains.free(kube, name, run)
     unsure = [text for path, holder in marks.holders.items() for text in _release(azure, path, holder)]
     return Salvage(
@@ -104,7 +104,7 @@ def _marked(kube: Kube, run: str) -> dict[str, bool]:
     nodes: dict[str, bool] = {}
 
     def take(document: dict[str, Any]) -> None:
-        record, is_barred = fence.record_of(document), bar.is_barred(document, run)
+        record, is_barred = fence.record_of(document), taint.is_barred(document, run)
         if is_barred or (record is not None and record.run == run):
             nodes[document["metadata"]["name"]] = is_barred
 

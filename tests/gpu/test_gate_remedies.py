@@ -13,7 +13,7 @@ from image_builder.cluster.gate.admit import admit, overview
 from image_builder.cluster.gate.model import Rules
 from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.lease import NAMESPACE, Leases, Settings
-from image_builder.drain.look import Looker
+from image_builder.drain.observe import Looker
 from image_builder.drain.pods import MARK
 from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.drain.why import bad_hosts, explain

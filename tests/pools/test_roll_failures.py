@@ -20,7 +20,7 @@ from typing import Literal
 
 import pytest
 
-from image_builder.drain import bar, fence
+from image_builder.drain import fence, taint
 from image_builder.errors import PoolError
 from image_builder.node.net.kube import MERGE_PATCH, STRATEGIC_MERGE, path_of_node
 from image_builder.pool.plan.model import ended
@@ -286,7 +286,7 @@ def test_a_host_that_a_lost_roll_left_with_the_new_image_takes_pods_again(fleet:
     host = fleet.hosts[0]
     fleet.machine(host).version = fleet.machine(host).disk = NEW
     _, patch = fence.cordon(fleet.node(host.name), "roll-lost", time.time())
-    assert fence.send(fleet.admin, host.name, patch) and bar.bar(fleet.admin, host.name, "roll-lost")
+    assert fence.send(fleet.admin, host.name, patch) and taint.bar(fleet.admin, host.name, "roll-lost")
     rolled = plan(fleet, **GENEROUS)
     require_ok(fleet.drive(rolled))
     assert fleet.machine(host).reimages == 0

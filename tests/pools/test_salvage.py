@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from image_builder.cli.main import app
-from image_builder.drain import bar, fence
+from image_builder.drain import fence, taint
 from image_builder.drain.lease import NAMESPACE, Leases, Settings
 from image_builder.errors import PoolError
 from image_builder.node.net.kube import Client as Kube
@@ -43,7 +43,7 @@ def test_only_who_has_the_image_from_before_is_freed(tmp_path: Path, monkeypatch
             _, patch = fence.cordon(fleet.node(name), "roll-other" if name == names[3] else RUN, time.time())
             assert fence.send(admin, name, patch)
         for name in names[1:3]:
-            bar.bar(admin, name, RUN)
+            taint.bar(admin, name, RUN)
         fleet.machine(fleet.hosts[2]).version = NEW
         group = fleet.scale_sets.sets[path.lower()]
         inventory = [host for host in fleet.hosts if host.name != names[4]]

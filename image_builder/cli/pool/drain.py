@@ -213,7 +213,7 @@ def why(
         image-builder pool why gpu-17 --kubeconfig drain.conf
     """
     from image_builder.drain import why as view
-    from image_builder.drain.look import Looker
+    from image_builder.drain.observe import Looker
 
     settings = _policy(policy)
     with _answered(kubeconfig) as client:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from image_builder.cluster.gate import breaker
+from image_builder.cluster.gate.bad_hosts import on_known
 from image_builder.cluster.gate.decide import Action, is_tainted, may_work, patch
-from image_builder.cluster.gate.known_hosts import on_known
 from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
 from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.fence import pointer

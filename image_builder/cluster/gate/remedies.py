@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from image_builder.cluster.gate import known_hosts, triage
+from image_builder.cluster.gate import bad_hosts, triage
 from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.cluster.gate.policy import HOST_REASON
 from image_builder.cluster.gate.triage import Step
@@ -33,7 +33,7 @@ class Remedies:
         self, client: Client, rules: Rules, tell: Callable[[str], None], clock: Callable[[], float]
     ) -> None:
         self._client, self._rules, self._tell, self._clock = client, rules, tell, clock
-        self._memory = known_hosts.Memory(client, rules.health, tell)
+        self._memory = bad_hosts.Memory(client, rules.health, tell)
         self._holders = Holders(clock)
         self._drains: dict[str, Drain] = {}
         self._rests: dict[str, float] = {}
@@ -108,12 +108,12 @@ class Remedies:
             self._mark(document, step, record, now)
 
     def _judged(self, node: Node) -> Node:
-        return known_hosts.judged(node, self._memory.known, self._rules.health)
+        return bad_hosts.judged(node, self._memory.known, self._rules.health)
 
     def _tell_of_hosts(self, nodes: Sequence[Node], now: float) -> None:
         """Post an Event on each node that has come up on a host that is known as bad, once."""
         known = self._memory.known or {}
-        arrivals = [(node.name, entry) for node in nodes if (entry := known_hosts.on_known(node, known))]
+        arrivals = [(node.name, entry) for node in nodes if (entry := bad_hosts.on_known(node, known))]
         for name, entry in arrivals:
             if (name, entry.words) in self._told:
                 continue

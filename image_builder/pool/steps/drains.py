@@ -12,7 +12,7 @@ from typing import Any
 from image_builder.drain import run as drains
 from image_builder.drain.handover import Handover
 from image_builder.drain.ladder import PATIENCE
-from image_builder.drain.look import Cordoned
+from image_builder.drain.observe import Cordoned
 from image_builder.drain.pods import count_gpus
 from image_builder.drain.policy import Policy
 from image_builder.drain.run import Drain

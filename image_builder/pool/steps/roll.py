@@ -19,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from image_builder.drain import bar, event, fence
+from image_builder.drain import event, fence, taint
 from image_builder.drain import run as drains
 from image_builder.drain.lease import Leases
-from image_builder.drain.look import Looker
+from image_builder.drain.observe import Looker
 from image_builder.drain.policy import Policy
 from image_builder.errors import FetchError, PoolError
 from image_builder.node.errors import NodeError
@@ -359,7 +359,7 @@ class RollFleet(Fleet):
             self._post(kube, host, "ReimageFailed", outcome.detail)
         if outcome.ok:
             # What runs on each node must be there again before it is verified; the cordon stays.
-            self._nodes[host.name] = bar.lift(kube, host.name, self._nodes.pop(host.name, None)) or {}
+            self._nodes[host.name] = taint.lift(kube, host.name, self._nodes.pop(host.name, None)) or {}
         return outcome, joined
 
     def _post(self, kube: Kube, host: Host, reason: str, message: str) -> None:
@@ -401,7 +401,7 @@ class RollFleet(Fleet):
 
     def _bar(self, kube: Kube, host: Host, seen: dict[str, Any] | None = None) -> bool:
         """Let no pod onto an empty host; tell whether there is a Node of it."""
-        node = bar.bar(kube, host.name, self._change.run, seen)
+        node = taint.bar(kube, host.name, self._change.run, seen)
         self._nodes[host.name] = node or {}
         return node is not None
 
@@ -415,7 +415,7 @@ class RollFleet(Fleet):
                 return OK, "unknown"
         self._drains.drop(host.name)
         kube = self._kube()
-        node = bar.lift(kube, host.name, self._nodes.pop(host.name, None))
+        node = taint.lift(kube, host.name, self._nodes.pop(host.name, None))
         record = fence.record_of(node) if node else None
         # This roll holds the scale set: no other one lives that would have put a cordon there.
         run = record.run if record and record.run.startswith(ROLL) else self._change.run
@@ -462,7 +462,7 @@ class RollFleet(Fleet):
         document = looker.node(host.name, is_cordoned=True)
         if document is None:
             return "there is no such node"
-        if barred and not bar.is_barred(document, self._change.run):
+        if barred and not taint.is_barred(document, self._change.run):
             return "somebody removed its taint"
         self._nodes[host.name] = document
         return drains.occupied(looker, document, self._change.run)

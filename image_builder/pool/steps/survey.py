@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from image_builder.drain import fence, quarantine
-from image_builder.drain.look import Looker
+from image_builder.drain.observe import Looker
 from image_builder.errors import PoolError
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client

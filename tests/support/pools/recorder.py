@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from image_builder.drain import bar, fence
+from image_builder.drain import fence, taint
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.kube import KubeError
 from image_builder.pool.plan.model import Host
@@ -357,7 +357,7 @@ class Recorder:
             is_ready=any(c["type"] == "Ready" and c["status"] == "True" for c in conditions),
             is_cordoned=fence.is_cordoned(item),
             run=record.run if record else "",
-            is_barred=any(taint["key"] == bar.TAINT for taint in taints),
+            is_barred=any(entry["key"] == taint.TAINT for entry in taints),
         )
         self.nodes.append(state)
 

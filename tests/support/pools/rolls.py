@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
 
-from image_builder.drain import bar, fence
+from image_builder.drain import fence, taint
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.kube import path_of_node
 from image_builder.node.net.kubeconfig import load
@@ -196,7 +196,7 @@ class World:
         """Tell whether anything of ours is on a node."""
         node = self.admin.request("GET", path_of_node(name))
         taints = node["spec"].get("taints") or ()
-        return fence.record_of(node) is not None or any(taint["key"] == bar.TAINT for taint in taints)
+        return fence.record_of(node) is not None or any(entry["key"] == taint.TAINT for entry in taints)
 
     def require_clean_sets(self) -> None:
         """Hold what is so after every ending: services run, and nobody drives a set."""

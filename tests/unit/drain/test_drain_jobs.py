@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from image_builder.drain.jobs import Job, evicted_jobs, table
-from image_builder.drain.look import Looker
+from image_builder.drain.observe import Looker
 from image_builder.drain.policy import Policy, Rule
 from tests.unit.drain.manifests import pod_object
 from tests.unit.drain.test_drain_run import Server

@@ -9,7 +9,7 @@ import pytest
 
 from image_builder.drain.hosts import BadHost
 from image_builder.drain.ladder import Tenant
-from image_builder.drain.look import Looker
+from image_builder.drain.observe import Looker
 from image_builder.drain.pods import Class, Verdict, pod_from
 from image_builder.drain.policy import Policy
 from image_builder.drain.why import HEAD, bad_hosts, entry, explain, rows

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from image_builder.drain import fence, quarantine
-from image_builder.drain.look import Looker
+from image_builder.drain.observe import Looker
 from image_builder.drain.policy import Policy
 from image_builder.drain.quarantine import Record
 from image_builder.errors import PoolError

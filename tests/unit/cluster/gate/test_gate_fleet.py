@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from image_builder.cluster.gate import breaker, known_hosts
+from image_builder.cluster.gate import bad_hosts, breaker
 from image_builder.cluster.gate.breaker import Limits
 from image_builder.cluster.gate.health import Ailment, Health
 from image_builder.cluster.gate.model import Node, Rules
@@ -57,8 +57,8 @@ class Fleet:
         self.now += TURN
         nodes = list(self.nodes.values())
         self.holds = breaker.step(nodes, self.holds, self.now, Limits(), RULES.pool)
-        self.known = known_hosts.step(nodes, self.known, self.now, POLICY)
-        judged = [known_hosts.judged(node, self.known, POLICY) for node in nodes]
+        self.known = bad_hosts.step(nodes, self.known, self.now, POLICY)
+        judged = [bad_hosts.judged(node, self.known, POLICY) for node in nodes]
         before = self.out()
         for node, step, record in plan(judged, self.holds, (), POLICY, RULES, self.now):
             self.steps.append((node.name, step))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from image_builder.cluster.gate.bad_hosts import judged, on_known, step
 from image_builder.cluster.gate.health import Ailment, Health
-from image_builder.cluster.gate.known_hosts import judged, on_known, step
 from image_builder.cluster.gate.model import Node, Rules
 from image_builder.cluster.gate.policy import HOST_CONDITION, HOST_REASON, Policy, Rule
 from image_builder.cluster.gate.triage import Step, plan, step_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.drain.bar import TAINT, bar, is_barred, lift
+from image_builder.drain.taint import TAINT, bar, is_barred, lift
 from image_builder.node.net.kube import KubeError
 
 OTHER = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}

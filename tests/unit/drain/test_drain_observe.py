@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, cast
 
-from image_builder.drain.look import Cordoned, Job, job_from
+from image_builder.drain.observe import Cordoned, Job, job_from
 from image_builder.node.net.kube import Client
 
 START = "2026-01-01T00:00:00Z"
