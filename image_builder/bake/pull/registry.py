@@ -111,8 +111,8 @@ def locate(
 ) -> LockedImage:
     """Return what ``ref`` means now, for one platform: by the first mirror of its registry that has it, or by itself.
 
-    ``on_wait`` is called with the seconds of each pause that the registry asks for. Raises PullError: no such image, not
-    let in, none for the platform, not reachable, wrong bytes.
+    ``on_wait`` is called with the seconds of each pause that the registry asks for. Raises PullError: no such image,
+    not let in, none for the platform, not reachable, wrong bytes.
     """
     image = parse(ref)
     failures = []
