@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ _PLAY = """---
 """
 
 
-def configure(lab: Lab, root: Root, **variables: object) -> int:
+def configure(lab: Lab, root: Root, **variables: Any) -> int:
     """Run the role's configuration; return how many tasks changed something."""
     work = lab.folder("play")
     (work / "play.yml").write_text(_PLAY)
