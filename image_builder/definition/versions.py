@@ -50,7 +50,7 @@ def _skew(image: str, kubelet: str, minor: int, servers: JSON) -> list[str]:
     if not versions or texts != listed:
         return [f'must be a list of Kubernetes versions in quotes, such as ["1.36.2"], not {servers!r}']
     oldest, newest = min(versions), max(versions)
-    allowed = _OLDER if minor >= 25 else _OLDER_BEFORE_1_25
+    allowed = _allowed(minor)
     reasons = []
     if minor > oldest:
         reasons.append(
@@ -58,11 +58,17 @@ def _skew(image: str, kubelet: str, minor: int, servers: JSON) -> list[str]:
             f"server first, or set kubelet_version to 1.{oldest} or older"
         )
     if newest - minor > allowed:
+        least = next(kubelet for kubelet in range(minor, newest + 1) if newest - kubelet <= _allowed(kubelet))
         reasons.append(
             f"the kubelet {kubelet} of `{image}` is more than {allowed} minor versions older than the API server "
-            f"{versions[newest]}: set kubelet_version to 1.{newest - _OLDER} or later"
+            f"{versions[newest]}: set kubelet_version to 1.{least} or later"
         )
     return reasons
+
+
+def _allowed(minor: int) -> int:
+    """Return how many minor versions a kubelet may be older than its API server."""
+    return _OLDER if minor >= 25 else _OLDER_BEFORE_1_25
 
 
 def _cgroup_problems(variables: HostVariables, resolved: Mapping[str, JSON], minor: int) -> list[Problem]:

@@ -1,9 +1,10 @@
-"""CAs of registries on a live node: those that the role wrote before and that are declared no more go away."""
+"""CAs and mirrors of registries on a live node: what the role wrote before and is declared no more goes away."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -30,8 +31,8 @@ _PLAY = """---
 """
 
 
-def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]) -> Result:
-    """Run the role's configuration; return what changed, whose files and links there are, and who is trusted."""
+def configure(lab: Lab, root: Root, **variables: Any) -> int:
+    """Run the role's configuration; return how many tasks changed something."""
     work = lab.folder("play")
     (work / "play.yml").write_text(_PLAY)
     play = ansible.play(
@@ -41,9 +42,9 @@ def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]
         root=root.path,
         environment_in_root=root.environment,
         variables={
-            "container_runtime_ca_certificates": {name: pems[name] for name in declared},
             "__container_runtime_units": [],
             "target_booted": True,
+            **variables,
         },
         work=work,
         log=lab.base / "play.log",
@@ -53,11 +54,17 @@ def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]
         doing=lambda _: None,
         python=Settings().python,
     )
+    return play.changed
+
+
+def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]) -> Result:
+    """Configure CAs; return what changed, whose files and links there are, and who is trusted."""
+    changed = configure(lab, root, container_runtime_ca_certificates={name: pems[name] for name in declared})
     bundle = (root.path / "etc/ssl/certs/ca-certificates.crt").read_text()
     links = (path for path in (root.path / "etc/ssl/certs").iterdir() if path.is_symlink())
     targets = [path.readlink().name for path in links if os.fspath(path.readlink()).startswith(f"/{_FOLDER}")]
     return {
-        "changed": play.changed,
+        "changed": changed,
         "files": sorted(path.name for path in (root.path / _FOLDER).iterdir()),
         "links": sorted(targets),
         "trusted": sorted(name for name, pem in pems.items() if pem.strip() in bundle),
@@ -100,4 +107,47 @@ def test_a_ca_that_is_declared_no_more_is_trusted_no_more(worker: Workplace) -> 
         files = [f"container-runtime-{name}.crt" if name != "other" else "other.crt" for name in names]
         assert found[step]["files"] == found[step]["links"] == files, step
         assert found[step]["trusted"] == names, step
+        assert (found[step]["changed"] == 0) == step.endswith("again"), step
+
+
+def take_mirrors_back(lab: Lab) -> Result:
+    """Declare mirrors of two registries, of one, of none; an administrator's file is there all the time."""
+    certs = "etc/containerd/certs.d"
+    steps = {
+        "two": ("new", "old"),
+        "two again": ("new", "old"),
+        "one": ("new",),
+        "none": (),
+        "none again": (),
+    }
+    found: Result = {}
+    with open_root(lab.trees, lab.folder("root")) as root:
+        for name in ("new", "old", "other"):
+            (root.path / certs / f"{name}.test").mkdir(parents=True)
+        (root.path / certs / "other.test/hosts.toml").write_text('server = "https://elsewhere.test"\n')
+        for name, declared in steps.items():
+            mirrors = {f"{registry}.test": [{"url": "https://mirror.test"}] for registry in declared}
+            changed = configure(
+                lab,
+                root,
+                container_runtime_engine="containerd",
+                container_runtime_install=["docker", "containerd"],
+                container_runtime_registry_mirrors=mirrors,
+            )
+            files = sorted(path.parent.name for path in (root.path / certs).glob("*/hosts.toml"))
+            found[name] = {"changed": changed, "files": files}
+    return found
+
+
+@pytest.mark.nightly
+def test_a_mirror_that_is_declared_no_more_is_asked_no_more(worker: Workplace) -> None:
+    found = isolated(take_mirrors_back, worker, "docker")
+    for step, files in {
+        "two": ["new.test", "old.test", "other.test"],
+        "two again": ["new.test", "old.test", "other.test"],
+        "one": ["new.test", "other.test"],
+        "none": ["other.test"],
+        "none again": ["other.test"],
+    }.items():
+        assert found[step]["files"] == files, step
         assert (found[step]["changed"] == 0) == step.endswith("again"), step

@@ -13,13 +13,15 @@ import os
 import re
 import shutil
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from image_builder.bake.lock.model import LockedImage
-from image_builder.bake.pull import outbound
+from image_builder.bake.pull import outbound, retry
 from image_builder.bake.pull.attempt import Attempt, now
 from image_builder.bake.pull.gateway import Gateway, gateway
 from image_builder.bake.pull.model import CANT_START, Event
@@ -156,7 +158,7 @@ class ContainerdEngine:
         log = self.log.with_name(f"{self.log.stem}-{_label(image)}.log")
         log.unlink(missing_ok=True)
         try:
-            with self._hosts(image) as (folder, way):
+            with self._hosts(image) as (folder, ways):
                 command = self.pull_command(image, folder)
                 with process.background(
                     self.root.argv(command, self.outbound, proxies=True), log=log
@@ -169,7 +171,7 @@ class ContainerdEngine:
                         time.sleep(_POLL_SECONDS)
                 attempt.check()
                 if child.returncode != 0:
-                    raise PullError(_reason(log, way, reference))
+                    raise PullError(_reason(log, ways, f"https://{reference.api_host}"))
         finally:
             log.unlink(missing_ok=True)
         self._ctr("images", "tag", "--force", name, image.ref)
@@ -230,24 +232,20 @@ class ContainerdEngine:
         return written // _STEP * _STEP
 
     @contextmanager
-    def _hosts(self, image: LockedImage) -> Iterator[tuple[str, Gateway | None]]:
-        """Write how the image's registry is reached, for one pull, on the sandbox's tmpfs; yields the directory."""
+    def _hosts(self, image: LockedImage) -> Iterator[tuple[str, Sequence[Gateway]]]:
+        """Write how the image's registry is reached, for one pull, on the sandbox's tmpfs.
+
+        Yields the directory, and the gateways to the registry and to those of its mirrors that want a login.
+        """
         reference = parse_reference(image.ref)
         folder = self.root.path / _RUN / f"hosts-{_label(image)}"
         place = folder / reference.registry
         place.mkdir(parents=True, mode=0o700, exist_ok=True)
         with ExitStack() as stack:
             stack.callback(remove_tree, folder)
-            client = stack.enter_context(
-                RegistryClient(
-                    reference,
-                    self.endpoints,
-                    outbound=self.network.outbound,
-                    retries=False,
-                    timeout=STREAM,
-                )
-            )
+            client = stack.enter_context(self._client(reference))
             way = stack.enter_context(gateway(client)) if client.credentials else None
+            ways = [way] if way else []
             endpoint = self.endpoints.get(reference.registry)
             # For the registry itself, not in a table of `host`: what is refused there is asked for once more at
             # `server`, without this certificate and this header, and only that refusal is reported.
@@ -262,10 +260,28 @@ class ContainerdEngine:
                 lines += ["[header]", f"Authorization = [{_toml(way.authorization)}]"]
             lines.append("[host]")  # without it containerd 1.6 and 1.7 take none of this
             for mirror in self.network.mirrors.get(reference.registry, ()):
-                lines += _mirror(mirror, has_authority=(self.root.path / mirror.ca.lstrip("/")).is_file())
+                client = stack.enter_context(self._client(reference, mirror))
+                if client.credentials:
+                    ways.append(stack.enter_context(gateway(client)))
+                    lines += _mirror_by(ways[-1], mirror)
+                else:
+                    lines += _mirror(mirror, has_authority=self._authority(mirror).is_file())
             (place / "hosts.toml").touch(mode=0o600)
             (place / "hosts.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-            yield self._inside(folder), way
+            yield self._inside(folder), ways
+
+    def _client(self, reference: Reference, mirror: Mirror | None = None) -> RegistryClient:
+        """Return what asks the registry or a mirror of it; raises PullError where its credentials can't be had."""
+        outbound = self.network.outbound
+        if mirror and mirror.ca and self._authority(mirror).is_file():
+            authorities = outbound.authorities + self._authority(mirror).read_bytes()
+            outbound = replace(outbound, authorities=authorities)
+        return RegistryClient(
+            reference, self.endpoints, mirror, outbound=outbound, retries=False, timeout=STREAM
+        )
+
+    def _authority(self, mirror: Mirror) -> Path:
+        return self.root.path / mirror.ca.lstrip("/")
 
     def _inside(self, path: Path) -> str:
         return f"/{path.relative_to(self.root.path)}"
@@ -384,14 +400,34 @@ def _mirror(mirror: Mirror, *, has_authority: bool) -> list[str]:
     return lines
 
 
-def _reason(log: Path, way: Gateway | None, reference: Reference) -> str:
-    """Return why ctr failed: by what the registry said to the gateway, or by ctr's error, its last line that is one."""
-    if way and way.failure:
-        return way.failure
+def _mirror_by(way: Gateway, mirror: Mirror) -> list[str]:
+    """Return the tables of ``hosts.toml`` for a mirror that wants a login."""
+    host = f"host.{_toml(way.url + urllib.parse.urlsplit(mirror.url).path)}"
+    return [
+        f"[{host}]",
+        'capabilities = ["pull", "resolve"]',
+        *(["override_path = true"] if mirror.override_path else []),
+        f"[{host}.header]",
+        f"Authorization = [{_toml(way.authorization)}]",
+    ]
+
+
+def _reason(log: Path, ways: Sequence[Gateway], server: str) -> str:
+    """Return why ctr failed: by what the registry said to its gateway, or by ctr's error, its last line that is one.
+
+    ``server`` is the registry's own address; of mirrors, it follows what they said to theirs.
+    """
     lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ctr:")]
     reason = (errors or lines or ["ctr failed and said nothing"])[-1].removeprefix("ctr: ")
-    return reason.replace(way.url, f"https://{reference.api_host}") if way else reason
+    passed_over = ""
+    for way in ways:
+        reason = reason.replace(way.url, way.client.server)
+        if way.failure and way.client.server == server:
+            reason = way.failure
+        elif way.failure:
+            passed_over += f"{retry.MIRROR}{way.client.server}: {way.failure}"
+    return reason + passed_over
 
 
 def _toml(text: str) -> str:

@@ -122,7 +122,10 @@ def locate(
                 return _locate(ref, platform, client)
         except PullError as error:  # as with a runtime: who has it not, or doesn't answer, is passed over
             authority = (
-                f" (its `ca`, {mirror.ca}, is a file of the image: not read here)" if mirror.ca else ""
+                f" (its `ca`, {mirror.ca}, is a file of the image, which can't be read here: declare that CA in"
+                " container_runtime_ca_certificates)"
+                if mirror.ca
+                else ""
             )
             failures.append(f"\n  mirror {mirror.url}: {error.message.removeprefix(f'{ref}: ')}{authority}")
     try:

@@ -14,6 +14,8 @@ Class = Literal["transient", "limited", "corrupt", "full", "permanent"]
 
 # What names an image, a file or an address, in a text of an engine: it may look like any status.
 _NAME = re.compile(r"""https?://[^\s"']+|[^\s"',]*[/@][^\s"',]*""")
+# What begins why a mirror was passed over, up to the end of the line: the registry was asked after it.
+MIRROR = "; mirror "
 _STATUS = r"(?:(?:answered|http|status|code|request to)[\s:=]+|\]: )(?:%s)\b"
 # The first that matches. What none matches is transient: an attempt more does no harm, the deadlines hold.
 _CLASSES: tuple[tuple[Class, str], ...] = (
@@ -47,7 +49,7 @@ _CORRUPT_ATTEMPTS = 2
 
 def classify(message: str) -> Class:
     """Return the class of a failure by what the runtime said."""
-    lowered = _NAME.sub("", message.lower())
+    lowered = _NAME.sub("", re.sub(f"{MIRROR}.*", "", message.lower()))
     return next((kind for kind, pattern in _CLASSES if re.search(pattern, lowered)), "transient")
 
 

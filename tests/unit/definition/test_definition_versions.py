@@ -100,16 +100,24 @@ def test_the_line_is_that_of_the_group_that_overrides(tmp_path: Path) -> None:
     assert problem.where.endswith(line(path, '["1.34.8"]'))
 
 
-def test_a_kubelet_before_1_25_may_be_two_minor_versions_older(tmp_path: Path) -> None:
-    for server, is_good in (("1.22.17", True), ("1.23.17", False)):
-        _, problems = check(tmp_path, images("1.20", "1.7"), pool(f'["{server}"]'))
-        assert [p.reason.partition(":")[0] for p in problems] == (
-            []
-            if is_good
-            else [
-                "the kubelet 1.20 of `worker` is more than 2 minor versions older than the API server 1.23.17"
-            ]
-        )
+@pytest.mark.parametrize(
+    ("kubelet", "server", "oldest"),
+    [
+        ("1.20", "1.22.17", ""),
+        ("1.20", "1.23.17", "1.21"),
+        ("1.20", "1.28.1", "1.25"),
+        ("1.20", "1.29.1", "1.26"),
+    ],
+)
+def test_a_kubelet_before_1_25_may_be_two_minor_versions_older(
+    tmp_path: Path, kubelet: str, server: str, oldest: str
+) -> None:
+    _, problems = check(tmp_path, images(kubelet, "1.7"), pool(f'["{server}"]'))
+    told = (
+        f"the kubelet {kubelet} of `worker` is more than 2 minor versions older than the API server {server}: set "
+        f"kubelet_version to {oldest} or later"
+    )
+    assert [p.reason for p in problems] == ([told] if oldest else [])
 
 
 def test_both_sides_of_a_wide_upgrade_are_reported_and_other_images_pools_are_not(tmp_path: Path) -> None:

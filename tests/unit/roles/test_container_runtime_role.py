@@ -7,6 +7,7 @@ tests/bake/test_container_runtime_versions.py shows the same files to the real p
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -396,6 +397,20 @@ def test_files_and_units_follow_the_engine() -> None:
     assert enabled() == {"containerd.service": True, "docker.socket": True, "docker.service": True}
     assert enabled(**both) == {"containerd.service": True, "docker.socket": False, "docker.service": False}
     assert enabled(container_runtime_cri_dockerd=CRI_DOCKERD)["cri-docker.service"] is True
+
+
+def test_a_file_of_mirrors_is_known_as_the_roles_own() -> None:
+    """By this one of an earlier run is found on a live node; those of an administrator stay."""
+    tasks = yaml.safe_load((ROLE / "tasks/configure.yml").read_text())
+    (mark,) = (
+        task["ansible.builtin.find"]["contains"] for task in tasks if "mirrors that this" in task["name"]
+    )
+    for registry, mirrors in [*MIRRORS.items(), ("none.test", [])]:
+        item = {"registry": registry, "mirrors": mirrors}
+        assert re.search(mark, render("hosts.toml.j2", item=item))
+    ours = render("hosts.toml.j2", item={"registry": "registry.test", "mirrors": MIRRORS["registry.test"]})
+    for theirs in (ours.lstrip("#\n"), ours.replace("https:", "http:"), f"# of ours\n{ours}"):
+        assert not re.search(mark, theirs)
 
 
 def test_every_public_variable_is_specified() -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from image_builder.bake.pull.containerd_engine import ContainerdEngine
+from image_builder.bake.pull import containerd_engine
+from image_builder.bake.pull.containerd_engine import ContainerdEngine, _reason
+from image_builder.bake.pull.credentials import VARIABLE
+from image_builder.bake.pull.gateway import Gateway
 from image_builder.bake.pull.model import CANT_START
+from image_builder.bake.pull.network import Mirror, Network
+from image_builder.bake.pull.reference import parse
+from image_builder.bake.pull.registry import RegistryClient
 from image_builder.errors import CommandError, PullError
 from image_builder.system.process import Completed
 from image_builder.system.sandbox import Root
@@ -85,3 +94,60 @@ def test_an_image_that_is_no_longer_pinned_loses_its_label(
     labels = ("io.cri-containerd.image=managed", f"io.cri-containerd.pinned={label}")
     names = (f"registry.example/team/app@{DIGEST}", REF)
     assert ran == [("images", "label", name, *labels) for name in names]
+
+
+def test_a_mirror_that_wants_a_login_is_reached_through_a_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others as they are: by their addresses, with their authorities."""
+    clients: list[RegistryClient] = []
+
+    @contextmanager
+    def gateway(client: RegistryClient) -> Iterator[Gateway]:
+        clients.append(client)
+        yield Gateway(client, "Bearer key", f"http://127.0.0.1:{len(clients)}")
+
+    monkeypatch.setattr(containerd_engine, "gateway", gateway)
+    monkeypatch.setenv(VARIABLE, json.dumps({"one.example": {"username": "robot", "password": "canary"}}))
+    one = Mirror("https://one.example/v2/hub", "/etc/one.pem", skip_verify=True, override_path=True)
+    two = Mirror("https://two.example", "/etc/one.pem")
+    pulling = engine(tmp_path, "v1.7.24")
+    pulling.network = Network({"registry.example": [one, two]})
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/one.pem").write_text("PEM of one")
+    with pulling._hosts(image(REF)) as (folder, ways):
+        written = tmp_path / folder.lstrip("/") / "registry.example/hosts.toml"
+        assert written.stat().st_mode & 0o777 == 0o600
+        hosts = tomllib.loads(written.read_text())
+    assert not written.exists()
+    assert [way.client for way in ways] == clients
+    assert (clients[0].server, clients[0].api) == ("https://one.example", "/v2/hub")
+    assert clients[0].outbound.authorities == b"PEM of one"
+    allowed = {"capabilities": ["pull", "resolve"]}
+    assert hosts == {
+        "server": "https://registry.example",
+        **allowed,
+        "host": {
+            "http://127.0.0.1:1/v2/hub": {
+                **allowed,
+                "override_path": True,
+                "header": {"Authorization": ["Bearer key"]},
+            },
+            "https://two.example": {**allowed, "ca": "/etc/one.pem"},
+        },
+    }
+
+
+def test_a_mirror_that_refuses_is_named_behind_the_reason(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("elapsed: 1 s\nctr: failed to resolve http://127.0.0.1:1/v2/: i/o timeout\n")
+    ways = []
+    for number, mirror in enumerate((None, Mirror("https://one.example"))):
+        ways.append(Gateway(RegistryClient(parse(REF), {}, mirror), "", f"http://127.0.0.1:{number + 1}"))
+    ways[1].note("/v2/", "one.example answered 401")
+    refused = "; mirror https://one.example: one.example answered 401"
+    server = "https://registry.example"
+    expected = f"failed to resolve https://registry.example/v2/: i/o timeout{refused}"
+    assert _reason(log, ways, server) == expected
+    ways[0].note("/v2/", "registry.example answered 403")
+    assert _reason(log, ways, server) == f"registry.example answered 403{refused}"

@@ -181,7 +181,8 @@ def test_mirrors_that_failed_are_named_with_their_reasons_where_the_registry_fai
     assert error.value.message.splitlines() == [
         f"{REF}: registry.example can't be reached: no route to host",
         "  mirror https://one.example: one.example can't be reached: certificate verify failed"
-        " (its `ca`, /etc/one.pem, is a file of the image: not read here)",
+        " (its `ca`, /etc/one.pem, is a file of the image, which can't be read here: declare that CA in"
+        " container_runtime_ca_certificates)",
         "  mirror https://two.example: two.example answered 404",
     ]
     servers.has("two.example", 1)

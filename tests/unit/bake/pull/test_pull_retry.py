@@ -41,6 +41,8 @@ SAID: list[tuple[str, Class]] = [
     ("failed with status code [manifests 1]: 401 Custom", "permanent"),
     ("received unexpected HTTP status: 403 Forbidden", "permanent"),
     ("r/a:1: registry.example:5000 answered 429", "limited"),
+    ("read: connection reset by peer; mirror https://m: m answered 403 Forbidden", "transient"),
+    ("r/a:1: unexpected EOF; mirror https://m: m answered 401\n  r/b:1: no space left on device", "full"),
 ]
 
 
