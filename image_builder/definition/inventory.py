@@ -33,7 +33,7 @@ from image_builder.definition.problems import (
 from image_builder.definition.roles import LAYERS, VARIABLES_BESIDE
 from image_builder.definition.subnets import address_problems, shared_subnet_problems
 from image_builder.definition.values import VAULT_HINT, Place
-from image_builder.definition.versions import version_problems
+from image_builder.definition.versions import unknown_api_servers, version_problems
 from image_builder.errors import DefinitionError, Problem, UsageError, VaultError
 from image_builder.settings import REPO_ROOT, VaultId
 from image_builder.text import did_you_mean
@@ -115,6 +115,7 @@ class Inventory:
             definition = self.define(name)
             problems.update(closely_named(definition, self.variables(name)))
             problems.update(unpredictable_layers(definition))
+            problems.update(unknown_api_servers(definition, self._source))
         return sorted(problems)
 
     def _define(self, name: str) -> tuple[ImageDefinition | None, tuple[Problem, ...]]:
