@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -30,8 +31,9 @@ from image_builder.definition.problems import (
     variable_problems,
 )
 from image_builder.definition.roles import LAYERS, VARIABLES_BESIDE
+from image_builder.definition.subnets import address_problems, shared_subnet_problems
 from image_builder.definition.values import VAULT_HINT, Place
-from image_builder.definition.versions import version_problems
+from image_builder.definition.versions import unknown_api_servers, version_problems
 from image_builder.errors import DefinitionError, Problem, UsageError, VaultError
 from image_builder.settings import REPO_ROOT, VaultId
 from image_builder.text import did_you_mean
@@ -59,6 +61,7 @@ class Inventory:
     _defined: dict[str, tuple[ImageDefinition | None, tuple[Problem, ...]]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _sound: dict[str, ImageDefinition] = field(default_factory=dict, repr=False, compare=False)
 
     def select(self, patterns: Iterable[str]) -> tuple[str, ...]:
         """Return the images that match any Ansible host pattern (``gpu:!h100``); all without a pattern.
@@ -100,8 +103,10 @@ class Inventory:
 
         What an example has in place of the user's own values is wrong in any file, whichever images are asked for.
         """
-        wrong = {p for name in (names or self.images) for p in self._define(name)[1]}
-        return sorted({*wrong, *placeholders(self.paths)})
+        chosen = list(names or self.images)
+        wrong = {p for name in chosen for p in self._define(name)[1]}
+        shared = shared_subnet_problems(self._source, chosen, self._defined_by_itself)
+        return sorted({*wrong, *shared, *placeholders(self.paths)})
 
     def warnings(self, names: Iterable[str]) -> list[Problem]:
         """Return likely mistakes in images without problems, each once, sorted."""
@@ -110,12 +115,20 @@ class Inventory:
             definition = self.define(name)
             problems.update(closely_named(definition, self.variables(name)))
             problems.update(unpredictable_layers(definition))
+            problems.update(unknown_api_servers(definition, self._source))
         return sorted(problems)
 
     def _define(self, name: str) -> tuple[ImageDefinition | None, tuple[Problem, ...]]:
         if name not in self._defined:
             self._defined[name] = self._checked(name)
         return self._defined[name]
+
+    def _defined_by_itself(self, name: str) -> ImageDefinition | None:
+        """Return an image's definition, whatever is wrong with its pools; None where more is, or there is none."""
+        with suppress(VaultError):
+            if name in self.images:
+                self._define(name)
+        return self._sound.get(name)
 
     def _checked(self, name: str) -> tuple[ImageDefinition | None, tuple[Problem, ...]]:
         variables = self.variables(name)
@@ -153,7 +166,9 @@ class Inventory:
         )
         problems += self.collections or role_problems(definition, variables) or stage_problems(definition)
         if not problems:
+            self._sound[name] = definition
             problems += pool_problems(definition, self._source)
+            problems += address_problems(definition, self._source)
             problems += version_problems(definition, variables, self._source)
         return definition, tuple(problems)
 

@@ -5,9 +5,7 @@ A pool is a group that sets ``pool_image``, the image that its machines run, and
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Mapping
-from typing import TypeGuard
 
 from image_builder.canonical import JSON
 from image_builder.definition import connection, engine
@@ -18,6 +16,8 @@ from image_builder.definition.values import is_template
 from image_builder.errors import Problem
 
 IMAGE, SIZE = "pool_image", "pool_vm_size"
+# What tells a scale set from others, where its groups don't, and what it is in Azure.
+SCALE_SET_ID, SCALE_SET, AZURE_MODEL = "pool_scale_set_id", "pool_scale_set", "pool_azure"
 # A variable that lists the versions of the API servers that the pool's nodes talk to.
 API_SERVERS = "pool_api_server_versions"
 # The variable that lists the sizes that an image's GPU driver was chosen for.
@@ -26,19 +26,14 @@ _LAYER, _JOIN_LAYER = "gpu", "join"
 CREDENTIALS, BLOCKED = "join_credentials", "azure_guest_blocked_for_pods"
 # What joining writes azure.json from, and the variables that say who reads it and where it is.
 AZURE, PROVIDERS, KUBERNETES = "join_azure", "kubelet_image_credential_providers", "node_join_kubernetes"
-# A pool's subnet, from which machines and pods take their addresses, and how many machines there are to be.
+# A pool's subnet (subnets.py), and how many machines there are to be.
 SUBNET, CAPACITY, PODS = "pool_subnet", "pool_capacity", "join_max_pods"
-# Addresses of each subnet that Azure keeps: the first four and the last.
-_RESERVED = 5
 METADATA_SERVICE = "169.254.169.254"
 # What pools read of their hosts, and Ansible of all: a name that is nearly one of these is a typing error.
 POOL_NAMES = frozenset(
     {
-        *(IMAGE, SIZE, API_SERVERS, "pool_zone", "pool_scale_set", "pool_vm_id", CAPACITY, SUBNET),
-        "pool_scale_set_id",
-        "pool_instance_id",
-        "pool_power_state",
-        "pool_azure",
+        *(IMAGE, SIZE, API_SERVERS, "pool_zone", SCALE_SET, "pool_vm_id", CAPACITY, SUBNET),
+        *(SCALE_SET_ID, "pool_instance_id", "pool_power_state", AZURE_MODEL),
         *(
             "join_generation",
             "join_server",
@@ -71,7 +66,6 @@ def pool_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
         *_size_problems(definition, source),
         *_join_problems(definition, source),
         *_azure_problems(definition, source),
-        *_address_problems(definition, source),
         *_connection_problems(definition, source),
     ]
 
@@ -136,39 +130,6 @@ def _azure_problems(definition: ImageDefinition, source: Source) -> list[Problem
         for group in groups
         if readers and CREDENTIALS in group
     ]
-
-
-def _address_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
-    """Return each pool of this image whose machines and pods need more addresses than its subnet has."""
-    problems = []
-    for pool in source.inherited_variables():
-        if pool.get(IMAGE) != definition.name or SUBNET not in pool:
-            continue
-        defaults = {PODS: "{{ kubelet_max_pods }}", **resolved_variables(definition)}
-        if reason := address_problem(*evaluated_variables(pool, SUBNET, CAPACITY, PODS, defaults=defaults)):
-            problems.append(Problem(str(engine.place_in(pool, [SUBNET]) or ""), SUBNET, reason))
-    return list(dict.fromkeys(problems))
-
-
-def address_problem(subnet: object, hosts: object, pods: object) -> str:
-    """Return why a subnet can't hold ``hosts`` machines with ``pods`` pods each; empty where it can."""
-    if not _is_count(hosts) or not _is_count(pods):
-        return f"needs {CAPACITY}, the number of machines, and a number of pods: {hosts!r}, {pods!r}"
-    try:
-        size = ipaddress.ip_network(str(subnet)).num_addresses
-    except ValueError as error:
-        return f"must be a subnet such as 10.40.0.0/16: {error}"
-    needed = hosts * (pods + 1)
-    if needed <= size - _RESERVED:
-        return ""
-    return (
-        f"{subnet} has {max(0, size - _RESERVED)} addresses for {needed}: {hosts} machines, each with one and "
-        f"{pods} for its pods; a larger subnet, or fewer pods (kubelet_max_pods, join_max_pods)"
-    )
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and value > 0
 
 
 def is_closed(blocked: JSON) -> bool:

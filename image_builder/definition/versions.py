@@ -42,6 +42,24 @@ def version_problems(definition: ImageDefinition, variables: HostVariables, sour
     return list(dict.fromkeys(problems))
 
 
+def unknown_api_servers(definition: ImageDefinition, source: Source) -> list[Problem]:
+    """Return the pools whose API servers nobody compares with an image's kubelet: they don't say their versions."""
+    resolved = resolved_variables(definition)
+    kubelet = resolved.get("kubelet_version")
+    if not kubelet or resolved.get("kubelet_mode") != "cluster":
+        return []
+    reason = (
+        f"is missing: nobody checks whether the kubelet {kubelet} of `{definition.name}` works with the pool's API "
+        'servers; list their versions, such as ["1.36.2"]'
+    )
+    places = [
+        str(engine.place_in(pool, [IMAGE]) or "")
+        for pool in source.inherited_variables()
+        if pool.get(IMAGE) == definition.name and API_SERVERS not in pool
+    ]
+    return [Problem(place, API_SERVERS, reason) for place in dict.fromkeys(places)]
+
+
 def _skew(image: str, kubelet: str, minor: int, servers: JSON) -> list[str]:
     """Return why API servers and a kubelet are too far apart: those of a pool may be of several versions."""
     listed = servers if isinstance(servers, list) else [servers]

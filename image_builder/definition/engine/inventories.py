@@ -157,11 +157,32 @@ class Source:
         What hosts set themselves is left out. A group without groups or hosts below it counts as if it had a host: a
         pool may have none yet.
         """
+        return [_overlaid(self._group_scopes(chain)) for chain in self._chains()]
+
+    def inherited_variables_by_group(self, variable: str) -> list[tuple[tuple[str, ...], Mapping[str, Any]]]:
+        """Return ``inherited_variables`` that have a variable, each with the names of the groups that it is from.
+
+        These are the lowest groups of a host that have it, their own or from above, and all its lowest groups where
+        none has: a host may be in others too, such as one for its rack.
+        """
+        found: list[tuple[tuple[str, ...], Mapping[str, Any]]] = []
+        for chain in self._chains():
+            inherited = _overlaid(self._group_scopes(chain))
+            if variable in inherited:
+                names = {str(group.name) for group in chain}
+                lowest = [g for g in chain if not any(str(c.name) in names for c in g.child_groups)]
+                having = [
+                    g for g in lowest if variable in _overlaid(self._group_scopes([*g.get_ancestors(), g]))
+                ]
+                found.append((tuple(sorted(str(g.name) for g in having or lowest)), inherited))
+        return found
+
+    def _chains(self) -> list[list[Any]]:
+        """Return the groups of each host with those above them, once for all hosts of the same groups."""
         groups = self.manager.groups.values()
         chains = [host.get_groups() for host in self.manager.hosts.values()]
         chains += [[*g.get_ancestors(), g] for g in groups if not g.child_groups and not g.hosts]
-        different = {frozenset(str(g.name) for g in chain): chain for chain in chains}
-        return [_overlaid(self._group_scopes(chain)) for chain in different.values()]
+        return list({frozenset(str(g.name) for g in chain): chain for chain in chains}.values())
 
     def group_names(self, host: str) -> list[str]:
         """Return the groups of a host as Ansible's ``group_names`` has them."""

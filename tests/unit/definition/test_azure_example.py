@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from image_builder.definition import load_inventory, resolved_variables
+from image_builder.definition.pools import CAPACITY, IMAGE, SUBNET
+from image_builder.definition.subnets import address_problem
 from image_builder.settings import REPO_ROOT
 
 EXAMPLE = REPO_ROOT / "inventories/azure_vmss"
@@ -42,6 +46,17 @@ def test_kernel_and_driver_exist_together() -> None:
     )
     assert problems(*facts) == []
     assert v["kubelet_cni"] == "delegated" and v["node_join_pod_network"] == "/etc/cni/net.d"
+
+
+def test_subnets_hold_what_their_comments_say() -> None:
+    pods = resolved_variables(load_inventory([EXAMPLE]).define("worker_cpu"))["kubelet_max_pods"]
+    text = (EXAMPLE / "hosts.yml").read_text("utf-8")
+    told = re.findall(rf"{SUBNET}: (\S+)  # ([\d,]+) addresses: (\d+) ", text)
+    assert len(told) == text.count(f"{IMAGE}: ") == text.count(f"{CAPACITY}: ") == 2
+    for subnet, addresses, machines in told:
+        assert address_problem(subnet, int(machines), pods) == ""
+        number = addresses.replace(",", "")
+        assert f"{subnet} has {number} addresses" in address_problem(subnet, int(machines) + 1, pods)
 
 
 @pytest.mark.parametrize(

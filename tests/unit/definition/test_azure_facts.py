@@ -22,7 +22,8 @@ _PIN = re.compile(
 )
 # Addresses and names in the example's own network.
 _OWN = re.compile(
-    r"ansible_host$|:kubelet_cluster_dns|:join_|cidrs\.0$|:container_runtime_registry_mirrors|:image_preload|:cluster_registry$"
+    r"ansible_host$|pool_subnet$|:kubelet_cluster_dns|:join_|cidrs\.0$|:container_runtime_registry_mirrors|"
+    r":image_preload|:cluster_registry$"
 )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from textwrap import indent
 
 import pytest
 
 from image_builder.canonical import JSON
 from image_builder.definition import load_inventory
-from image_builder.definition.pools import address_problem, fits, is_closed
+from image_builder.definition.pools import fits, is_closed
 
 INVENTORY = """
 all:
@@ -165,76 +164,6 @@ def test_a_credential_provider_has_a_file_to_read(
     assert [one.path for one in found] == ["join_azure"] * is_refused, found
     if found:
         assert "acr-credential-provider of `joining` reads /etc/kubernetes/azure.json" in found[0].reason
-
-
-@pytest.mark.parametrize(
-    ("above", "pool", "told"),
-    [
-        ("", "pool_capacity: 600, pool_subnet: 10.40.0.0/16", "65531 addresses for 66600: 600 machines"),
-        ("pool_subnet: 10.40.0.0/16", "pool_capacity: 600", "65531 addresses for 66600: 600 machines"),
-        ("pool_subnet: 10.40.0.0/24", "pool_capacity: 600, pool_subnet: 10.40.0.0/15", ""),
-        ("pool_subnet: 10.40.0.0/16, pool_capacity: 600, join_max_pods: 30", "", ""),
-        (
-            "join_max_pods: 30",
-            "pool_capacity: 600, join_max_pods: 110, pool_subnet: 10.40.0.0/16",
-            "for 66600",
-        ),
-        (
-            "racks: 60",
-            "pool_capacity: '{{ racks * 10 }}', pool_subnet: 10.40.0.0/16",
-            "for 66600: 600 machines",
-        ),
-        ("", "pool_capacity: '{{ nowhere }}', pool_subnet: 10.40.0.0/16", "needs pool_capacity"),
-        ("pool_capacity: 2, pool_subnet: 10.40.0.0/30", "pool_image: joining", "0 addresses for 222"),
-        (
-            "join_max_pods: '{{ kubelet_max_pods }}'",
-            "pool_capacity: 600, pool_subnet: 10.40.0.0/16",
-            "for 66600: 600 machines",
-        ),
-    ],
-)
-@pytest.mark.parametrize("hosts", ["", "      hosts:\n        node-1:\n        node-2:\n"])
-def test_a_pools_subnet_holds_its_pods(tmp_path: Path, above: str, pool: str, told: str, hosts: str) -> None:
-    path = tmp_path / "hosts.yml"
-    groups = f"""    network:
-      vars: {{pool_image: joining, {above}}}
-      children:
-        pool_a:
-          vars: {{{pool}}}
-{indent(hosts, "    ")}        pool_b:
-          vars: {{pool_image: another, pool_capacity: 9000, pool_subnet: 10.40.0.0/28}}
-"""
-    path.write_text(JOINING.format(more="", kind="custom-data") + groups)
-    problems = load_inventory([path]).problems()
-    assert [problem.path for problem in problems] == ["pool_subnet"] * bool(told), problems
-    if told:
-        assert told in problems[0].reason
-        line = 1 + next(n for n, text in enumerate(path.read_text().splitlines()) if "pool_subnet" in text)
-        assert problems[0].where.endswith(f"hosts.yml:{line}")
-
-
-def test_a_file_of_a_group_above_counts_more_than_what_stands_beside_the_hosts(tmp_path: Path) -> None:
-    """As Ansible has it: the machines' groups' files come after all that the inventory says in one place."""
-    path = tmp_path / "hosts.yml"
-    groups = """    network:
-      children:
-        pool_a:
-          vars: {pool_image: joining, pool_capacity: 600, pool_subnet: 10.0.0.0/30}
-"""
-    path.write_text(JOINING.format(more="", kind="custom-data") + groups)
-    assert [problem.path for problem in load_inventory([path]).problems()] == ["pool_subnet"]
-    (tmp_path / "group_vars").mkdir()
-    (tmp_path / "group_vars/network.yml").write_text("pool_subnet: 10.0.0.0/8\n")
-    assert load_inventory([path]).problems() == []
-
-
-def test_addresses_are_counted_to_the_last() -> None:
-    assert address_problem("10.0.0.0/24", 25, 9) == ""  # 250 of 251
-    assert "for 252" in address_problem("10.0.0.0/24", 36, 6)
-    assert "200000 machines" in address_problem("10.0.0.0/8", 200_000, 110)
-    for count in (None, True, 0, -5, "9"):
-        assert "pool_capacity" in address_problem("10.0.0.0/24", count, 9)
-    assert "must be a subnet" in address_problem("10.0.0.1/24", 1, 9)
 
 
 def test_what_closes_the_metadata_service() -> None:

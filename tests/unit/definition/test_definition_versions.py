@@ -130,6 +130,32 @@ def test_both_sides_of_a_wide_upgrade_are_reported_and_other_images_pools_are_no
 
 
 @pytest.mark.parametrize(
+    ("image", "pools", "lines"),
+    [
+        ("", pool('["1.35.6"]'), []),
+        ("", pool("none").replace("pool_api_server_versions", "site"), ["pool_image: worker"]),
+        ("kubelet_mode: standalone", "pools:\n  vars: {pool_image: worker}", []),
+        ("image_layers: [system]", "pools:\n  vars: {pool_image: worker}", []),
+        ("", "pools:\n  vars: {pool_image: another}", []),
+        # Once for each place, however many groups inherit it.
+        ("", "pools:\n  vars: {pool_image: worker}\n  children: {a: , b: }", ["pool_image: worker"]),
+    ],
+)
+def test_a_pool_that_says_no_api_servers_is_warned_of(
+    tmp_path: Path, image: str, pools: str, lines: list[str]
+) -> None:
+    (tmp_path / "host_vars").mkdir()
+    (tmp_path / "host_vars/worker.yml").write_text(image)
+    path, problems = check(tmp_path, images("1.35"), pools)
+    assert problems == []
+    warnings = load_inventory([path]).warnings(["worker"])
+    assert [w.where.rpartition("/")[2] for w in warnings] == [line(path, text) for text in lines]
+    for warning in warnings:
+        assert warning.path == "pool_api_server_versions"
+        assert "the kubelet 1.35 of `worker` works with the pool's API servers" in warning.reason
+
+
+@pytest.mark.parametrize(
     ("kubelet", "argument", "config", "is_refused"),
     [
         ("1.35", "systemd.unified_cgroup_hierarchy=0", "{}", True),

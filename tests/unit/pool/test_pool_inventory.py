@@ -113,8 +113,8 @@ def test_the_example_for_azure_can_be_planned() -> None:
         Pool(
             name="pools",
             scale_sets=(
-                ScaleSet(name="vmss_cpu", capacity=None, hosts=2),
-                ScaleSet(name="vmss_h100_a", capacity=None, hosts=2),
+                ScaleSet(name="vmss_cpu", capacity=2, hosts=2),
+                ScaleSet(name="vmss_h100_a", capacity=2, hosts=2),
             ),
         ),
     )

@@ -141,7 +141,7 @@ def test_an_image_without_secure_boot_has_plain_sets_as_many_as_it_takes(tmp_pat
 
 
 def test_everything_that_is_missing_is_asked_for_at_once(tmp_path: Path) -> None:
-    problems = _problems(tmp_path, {"pool_scale_set": "a set" * 20})
+    problems = _problems(tmp_path, {"pool_capacity": None, "pool_scale_set": "a set" * 20})
     assert problems["pool_azure"] == "is missing: it says what a scale set is"
     assert problems["pool_capacity"] == "must be the number of machines, got null"
     assert "a set" in problems["pool_scale_set"]
