@@ -67,6 +67,10 @@ Deadline = Annotated[
         help="of a roll: evict jobs after this time, though their owners didn't allow it",
     ),
 ]
+ClusterOfRoll = Annotated[
+    Path | None,
+    typer.Option("--kubeconfig", metavar="FILE", help="of a roll: check its rights in this cluster as well"),
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="the file that `pool plan` wrote")]
 
 
@@ -105,6 +109,7 @@ def plan(
             "--calls", help="of a roll: show each request that its run sends to Azure and the cluster"
         ),
     ] = False,
+    kubeconfig: ClusterOfRoll = None,
     endpoint: Endpoint = None,
     vault: VaultIds = None,
     as_json: AsJson = False,
@@ -119,9 +124,9 @@ def plan(
     from image_builder.pool.plan.plan import Faults, make_plan, save
     from image_builder.pool.show.calls import rows as call_rows
 
-    if to is None and (calls or deadline):
-        option = "--calls" if calls else "--deadline"
-        raise UsageError(f"{option} is for a roll", hint="give its version with --to")
+    of_rolls = {"--calls": calls, "--deadline": deadline, "--kubeconfig": kubeconfig}
+    if to is None and (given := [option for option, value in of_rolls.items() if value]):
+        raise UsageError(f"{given[0]} is for a roll", hint="give its version with --to")
     faults = Faults()
     chosen = faults.collect("--policy", lambda: _policy(policy))
     if chosen is None:
@@ -129,8 +134,8 @@ def plan(
         raise faults.all()
     fleet = read_fleet(inventory, pools, vault or ())
     proof = Proof(public_key, statement, unproven)
-    target = _target(fleet.hosts, to, chosen, endpoint, proof)
-    chosen = _rolling(chosen, deadline) if target else chosen
+    chosen = _rolling(chosen, deadline) if to else chosen
+    target = _target(fleet.hosts, to, chosen, endpoint, proof, kubeconfig)
     rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen, target=target)
     keep_begun(out, rollout_plan)
     with writing(out):
@@ -165,10 +170,10 @@ def _rolling(policy: Policy, deadline: str) -> Policy:
 
 def _calls(rollout_plan: Plan, endpoint: str | None) -> list[Call]:
     """Return the requests of a roll's run; raises FetchError."""
-    from image_builder.pool.rollout import azure
+    from image_builder.pool.scale_set.client import open_client
     from image_builder.pool.show.calls import calls
 
-    with azure(rollout_plan.hosts, endpoint) as client:
+    with open_client(rollout_plan.hosts, endpoint) as client:
         return calls(rollout_plan, client)
 
 
@@ -195,7 +200,42 @@ def summary(out: Path, rollout_plan: Plan, fleet: Fleet) -> dict[str, Any]:
         "unproven": rollout_plan.target.unproven if rollout_plan.target else "",
         "deadline": rollout_plan.deadline,
         "run": rollout_plan.run if rollout_plan.target else "",
+        "rights": _rights(rollout_plan),
     }
+
+
+def _rights(rollout_plan: Plan) -> dict[str, Any]:
+    """Return what the run of a roll needs to be allowed, nothing for another plan."""
+    from image_builder.pool import rights
+
+    target, roll = rollout_plan.target, rollout_plan.policy.rolls
+    if target is None or roll is None:
+        return {}
+    return {
+        "azure": [right.as_json() for right in rights.of_target(target)],
+        "cluster": [right.as_json() for right in rights.in_cluster(roll)],
+    }
+
+
+def _rights_text(rights: Mapping[str, Any]) -> str:
+    from image_builder.pool.plan.plan import named
+
+    def place(scopes: Sequence[str]) -> str:
+        groups: dict[str, list[str]] = {}
+        for scope in scopes:
+            groups.setdefault(scope.split("/")[4], []).append(scope.rpartition("/")[2])
+        return "; ".join(f"{named(names)} in resource group {group}" for group, names in groups.items())
+
+    azure = [(right["action"], place(right["scopes"])) for right in rights["azure"]]
+    cluster = [
+        (f"{right['verb']} {right['resource']}", right["group"], right["namespace"])
+        for right in rights["cluster"]
+    ]
+    tables = [
+        [("rights in Azure", "on"), *azure],
+        [("rights in the cluster", "API group", "namespace"), *cluster],
+    ]
+    return "\n\n".join(map(columns, tables))
 
 
 class Proof(NamedTuple):
@@ -207,7 +247,12 @@ class Proof(NamedTuple):
 
 
 def _target(
-    hosts: Sequence[Host], to: str | None, policy: Policy, endpoint: str | None, proof: Proof
+    hosts: Sequence[Host],
+    to: str | None,
+    policy: Policy,
+    endpoint: str | None,
+    proof: Proof,
+    kubeconfig: Path | None,
 ) -> Target | None:
     """Return what hosts are rolled to; raises UsageError, DefinitionError with all that is against it."""
     if to is None:
@@ -219,15 +264,25 @@ def _target(
             "give exactly one of --public-key and --unproven",
             hint="a version is rolled with the statement that `publish run --sign-key` wrote",
         )
-    from image_builder.pool.rollout import azure
+    from image_builder.pool.plan.plan import Faults
+    from image_builder.pool.rights import in_azure, missing_in_azure, missing_in_cluster
+    from image_builder.pool.scale_set.client import open_client
     from image_builder.pool.scale_set.target import read_target
 
-    with azure(hosts, endpoint) as client:
-        if proof.public_key is None:
-            return read_target(client, hosts, to).model_copy(update={"unproven": proof.unproven})
-        return read_target(
-            client, hosts, to, prove=partial(_statement, key=proof.public_key, file=proof.statement)
-        )
+    key, faults = proof.public_key, Faults()
+    prove = partial(_statement, key=key, file=proof.statement) if key else lambda _: ""
+    with open_client(hosts, endpoint) as client:
+        sets = {host.scale_set_id for host in hosts if host.scale_set_id}
+        faults.problems += missing_in_azure(client, in_azure(sets, [to]))
+        if kubeconfig and policy.rolls:
+            ask = partial(missing_in_cluster, kubeconfig, policy.rolls)
+            faults.problems += faults.collect("--kubeconfig", ask) or ()
+        read = partial(read_target, client, hosts, to, prove=prove)
+        if faults.problems:
+            # What else is against it is told as well, as far as it can be read.
+            faults.collect("--to", read)
+            raise faults.all()
+        return read().model_copy(update={"unproven": proof.unproven})
 
 
 def _statement(version: Version, key: Path, file: Path | None) -> str:
@@ -285,7 +340,8 @@ def plan_text(out: Path, rollout_plan: Plan) -> str:
             f"`pool run` lists them, and wants --evict {rollout_plan.run}"
         )
     unproven = f"\n{target.version} is unproven: {target.unproven}" if target and target.unproven else ""
-    return f"{columns(rows)}\n{total}{unproven}\n{out}"
+    rights = f"\n\n{_rights_text(_rights(rollout_plan))}\n" if target else ""
+    return f"{columns(rows)}\n{total}{unproven}{rights}\n{out}"
 
 
 @register(app)

@@ -291,11 +291,11 @@ def _salvage(
     as_json: bool,
 ) -> int:
     from image_builder.node.errors import NodeError
-    from image_builder.pool.rollout import azure
     from image_builder.pool.salvage import salvage
+    from image_builder.pool.scale_set.client import open_client
 
     try:
-        with connect(kubeconfig, "image-builder-roll") as kube, azure(fleet.hosts, endpoint) as manager:
+        with connect(kubeconfig, "image-builder-roll") as kube, open_client(fleet.hosts, endpoint) as manager:
             done = salvage(kube, manager, fleet.hosts, run, version, lost=lost)
     except NodeError as error:
         raise PoolError(error.message, hint="the same command again goes on; --kubeconfig FILE") from error

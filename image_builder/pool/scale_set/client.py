@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, Protocol
 
-from image_builder.errors import PoolError
+from image_builder.errors import DefinitionError, PoolError, Problem
+from image_builder.pool.plan.model import Host
 from image_builder.pool.scale_set import model
 from image_builder.pool.scale_set.model import COMPUTE_API, GALLERY_API, Instance, ScaleSet, Version
 from image_builder.pool.scale_set.refusals import policy_refusals
 from image_builder.pool.scale_set.verdict import Operation
+from image_builder.system.resource_manager import ResourceManager
 
 Json = dict[str, Any]
 HOLD_TAG = "image-builder-roll"
@@ -286,3 +289,18 @@ def _seconds(text: str) -> float:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return float("inf")
+
+
+@contextmanager
+def open_client(
+    hosts: Sequence[Host], endpoint: str | None = None, *, rights: str = "docs/how-to/roll.md"
+) -> Iterator[Client]:
+    """Reach the scale sets of hosts; raises DefinitionError for those of two subscriptions, HostError."""
+    subscriptions = {host.scale_set_id.split("/")[2].lower() for host in hosts if host.scale_set_id}
+    if len(subscriptions) != 1:
+        names = ", ".join(sorted(subscriptions)) or "none"
+        reason = f"the scale sets of one command must be of one subscription, got {names}"
+        raise DefinitionError([Problem("", "pool_scale_set_id", reason)], hint="nothing was changed")
+    with ResourceManager(subscriptions.pop(), endpoint=endpoint) as manager:
+        manager.rights = rights
+        yield Client(manager)

@@ -52,7 +52,7 @@ from image_builder.pool.steps.fleet import Setup
 from image_builder.pool.steps.roll import Change, RollFleet
 from image_builder.system.journal import Journal
 from image_builder.system.resource_manager import ResourceManager
-from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, add_version
+from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, actions, add_version
 from tests.support.arm.limits import Limits
 from tests.support.arm.model import SUBSCRIPTION, Answer, Request
 from tests.support.arm.scale_sets import SERVICES, Machine, ScaleSets, SetState
@@ -294,7 +294,7 @@ def world(sets: int, each: int, folder: Path, seconds: Mapping[str, float] = SEC
 
     ``seconds`` are those of Azure's operations, and of a node's ``boot`` from its new disk.
     """
-    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
+    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     for path in (OLD, NEW):
         add_version(arm, path)
     names = [f"gpu-{s}-{n}" for s in range(sets) for n in range(each)]
