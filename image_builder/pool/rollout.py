@@ -457,6 +457,7 @@ def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[],
         max_fenced=plan.max_fenced,
         deadline=plan.policy.rolls.deadline_at,
         asks_nodes=plan.policy.rolls.ask_nodes,
+        force_ephemeral=plan.policy.rolls.force_ephemeral,
     )
     return RollFleet(rollout.setup, change, work, on_wait)
 

@@ -277,7 +277,8 @@ def _target(
         if kubeconfig and policy.rolls:
             ask = partial(missing_in_cluster, kubeconfig, policy.rolls)
             faults.problems += faults.collect("--kubeconfig", ask) or ()
-        read = partial(read_target, client, hosts, to, prove=prove)
+        is_forced = policy.rolls is not None and policy.rolls.force_ephemeral
+        read = partial(read_target, client, hosts, to, prove=prove, force_ephemeral=is_forced)
         if faults.problems:
             # What else is against it is told as well, as far as it can be read.
             faults.collect("--to", read)

@@ -22,6 +22,7 @@ def read_target(
     *,
     more: Iterable[str] = (),
     prove: Callable[[Version], str] = lambda _: "",
+    force_ephemeral: bool = False,
 ) -> Target:
     """Return the target of a roll, as Azure has it now: for the scale sets of hosts, and ``more`` of them.
 
@@ -50,7 +51,7 @@ def read_target(
         before[path] = scale_set.image
         if target:
             present = client.version(scale_set.image) if scale_set.is_pinned else None
-            wrong = refusals(scale_set, present, target, datetime.now(UTC))
+            wrong = refusals(scale_set, present, target, datetime.now(UTC), force_ephemeral=force_ephemeral)
             problems += [Problem(path, "--to", reason) for reason in wrong]
     if problems or target is None:
         raise DefinitionError(problems, hint="nothing was changed")
