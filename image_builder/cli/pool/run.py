@@ -420,7 +420,7 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
     import signal
 
     from image_builder.cli import failure
-    from image_builder.pool.show.report import text
+    from image_builder.pool.show.report import PLAN_AGAIN, text
 
     show(report, text(report), as_json=as_json)
     bad = sum(count for name, count in report["counts"].items() if name != "ok")
@@ -429,9 +429,13 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
         bad = 0
     if signal_number:
         return EXIT_INTERRUPTED if signal_number == signal.SIGINT else 128 + signal_number
-    if not bad:
+    outdated = len(report.get("outdated", ()))
+    if not bad and not outdated:
         return 0
     error = PoolError(f"{report['state']}: {bad} of {report['hosts']} hosts are not up", hint=hint)
+    if not bad:
+        beside = "instances that are not in the plan have another version"
+        error = PoolError(f"{report['state']}: {beside}: {outdated}", hint=PLAN_AGAIN)
     failure.report(error, on_stdout=not as_json)  # the result was printed already
     return error.exit_code
 

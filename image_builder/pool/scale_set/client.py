@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, Protocol
 
-from image_builder.errors import DefinitionError, PoolError, Problem
+from image_builder.errors import DefinitionError, FetchError, PoolError, Problem
 from image_builder.pool.plan.model import Host
 from image_builder.pool.scale_set import model
 from image_builder.pool.scale_set.model import COMPUTE_API, GALLERY_API, Instance, ScaleSet, Version
@@ -97,6 +97,21 @@ class Client:
         """Return all instances of a scale set; raises FetchError."""
         listed = self.manager.list(f"{path}/virtualMachines", COMPUTE_API, **{"$expand": "instanceView"})
         return [model.instance(answer) for answer in listed]
+
+    def versions_beside(self, paths: Iterable[str], known: Collection[str]) -> dict[str, str]:
+        """Return the instances of scale sets that aren't among the known VM ids, and their versions, by ids; of a set
+        that can't be read its own id, without a version.
+        """
+        versions: dict[str, str] = {}
+        for path in paths:
+            try:
+                listed = self.instances(path)
+            except FetchError:
+                versions[path] = ""
+            else:
+                others = (instance for instance in listed if instance.vm_id not in known)
+                versions |= {f"{path}/virtualMachines/{other.id}": other.image for other in others}
+        return versions
 
     def instance(self, path: str, number: str) -> Instance | None:
         """Return an instance, None where it is no longer there; raises FetchError."""

@@ -263,6 +263,12 @@ class RollFleet(Fleet):
         self._driven.close()
         self._drives.clear()
 
+    def unplanned(self, hosts: Sequence[Host]) -> Mapping[str, str]:
+        target = self._change.target
+        # A rollback is of some hosts of a scale set: others keep what they have.
+        sets = () if target.undoes else target.before
+        return self._change.azure.versions_beside(sets, {host.vm_id.lower() for host in hosts})
+
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         super().give_up(host, step, attempt)
         self._over.add((host, step, attempt))

@@ -16,7 +16,7 @@ from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.steps.fleet import Setup
 from image_builder.pool.steps.roll import Change, RollFleet
 from tests.support.arm.direct import Direct
-from tests.support.arm.fleet import NEW, Fleet, fleet
+from tests.support.arm.fleet import NEW, OLD, Fleet, fleet
 from tests.unit.pool.test_fleet import setup
 from tests.unit.pool.test_scale_set_target import hosts
 
@@ -65,3 +65,18 @@ def test_only_ephemeral_disks_are_forced(
         machines.group.profile["storageProfile"]["osDisk"]["diffDiskSettings"] = {"option": "Local"}
     with rolled(setup, machines, tmp_path, force_ephemeral=force) as (state, _):
         assert state._drive(machines.path).force_ephemeral is is_ephemeral
+
+
+def test_instances_beside_the_plan_are_found_with_their_versions(setup: Setup, tmp_path: Path) -> None:
+    """R24, R11: scaled out after the plan, before and after the model changed; and a machine that replaced another."""
+    machines = fleet(2)
+    with rolled(setup, machines, tmp_path) as (state, planned):
+        assert state.unplanned(planned) == {}
+        machines.scale_sets._scale(machines.group, 3)
+        machines.group.profile["storageProfile"]["imageReference"]["id"] = NEW
+        machines.scale_sets._scale(machines.group, 4)
+        assert machines.scale_sets.repair(machines.path, "1")
+        members = f"{machines.path}/virtualMachines"
+        assert state.unplanned(planned) == {f"{members}/1": NEW, f"{members}/2": OLD, f"{members}/3": NEW}
+        machines.arm.actions.remove("Microsoft.Compute/virtualMachineScaleSets/virtualMachines/read")
+        assert state.unplanned(planned) == {machines.path: ""}
