@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -135,13 +135,14 @@ def plan(
     fleet = read_fleet(inventory, pools, vault or ())
     proof = Proof(public_key, statement, unproven)
     chosen = _rolling(chosen, deadline) if to else chosen
-    target = _target(fleet.hosts, to, chosen, endpoint, proof, kubeconfig)
+    warnings = dict[str, None]()
+    target = _target(fleet.hosts, to, chosen, endpoint, proof, kubeconfig, warnings.setdefault)
     rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen, target=target)
     keep_begun(out, rollout_plan)
     with writing(out):
         save(rollout_plan, out)
-    result = summary(out, rollout_plan, fleet)
-    lines = [*fleet.warnings, plan_text(out, rollout_plan)]
+    result = summary(out, rollout_plan, fleet) | {"warnings": list(warnings)}
+    lines = [*fleet.warnings, *warnings, plan_text(out, rollout_plan)]
     if calls:
         listed = _calls(rollout_plan, endpoint)
         result["calls"] = [call.as_json() for call in listed]
@@ -253,6 +254,7 @@ def _target(
     endpoint: str | None,
     proof: Proof,
     kubeconfig: Path | None,
+    warn: Callable[[str], object],
 ) -> Target | None:
     """Return what hosts are rolled to; raises UsageError, DefinitionError with all that is against it."""
     if to is None:
@@ -278,7 +280,7 @@ def _target(
             ask = partial(missing_in_cluster, kubeconfig, policy.rolls)
             faults.problems += faults.collect("--kubeconfig", ask) or ()
         is_forced = policy.rolls is not None and policy.rolls.force_ephemeral
-        read = partial(read_target, client, hosts, to, prove=prove, force_ephemeral=is_forced)
+        read = partial(read_target, client, hosts, to, prove=prove, force_ephemeral=is_forced, warn=warn)
         if faults.problems:
             # What else is against it is told as well, as far as it can be read.
             faults.collect("--to", read)

@@ -208,6 +208,18 @@ def test_a_plan_prints_the_rights_that_its_run_needs(machines: Fleet) -> None:
     assert ["update leases", "coordination.k8s.io", "image-builder"] in rows
 
 
+def test_a_plan_warns_of_a_way_back_that_can_be_deleted(machines: Fleet) -> None:
+    """I15."""
+    status, out = plan("--json")
+    assert status == 0 and [warning.partition(" has no ")[0] for warning in json.loads(out)["warnings"]] == [
+        OLD
+    ]
+    properties = machines.arm.resources[OLD.lower()].content["properties"]
+    properties["safetyProfile"] = {"blockDeletionBeforeEndOfLife": True}
+    status, out = plan("--json")
+    assert status == 0 and json.loads(out)["warnings"] == []
+
+
 def test_a_plan_tells_all_that_is_missing_and_all_else(
     machines: Fleet, reviewed_by: Callable[[Reviewer], None], tmp_path: Path
 ) -> None:
