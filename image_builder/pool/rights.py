@@ -123,7 +123,7 @@ def missing_in_azure(client: Azure, rights: Sequence[AzureRight]) -> list[Proble
 def missing_in_cluster(path: Path, roll: Roll) -> list[Problem]:
     """Return which rights the user of a kubeconfig lacks; raises PoolError where the API server doesn't say."""
     try:
-        with Kube(kubeconfig.load(path), agent="image-builder-roll") as kube:
+        with Kube(kubeconfig.load(path), agent="image-builder") as kube:
             missing = [right for right in in_cluster(roll) if not _is_allowed(kube, right)]
     except NodeError as error:
         raise PoolError(error.message, hint="the rights that it needs are in deploy/roll.yml") from error

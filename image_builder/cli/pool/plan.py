@@ -232,11 +232,9 @@ def _rights_text(rights: Mapping[str, Any]) -> str:
         (f"{right['verb']} {right['resource']}", right["group"], right["namespace"])
         for right in rights["cluster"]
     ]
-    tables = [
-        [("rights in Azure", "on"), *azure],
-        [("rights in the cluster", "API group", "namespace"), *cluster],
-    ]
-    return "\n\n".join(map(columns, tables))
+    in_azure = columns([("rights in Azure", "on"), *azure])
+    in_cluster = columns([("rights in the cluster", "API group", "namespace"), *cluster])
+    return f"{in_azure}\n\n{in_cluster}"
 
 
 class Proof(NamedTuple):

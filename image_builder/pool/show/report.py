@@ -171,11 +171,8 @@ def unplanned(records: Iterable[Record]) -> dict[str, str]:
     """Return the instances beside a roll's hosts, and their versions, as its last process left them."""
     instances: Mapping[str, str] = {}
     for record in records:
-        match record:
-            case Opened():
-                instances = {}
-            case Unplanned():
-                instances = record.instances
+        if isinstance(record, Opened | Unplanned):
+            instances = record.instances if isinstance(record, Unplanned) else {}
     return dict(sorted(instances.items()))
 
 

@@ -115,7 +115,7 @@ class Reviewer:
 def reviewed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Reviewer], None]:
     def set_up(reviewer: Reviewer) -> None:
         monkeypatch.setattr(rights, "Kube", lambda *_, **__: reviewer)
-        monkeypatch.setattr(rights.kubeconfig, "load", lambda _: None)
+        monkeypatch.setattr("image_builder.node.net.kubeconfig.load", lambda _: None)
 
     return set_up
 
