@@ -1,4 +1,4 @@
-"""A roll with exactly the rights that its plan prints: the API server has its own RBAC, the simulator 403 for all else."""
+"""A roll with exactly the rights that its plan prints: RBAC of a real API server, 403 by the simulated Azure."""
 
 from __future__ import annotations
 
