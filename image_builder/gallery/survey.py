@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from image_builder.errors import PublishError
 from image_builder.gallery import quota
@@ -47,6 +47,12 @@ RIGHTS: Mapping[str, tuple[str, ...]] = {
         "disks/delete",
     ),
 }
+
+
+class Lister(Protocol):
+    """What lists resources of Azure, page by page."""
+
+    def list(self, path: str, api: str, **query: str) -> Iterator[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -124,12 +130,17 @@ def _refuse(problems: Sequence[str]) -> None:
 
 def lacking_rights(service: Service, target: Target, command: str, more: Sequence[str] = ()) -> list[str]:
     """Return the rights that a command lacks in the gallery's resource group; raises FetchError."""
-    path = f"{target.group}/providers/Microsoft.Authorization/permissions"
-    return missing_rights(list(service.list(path, _PERMISSION_API)), (*RIGHTS[command], *more))
+    return lacking_at(service, target.group, (*RIGHTS[command], *more))
+
+
+def lacking_at(service: Lister, scope: str, actions: Iterable[str]) -> list[str]:
+    """Return the rights that one lacks on a resource or a group of them (an id); raises FetchError."""
+    path = f"{scope}/providers/Microsoft.Authorization/permissions"
+    return missing_rights(list(service.list(path, _PERMISSION_API)), actions)
 
 
 def missing_rights(permissions: Sequence[Mapping[str, Any]], actions: Iterable[str]) -> list[str]:
-    """Return what the roles that one has in a resource group don't allow (Microsoft.Authorization, permissions)."""
+    """Return what the roles that one has somewhere don't allow (Microsoft.Authorization, permissions)."""
 
     def is_allowed(action: str) -> bool:
         def matches(patterns: Sequence[str]) -> bool:

@@ -55,7 +55,8 @@ def plan_rollback(
             hint=f"image-builder pool abort --run {before.run} --to {target.version} releases them",
         )
     models = [path for path in named_it if sets[path].image.lower() == target.version.lower()]
-    goal = read_target(client, hosts, version, more=models)
+    is_forced = before.policy.rolls is not None and before.policy.rolls.force_ephemeral
+    goal = read_target(client, hosts, version, more=models, force_ephemeral=is_forced)
     broken = sorted(s.host.name for s in touched if s.outcome and s.outcome.is_failure)
     goal = goal.model_copy(
         update={"undoes": before.run, "broken": tuple(name for name in broken if name not in omitted)}

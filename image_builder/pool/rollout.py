@@ -31,6 +31,7 @@ from image_builder.pool.plan.policy import Policy
 from image_builder.pool.plan.waves import plan_waves
 from image_builder.pool.reach.hostkeys import CertificateAuthority, Verifier, known_as
 from image_builder.pool.reach.reach import KEY_HINT, Access, read_key
+from image_builder.pool.rights import missing_in_azure, missing_in_cluster, of_target
 from image_builder.pool.run import driver
 from image_builder.pool.run.journal import (
     in_use,
@@ -44,7 +45,7 @@ from image_builder.pool.run.progress import apply, begin
 from image_builder.pool.run.records import Opened, Record
 from image_builder.pool.run.resume import past, take_up
 from image_builder.pool.run.state import Progress
-from image_builder.pool.scale_set import client as scale_set
+from image_builder.pool.scale_set.client import open_client
 from image_builder.pool.scale_set.target import changes
 from image_builder.pool.show.report import report
 from image_builder.pool.steps.ansible import read_configurations
@@ -54,7 +55,6 @@ from image_builder.pool.steps.roll import Change, RollFleet
 from image_builder.pool.steps.slice import parse_workers
 from image_builder.pool.steps.suite import FACTS, Suite
 from image_builder.settings import Settings, VaultId
-from image_builder.system.resource_manager import ResourceManager
 from image_builder.system.signals import waking
 from image_builder.text import short_list
 
@@ -179,6 +179,9 @@ def _check_roll(faults: Faults, options: Options, plan: Plan) -> None:
         faults.add("plan", "it has no version to roll to: image-builder pool plan --to")
     if options.kubeconfig is None:
         faults.add("--kubeconfig", "is needed: hosts are drained before they get another image")
+    elif roll := plan.policy.rolls:
+        ask = partial(missing_in_cluster, options.kubeconfig, roll)
+        faults.problems += faults.collect("--kubeconfig", ask) or ()
     if not isinstance(options.access.host_keys, CertificateAuthority):
         faults.add("--host-ca", "is needed: a host has another key after its reimage")
     if plan.target:
@@ -190,7 +193,8 @@ def _check_target(faults: Faults, options: Options, plan: Plan, target: Target) 
     is_proven = not (target.undoes or target.unproven)
     if is_proven and options.public_key is None:
         faults.add("--public-key", "is needed: the version's signed statement is verified again")
-    with azure(plan.hosts, options.azure) as client:
+    with open_client(plan.hosts, options.azure) as client:
+        faults.problems += missing_in_azure(client, of_target(target))
         for reason in changes(client, target, options.public_key if is_proven else None):
             faults.add("plan", reason)
 
@@ -446,29 +450,15 @@ def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[],
         run=plan.run,
         holder=plan.holder,
         kube=lambda: Client(access, agent=_AGENT),
-        azure=stack.enter_context(azure(plan.hosts, options.azure)),
+        azure=stack.enter_context(open_client(plan.hosts, options.azure)),
         journal=requests_of(options.plan),
         policy=plan.policy.rolls.drain,
         max_fenced=plan.max_fenced,
         deadline=plan.policy.rolls.deadline_at,
         asks_nodes=plan.policy.rolls.ask_nodes,
+        force_ephemeral=plan.policy.rolls.force_ephemeral,
     )
     return RollFleet(rollout.setup, change, work, on_wait)
-
-
-@contextmanager
-def azure(
-    hosts: Sequence[Host], endpoint: str | None = None, *, rights: str = "docs/how-to/roll.md"
-) -> Iterator[scale_set.Client]:
-    """Reach the scale sets of hosts; raises DefinitionError for those of two subscriptions, HostError."""
-    subscriptions = {host.scale_set_id.split("/")[2].lower() for host in hosts if host.scale_set_id}
-    if len(subscriptions) != 1:
-        names = ", ".join(sorted(subscriptions)) or "none"
-        reason = f"the scale sets of one command must be in one subscription, got {names}"
-        raise DefinitionError([Problem("", "pool_scale_set_id", reason)], hint="nothing was changed")
-    with ResourceManager(subscriptions.pop(), endpoint=endpoint) as manager:
-        manager.rights = rights
-        yield scale_set.Client(manager)
 
 
 def _drive(

@@ -38,7 +38,7 @@ from tests.e2e.join_machine import Member
 from tests.e2e.link import Link
 from tests.e2e.roll_facts import broken
 from tests.support import provenance
-from tests.support.arm.fleet import NEW, OLD, NoDisks, add_version
+from tests.support.arm.fleet import NEW, OLD, NoDisks, actions, add_version
 from tests.support.arm.limits import Limits
 from tests.support.arm.scale_sets import ScaleSets
 from tests.support.arm.service import Arm
@@ -130,7 +130,7 @@ class Reimaged:
 @contextmanager
 def azure(machine: Reimaged, folder: Path) -> Iterator[tuple[Served, ScaleSets, str]]:
     """Serve Resource Manager with a scale set of the one machine."""
-    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
+    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     for version, image in machine.images.items():
         add_version(arm, version)["tags"]["image-builder-build"] = image.told["build_id"][:12]
     seconds = {"upgrade": 1.0, "reimage": 5.0, "service": 0.1}

@@ -99,6 +99,9 @@ class Fleet:
     def conclude(self) -> None:
         pass
 
+    def unplanned(self, _hosts: Sequence[Host]) -> dict[str, str]:
+        return {}
+
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         raise AssertionError(f"nothing here takes that long: {step} {attempt} of {host}")
 

@@ -25,7 +25,7 @@ from image_builder.pool.plan.plan import Plan, load
 from image_builder.pool.run.journal import journal_of, open_journal
 from image_builder.pool.run.records import Began, Intent, Opened, Result
 from image_builder.pool.steps.suite import FACTS
-from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, add_version
+from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, actions, add_version
 from tests.support.arm.limits import Limits
 from tests.support.arm.model import Json
 from tests.support.arm.place import MIB, write_build
@@ -81,7 +81,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     built = artefact.read(
         tmp_path / "output/worker" / build, tmp_path / "output/boot" / build, unverified=False
     )
-    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
+    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     for path in (OLD, NEW):
         add_version(arm, path)
     arm.resources[NEW.lower()].content["tags"] = {BUILD_TAG: built.build, SHA256_TAG: built.sha256}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ from image_builder.drain import event
 from image_builder.errors import UsageError
 from image_builder.pool.plan.policy import Roll
 from image_builder.pool.run.journal import journal_of
-from image_builder.pool.steps.suite import FACTS
 from tests.support.arm.fleet import BUILDS, NEW, OLD
 from tests.support.arm.serving import found_by
 from tests.support.control_plane import workloads
+from tests.support.pools.desk import write_desk
 from tests.support.pools.recorder import moment
 from tests.support.pools.rolls import GENEROUS, QUICK, World, plan, world
 
@@ -46,25 +45,6 @@ def part(whole: World, sets: int, folder: Path, monkeypatch: pytest.MonkeyPatch)
     fleet = replace(whole, hosts=hosts, folder=folder, began=time.time())
     whole.served.arm.faults.append(fleet.answer)
     return fleet
-
-
-def write_desk(fleet: World) -> list[str]:
-    """Write what an operator has: an inventory, keys, and the facts of the new build; return options of a run."""
-    folder = fleet.folder
-    lines = [
-        f"        {h.name}: {{ansible_host: 192.0.2.{n}, pool_scale_set: {h.scale_set}, pool_vm_id: {h.vm_id},"
-        f" pool_scale_set_id: {h.scale_set_id}, pool_instance_id: '{h.instance}', pool_zone: '{h.zone}'}}\n"
-        for n, h in enumerate(fleet.hosts, 1)
-    ]
-    head = "all:\n  children:\n    gpu:\n      vars: {pool_image: worker, pool_vm_size: s}\n      hosts:\n"
-    (folder / "hosts.yml").write_text(head + "".join(lines))
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
-    (folder / "authorities").write_text(f"@cert-authority * {(folder / 'key.pub').read_text()}")
-    facts = dict.fromkeys(FACTS, "") | {"image": "worker", "build_id": BUILDS[NEW] + "0" * 52}
-    (folder / "facts.json").write_text(json.dumps(facts))
-    files = {"--host-ca": "authorities", "--key": "key", "--facts": "facts.json"}
-    options = [text for option, file in files.items() for text in (option, os.fspath(folder / file))]
-    return [*options, "--kubeconfig", os.fspath(fleet.account())]
 
 
 def test_jobs_are_listed_and_nothing_begins_without_the_confirmation(

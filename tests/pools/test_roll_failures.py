@@ -28,7 +28,7 @@ from image_builder.pool.plan.plan import save
 from image_builder.pool.run.records import Stopped, Turned
 from image_builder.pool.run.state import Progress
 from image_builder.pool.scale_set.client import HOLD_TAG
-from image_builder.pool.show.report import counts
+from image_builder.pool.show.report import counts, report
 from image_builder.pool.steps.survey import NO_NODE, NOT_READY, missing_hosts
 from tests.support.arm.fleet import BUILDS, NEW, OLD
 from tests.support.arm.model import Answer, Fault, Request, error
@@ -41,7 +41,7 @@ from tests.support.pools.rolls import GENEROUS, World, plan, world
 
 pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
-_SETS, _EACH, _TAKEN = 30, 3, 2
+_SETS, _EACH, _TAKEN = 32, 3, 2
 _HOSTS = _EACH * _TAKEN
 
 
@@ -358,6 +358,29 @@ def test_a_second_roll_of_a_set_is_refused(fleet: World) -> None:
     group.content["tags"] = {}
     group.touch()
     assert fleet.drive(rolled).finished
+    fleet.require_invariants(rolled)
+
+
+def test_instances_that_are_scaled_out_meanwhile_are_named(fleet: World) -> None:
+    """R24: one before the model changed, one after; the first one has the old version, and is no success."""
+    rolled = plan(fleet, **GENEROUS)
+
+    def scale_out(name: str) -> str:
+        path = fleet.host(name).scale_set_id
+        group = fleet.scale_sets.sets[path.lower()]
+        before = {*group.machines}
+        fleet.scale_sets._scale(group, len(before) + 1)
+        (number,) = {*group.machines} - before
+        return f"{path}/virtualMachines/{number}"
+
+    new: list[str] = []
+    old = scale_out(fleet.hosts[0].name)
+    with faulty(fleet, at_first_reimage(fleet, lambda name: new.append(scale_out(name)))):
+        progress = fleet.drive(rolled)
+    require_ok(progress)
+    document = report(progress, fleet.log(rolled).run)
+    assert document["unplanned"] == {old: OLD, new[0]: NEW}
+    assert document["outdated"] == [old]
     fleet.require_invariants(rolled)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,10 @@ Deadline = Annotated[
         help="roll only: evict jobs after this time even if their owners didn't allow it",
     ),
 ]
+ClusterOfRoll = Annotated[
+    Path | None,
+    typer.Option("--kubeconfig", metavar="FILE", help="roll only: also check the rights in this cluster"),
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="the file that `pool plan` wrote")]
 
 
@@ -107,6 +111,7 @@ def plan(
             "--calls", help="roll only: show each request that the run sends to Azure and the cluster"
         ),
     ] = False,
+    kubeconfig: ClusterOfRoll = None,
     endpoint: Endpoint = None,
     vault: VaultIds = None,
     as_json: AsJson = False,
@@ -121,9 +126,9 @@ def plan(
     from image_builder.pool.plan.plan import Faults, make_plan, save
     from image_builder.pool.show.calls import rows as call_rows
 
-    if to is None and (calls or deadline):
-        option = "--calls" if calls else "--deadline"
-        raise UsageError(f"{option} is for a roll", hint="give its version with --to")
+    of_rolls = {"--calls": calls, "--deadline": deadline, "--kubeconfig": kubeconfig}
+    if to is None and (given := [option for option, value in of_rolls.items() if value]):
+        raise UsageError(f"{given[0]} is for a roll", hint="give its version with --to")
     faults = Faults()
     chosen = faults.collect("--policy", lambda: _policy(policy))
     if chosen is None:
@@ -131,14 +136,15 @@ def plan(
         raise faults.all()
     fleet = read_fleet(inventory, pools, vault or ())
     proof = Proof(public_key, statement, unproven)
-    target = _target(fleet.hosts, to, chosen, endpoint, proof)
-    chosen = _rolling(chosen, deadline) if target else chosen
+    chosen = _rolling(chosen, deadline) if to else chosen
+    warnings = dict[str, None]()
+    target = _target(fleet.hosts, to, chosen, endpoint, proof, kubeconfig, warnings.setdefault)
     rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen, target=target)
     keep_begun(out, rollout_plan)
     with writing(out):
         save(rollout_plan, out)
-    result = summary(out, rollout_plan, fleet)
-    lines = [*fleet.warnings, plan_text(out, rollout_plan)]
+    result = summary(out, rollout_plan, fleet) | {"warnings": list(warnings)}
+    lines = [*fleet.warnings, *warnings, plan_text(out, rollout_plan)]
     if calls:
         listed = _calls(rollout_plan, endpoint)
         result["calls"] = [call.as_json() for call in listed]
@@ -167,10 +173,10 @@ def _rolling(policy: Policy, deadline: str) -> Policy:
 
 def _calls(rollout_plan: Plan, endpoint: str | None) -> list[Call]:
     """Return the requests of a roll's run; raises FetchError."""
-    from image_builder.pool.rollout import azure
+    from image_builder.pool.scale_set.client import open_client
     from image_builder.pool.show.calls import calls
 
-    with azure(rollout_plan.hosts, endpoint) as client:
+    with open_client(rollout_plan.hosts, endpoint) as client:
         return calls(rollout_plan, client)
 
 
@@ -197,7 +203,40 @@ def summary(out: Path, rollout_plan: Plan, fleet: Fleet) -> dict[str, Any]:
         "unproven": rollout_plan.target.unproven if rollout_plan.target else "",
         "deadline": rollout_plan.deadline,
         "run": rollout_plan.run if rollout_plan.target else "",
+        "rights": _rights(rollout_plan),
     }
+
+
+def _rights(rollout_plan: Plan) -> dict[str, Any]:
+    """Return what the run of a roll needs to be allowed, nothing for another plan."""
+    from image_builder.pool import rights
+
+    target, roll = rollout_plan.target, rollout_plan.policy.rolls
+    if target is None or roll is None:
+        return {}
+    return {
+        "azure": [right.as_json() for right in rights.of_target(target)],
+        "cluster": [right.as_json() for right in rights.in_cluster(roll)],
+    }
+
+
+def _rights_text(rights: Mapping[str, Any]) -> str:
+    from image_builder.text import short_list
+
+    def place(scopes: Sequence[str]) -> str:
+        groups: dict[str, list[str]] = {}
+        for scope in scopes:
+            groups.setdefault(scope.split("/")[4], []).append(scope.rpartition("/")[2])
+        return "; ".join(f"{short_list(names)} in resource group {group}" for group, names in groups.items())
+
+    azure = [(right["action"], place(right["scopes"])) for right in rights["azure"]]
+    cluster = [
+        (f"{right['verb']} {right['resource']}", right["group"], right["namespace"])
+        for right in rights["cluster"]
+    ]
+    in_azure = columns([("rights in Azure", "on"), *azure])
+    in_cluster = columns([("rights in the cluster", "API group", "namespace"), *cluster])
+    return f"{in_azure}\n\n{in_cluster}"
 
 
 class Proof(NamedTuple):
@@ -209,7 +248,13 @@ class Proof(NamedTuple):
 
 
 def _target(
-    hosts: Sequence[Host], to: str | None, policy: Policy, endpoint: str | None, proof: Proof
+    hosts: Sequence[Host],
+    to: str | None,
+    policy: Policy,
+    endpoint: str | None,
+    proof: Proof,
+    kubeconfig: Path | None,
+    warn: Callable[[str], object],
 ) -> Target | None:
     """Return what hosts are rolled to; raises UsageError, DefinitionError with all that is against it."""
     if to is None:
@@ -221,15 +266,26 @@ def _target(
             "give exactly one of --public-key and --unproven",
             hint="a version is rolled with the statement that `publish run --sign-key` wrote",
         )
-    from image_builder.pool.rollout import azure
+    from image_builder.pool.plan.plan import Faults
+    from image_builder.pool.rights import in_azure, missing_in_azure, missing_in_cluster
+    from image_builder.pool.scale_set.client import open_client
     from image_builder.pool.scale_set.target import read_target
 
-    with azure(hosts, endpoint) as client:
-        if proof.public_key is None:
-            return read_target(client, hosts, to).model_copy(update={"unproven": proof.unproven})
-        return read_target(
-            client, hosts, to, prove=partial(_statement, key=proof.public_key, file=proof.statement)
-        )
+    key, faults = proof.public_key, Faults()
+    prove = partial(_statement, key=key, file=proof.statement) if key else lambda _: ""
+    with open_client(hosts, endpoint) as client:
+        sets = {host.scale_set_id for host in hosts if host.scale_set_id}
+        faults.problems += missing_in_azure(client, in_azure(sets, [to]))
+        if kubeconfig and policy.rolls:
+            ask = partial(missing_in_cluster, kubeconfig, policy.rolls)
+            faults.problems += faults.collect("--kubeconfig", ask) or ()
+        is_forced = policy.rolls is not None and policy.rolls.force_ephemeral
+        read = partial(read_target, client, hosts, to, prove=prove, force_ephemeral=is_forced, warn=warn)
+        if faults.problems:
+            # What else is against it is told as well, as far as it can be read.
+            faults.collect("--to", read)
+            raise faults.all()
+        return read().model_copy(update={"unproven": proof.unproven})
 
 
 def _statement(version: Version, key: Path, file: Path | None) -> str:
@@ -287,7 +343,8 @@ def plan_text(out: Path, rollout_plan: Plan) -> str:
             f"`pool run` lists them, and requires --evict {rollout_plan.run}"
         )
     unproven = f"\n{target.version} is unproven: {target.unproven}" if target and target.unproven else ""
-    return f"{columns(rows)}\n{total}{unproven}\n{out}"
+    rights = f"\n\n{_rights_text(_rights(rollout_plan))}\n" if target else ""
+    return f"{columns(rows)}\n{total}{unproven}{rights}\n{out}"
 
 
 @register(app)

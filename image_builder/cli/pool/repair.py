@@ -69,7 +69,7 @@ def repair(
     """
     from image_builder.pool.plan.inventory import read_fleet
     from image_builder.pool.repair import OPEN, Repairs, outcome_of
-    from image_builder.pool.rollout import azure
+    from image_builder.pool.scale_set.client import open_client
 
     fleet, names, pods = read_fleet(inventory, pools, vault or ()), again or [], _pods(policy)
     cases = _waiting(kubeconfig, fleet)
@@ -80,7 +80,7 @@ def repair(
     outcomes = [outcome_of(case) for case in cases if case not in due]
     if due:
         with (
-            azure(fleet.hosts, endpoint, rights="docs/how-to/bad-nodes.md") as client,
+            open_client(fleet.hosts, endpoint, rights="docs/how-to/bad-nodes.md") as client,
             waking(over.set, signal.SIGTERM, signal.SIGINT),
         ):
             repairs = Repairs(lambda: connect(kubeconfig, _AGENT), client, names, pods, over=over)

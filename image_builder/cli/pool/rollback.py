@@ -53,7 +53,7 @@ def rollback(
     from image_builder.pool import rollback as rollbacks
     from image_builder.pool.plan.inventory import read_fleet
     from image_builder.pool.plan.plan import save
-    from image_builder.pool.rollout import azure
+    from image_builder.pool.scale_set.client import open_client
 
     progress, _, report = plans.read_run(plan)
     if report["state"] == "running":
@@ -61,7 +61,7 @@ def rollback(
     before = progress.plan
     paths = inventory or [Path(path) for path in before.inventory.paths]
     fleet = read_fleet(paths, [pool.name for pool in before.pools], vault or ())
-    with azure(before.hosts, endpoint) as client:
+    with open_client(before.hosts, endpoint) as client:
         way_back = rollbacks.plan_rollback(progress, fleet, client, only_failed=failed, to=to)
     plans.keep_begun(out, way_back.plan)
     with plans.writing(out):

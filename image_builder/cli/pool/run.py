@@ -295,14 +295,14 @@ def _salvage(
 ) -> int:
     from image_builder.drain.lease import Leases
     from image_builder.node.errors import NodeError
-    from image_builder.pool.rollout import azure
     from image_builder.pool.salvage import salvage
+    from image_builder.pool.scale_set.client import open_client
 
     cluster = functools.partial(connect, kubeconfig, "image-builder-roll")
     try:
         with (
             cluster() as kube,
-            azure(fleet.hosts, endpoint) as manager,
+            open_client(fleet.hosts, endpoint) as manager,
             Leases(cluster, f"abort-{uuid.uuid4().hex[:12]}") as leases,
         ):
             done = salvage(kube, manager, fleet.hosts, run, version, leases=None if lost else leases)
@@ -427,7 +427,7 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
     import signal
 
     from image_builder.cli import failure
-    from image_builder.pool.show.report import text
+    from image_builder.pool.show.report import PLAN_AGAIN, text
 
     show(report, text(report), as_json=as_json)
     bad = sum(count for name, count in report["counts"].items() if name != "ok")
@@ -436,9 +436,13 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
         bad = 0
     if signal_number:
         return EXIT_INTERRUPTED if signal_number == signal.SIGINT else 128 + signal_number
-    if not bad:
+    outdated = len(report.get("outdated", ()))
+    if not bad and not outdated:
         return 0
     error = PoolError(f"{report['state']}: {bad} of {report['hosts']} hosts are not up", hint=hint)
+    if not bad:
+        beside = "instances that are not in the plan have another version"
+        error = PoolError(f"{report['state']}: {beside}: {outdated}", hint=PLAN_AGAIN)
     failure.report(error, on_stdout=not as_json)  # the result was printed already
     return error.exit_code
 

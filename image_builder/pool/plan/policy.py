@@ -95,6 +95,12 @@ class Roll(_Limits):
         description="Leave a host alone if its node reports that it is busy (`busy` of its health endpoint): leases,"
         " and programs on its GPUs that no pod shows.",
     )
+    force_ephemeral: bool = Field(
+        default=False,
+        exclude_if=operator.not_,
+        description="Roll scale sets with ephemeral OS disks too: their disks are replaced by force. Otherwise they are"
+        " refused, since their reimage brings the old version back.",
+    )
     max_fenced: Share = Field(
         default="50%",
         description="Maximum hosts of the wave `rest` that are cordoned while they still work, so that nothing starts"

@@ -30,6 +30,7 @@ from image_builder.pool.run.records import (
     Stopped,
     Surveyed,
     Turned,
+    Unplanned,
 )
 from image_builder.pool.run.state import RUNNING, Progress, WaveStatus
 
@@ -109,6 +110,11 @@ class Steps(Protocol):
     def conclude(self) -> None:
         """Give back what was held for hosts, none of which is in work any more; what is raised ends this process."""
 
+    def unplanned(self, hosts: Sequence[Host]) -> Mapping[str, str]:
+        """Return the instances of a roll's scale sets that are none of these hosts, and their versions, by ids; of a
+        set that can't be read its own id, without a version.
+        """
+
     def room(self, step: Step) -> int:
         """Return how many hosts more that step can be in work on; who waits for room here has no deadline yet."""
 
@@ -160,6 +166,7 @@ def run(
         if progress.stopped:
             _turn(r, now)
             if not budgets.in_work(progress):
+                _find_unplanned(r, now)
                 return
         else:
             _turn_waves(r, now)
@@ -261,7 +268,16 @@ def _turn_waves(r: _Run, now: float) -> None:
         else:
             # Who is killed before the record is there takes the run up, and concludes it again.
             r.steps.conclude()
+            _find_unplanned(r, now)
             r.note(Finished(at=now))
+
+
+def _find_unplanned(r: _Run, now: float) -> None:
+    """Record which instances a roll leaves beside its hosts: those that were scaled out meanwhile."""
+    if r.progress.plan.policy.mode == "roll":
+        hosts = [status.host for status in r.progress.hosts.values() if status.state != "gone"]
+        if instances := r.steps.unplanned(hosts):
+            r.note(Unplanned(at=now, instances=instances))
 
 
 def _canaries_chosen(r: _Run, now: float) -> bool:

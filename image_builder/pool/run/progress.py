@@ -30,6 +30,7 @@ from image_builder.pool.run.records import (
     Stopped,
     Surveyed,
     Turned,
+    Unplanned,
 )
 from image_builder.pool.run.state import RUNNING, HostStatus, Progress, State, WaveStatus
 
@@ -105,6 +106,8 @@ def apply(progress: Progress, record: Record) -> None:
                     _settle(progress, progress.hosts[name], record.at)
         case Turned():
             rolling.turn(progress, record.hosts)
+        case Unplanned():
+            pass  # no host's
         case Finished():
             progress.finished = True
         case _:

@@ -142,6 +142,16 @@ class Turned(_Record):
     hosts: tuple[str, ...]
 
 
+class Unplanned(_Record):
+    """The scale sets of a roll that ends have instances which it didn't have among its hosts, such as those that were
+    scaled out meanwhile: their ids, and the versions that they run. Of a set that couldn't be read it is its own id,
+    without a version.
+    """
+
+    kind: Literal["unplanned"] = "unplanned"
+    instances: Mapping[str, str]
+
+
 class Finished(_Record):
     """All waves are over, and every host has its class."""
 
@@ -161,6 +171,7 @@ Record = Annotated[
     | Passed
     | Stopped
     | Turned
+    | Unplanned
     | Finished,
     Field(discriminator="kind"),
 ]

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, Protocol
 
-from image_builder.errors import PoolError
+from image_builder.errors import DefinitionError, FetchError, PoolError, Problem
+from image_builder.pool.plan.model import Host
 from image_builder.pool.scale_set import model
 from image_builder.pool.scale_set.model import COMPUTE_API, GALLERY_API, Instance, ScaleSet, Version
 from image_builder.pool.scale_set.refusals import policy_refusals
 from image_builder.pool.scale_set.verdict import Operation
+from image_builder.system.resource_manager import ResourceManager
 from image_builder.text import stamp
 
 Json = dict[str, Any]
@@ -95,6 +98,21 @@ class Client:
         """Return all instances of a scale set; raises FetchError."""
         listed = self.manager.list(f"{path}/virtualMachines", COMPUTE_API, **{"$expand": "instanceView"})
         return [model.instance(answer) for answer in listed]
+
+    def versions_beside(self, paths: Iterable[str], known: Collection[str]) -> dict[str, str]:
+        """Return the instances of scale sets that aren't among the known VM ids, and their versions, by ids; of a set
+        that can't be read its own id, without a version.
+        """
+        versions: dict[str, str] = {}
+        for path in paths:
+            try:
+                listed = self.instances(path)
+            except FetchError:
+                versions[path] = ""
+            else:
+                others = (instance for instance in listed if instance.vm_id not in known)
+                versions |= {f"{path}/virtualMachines/{other.id}": other.image for other in others}
+        return versions
 
     def instance(self, path: str, number: str) -> Instance | None:
         """Return an instance, None where it is no longer there; raises FetchError."""
@@ -287,3 +305,18 @@ def _seconds(text: str) -> float:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return float("inf")
+
+
+@contextmanager
+def open_client(
+    hosts: Sequence[Host], endpoint: str | None = None, *, rights: str = "docs/how-to/roll.md"
+) -> Iterator[Client]:
+    """Reach the scale sets of hosts; raises DefinitionError for those of two subscriptions, HostError."""
+    subscriptions = {host.scale_set_id.split("/")[2].lower() for host in hosts if host.scale_set_id}
+    if len(subscriptions) != 1:
+        names = ", ".join(sorted(subscriptions)) or "none"
+        reason = f"the scale sets of one command must be of one subscription, got {names}"
+        raise DefinitionError([Problem("", "pool_scale_set_id", reason)], hint="nothing was changed")
+    with ResourceManager(subscriptions.pop(), endpoint=endpoint) as manager:
+        manager.rights = rights
+        yield Client(manager)

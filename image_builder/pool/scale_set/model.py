@@ -20,7 +20,8 @@ _LATEST = "latest"
 class Version:
     """A version of a gallery's image. ``regions`` are the states of its replication, by short name of the region.
 
-    ``withdrawn`` and ``unverified`` are the reasons for that, from its tags.
+    ``withdrawn`` and ``unverified`` are the reasons for that, from its tags. ``is_protected``: Azure doesn't delete it
+    before its end of life.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Version:
     disk_gib: int | None = None
     architecture: str = "x64"
     generation: str = ""
+    is_protected: bool = False
 
     @property
     def name(self) -> str:
@@ -150,6 +152,7 @@ def version(answer: Json, definition: Json) -> Version:
         # An answer without an architecture means x64.
         architecture=definition["properties"].get("architecture") or "x64",
         generation=definition["properties"].get("hyperVGeneration") or "V1",
+        is_protected=bool((properties.get("safetyProfile") or {}).get("blockDeletionBeforeEndOfLife")),
     )
 
 

@@ -40,7 +40,7 @@ def _policy(scale_set: ScaleSet, *, force_ephemeral: bool) -> Iterator[str]:
     if not scale_set.is_pinned:
         yield f"its model names no version of a gallery's image: {scale_set.image or 'an image of another kind'}"
     if scale_set.is_ephemeral and not force_ephemeral:
-        yield "its OS disks are ephemeral: a reimage brings the old version back unless it is forced"
+        yield "its OS disks are ephemeral: a reimage brings the old version back unless `roll.force_ephemeral` is set"
 
 
 def _unfit(version: Version, scale_set: ScaleSet, now: datetime) -> Iterator[str]:

@@ -22,10 +22,12 @@ def read_target(
     *,
     more: Iterable[str] = (),
     prove: Callable[[Version], str] = lambda _: "",
+    force_ephemeral: bool = False,
+    warn: Callable[[str], object] = lambda _: None,
 ) -> Target:
     """Return the target of a roll, as Azure has it now: for the scale sets of hosts, and ``more`` of them.
 
-    ``prove`` returns a version's signed statement, or raises.
+    ``prove`` returns a version's signed statement, or raises. ``warn`` is told what isn't against it.
 
     Raises DefinitionError with every reason against it, FetchError where Azure can't be read.
     """
@@ -50,8 +52,12 @@ def read_target(
         before[path] = scale_set.image
         if target:
             present = client.version(scale_set.image) if scale_set.is_pinned else None
-            wrong = refusals(scale_set, present, target, datetime.now(UTC))
+            wrong = refusals(scale_set, present, target, datetime.now(UTC), force_ephemeral=force_ephemeral)
             problems += [Problem(path, "--to", reason) for reason in wrong]
+            if present and not present.is_protected:
+                warn(
+                    f"{present.id} has no blockDeletionBeforeEndOfLife: if it is deleted there is no way back"
+                )
     if problems or target is None:
         raise DefinitionError(problems, hint="nothing was changed")
     return Target(version=target.id, build=target.build, before=before, statement=statement)

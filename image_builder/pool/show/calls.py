@@ -53,7 +53,7 @@ def calls(plan: Plan, client: Client) -> list[Call]:
             listed.append(Call("azure", "name the version", "PATCH", path, body))
         for host in plan.hosts:
             if host.scale_set_id == path:
-                listed += _of_host(host, plan.deadline)
+                listed += _of_host(host, plan.deadline, is_forced=scale_set.is_ephemeral)
         listed += _over(scale_set, running)
     return listed
 
@@ -77,7 +77,7 @@ def _service(scale_set: ScaleSet, service: str, action: str) -> Call:
     return Call("azure", f"{action} {service}", "POST", path, {"serviceName": service, "action": action})
 
 
-def _of_host(host: Host, deadline: str) -> Iterator[Call]:
+def _of_host(host: Host, deadline: str, *, is_forced: bool) -> Iterator[Call]:
     node = path_of_node(host.name)
     yield Call("kubernetes", "cordon", "PATCH", node, host=host.name)
     if deadline:
@@ -88,7 +88,8 @@ def _of_host(host: Host, deadline: str) -> Iterator[Call]:
     yield Call("azure", "upgrade", "POST", f"{host.scale_set_id}/manualupgrade", upgrade, host.name)
     # Not sent where the upgrade replaces the disk already.
     machine = f"{host.scale_set_id}/virtualMachines/{host.instance}"
-    yield Call("azure", "reimage", "POST", f"{machine}/reimage", {}, host.name)
+    force = {"forceUpdateOSDiskForEphemeral": True} if is_forced else {}
+    yield Call("azure", "reimage", "POST", f"{machine}/reimage", force, host.name)
     yield Call("kubernetes", "untaint", "PATCH", node, host=host.name)
     yield Call("kubernetes", "uncordon", "PATCH", node, host=host.name)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from image_builder.pool.plan.model import CLASSES, STEPS, Step, quantile
-from image_builder.pool.run.records import Gated, Opened, Passed, Record, Result
+from image_builder.pool.run.records import Gated, Opened, Passed, Record, Result, Unplanned
 from image_builder.pool.run.state import HostStatus, Progress
 from image_builder.text import printable, short_list
 
 FORMAT = 1
+PLAN_AGAIN = "image-builder pool snapshot, then make a new plan"
 _SLOWEST = 20
 # The names of hosts that have no class yet.
 _NOT_ENDED = ("not started", "in work")
@@ -86,6 +87,12 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
         document["restored"] = {s.host.name: s.restored for s in statuses if s.restored is not None}
         # Who has another image, or may have, and isn't fine with it.
         document["cordoned"] = sorted(s.host.name for s in statuses if _is_cordoned(s))
+        document["unplanned"] = instances = unplanned(records)
+        document["outdated"] = [
+            name
+            for name, version in instances.items()
+            if progress.finished and plan.target and version.lower() != plan.target.version.lower()
+        ]
     return document
 
 
@@ -157,6 +164,22 @@ def idle(records: Sequence[Record]) -> dict[str, float]:
         "hosts": round(sum(time for _, time in hours), 3),
         "gpus": round(sum(gpus * time for gpus, time in hours), 3),
     }
+
+
+def unplanned(records: Iterable[Record]) -> dict[str, str]:
+    """Return the instances beside a roll's hosts, and their versions, as its last process left them."""
+    instances: Mapping[str, str] = {}
+    for record in records:
+        if isinstance(record, Opened | Unplanned):
+            instances = record.instances if isinstance(record, Unplanned) else {}
+    return dict(sorted(instances.items()))
+
+
+def _instance(path: str, version: str) -> str:
+    """Return an instance for people: its scale set, its number in it, and the name of its version."""
+    scale_set, _, number = path.partition("/virtualMachines/")
+    name = scale_set.rpartition("/")[2] + (f"/{number}" if number else "")
+    return f"{name} ({version.rpartition('/')[2] or 'not known'})"
 
 
 def failures(statuses: Iterable[HostStatus]) -> list[dict[str, Any]]:
@@ -242,5 +265,16 @@ def text(report: dict[str, Any]) -> str:
     back = sorted(name for name, is_restored in report.get("restored", {}).items() if is_restored)
     for title, names in (("previous image again", back), ("still cordoned", report.get("cordoned", []))):
         lines += [f"  {title}: {short_list(names)}"] if names else []
+    lines += _unplanned_lines(report)
     lines += [f"  {f['count']} x {f['signature']}: {short_list(f['hosts'])}" for f in report["failures"]]
     return "\n".join(map(printable, lines))
+
+
+def _unplanned_lines(report: Mapping[str, Any]) -> list[str]:
+    instances = {path: _instance(path, version) for path, version in report.get("unplanned", {}).items()}
+    outdated = [instances[path] for path in report.get("outdated", ())]
+    others = [text for text in instances.values() if text not in outdated]
+    lines = [f"  not in the plan: {short_list(others)}"] if others else []
+    if outdated:
+        lines.append(f"  not in the plan, and not of its version: {short_list(outdated)}; {PLAN_AGAIN}")
+    return lines

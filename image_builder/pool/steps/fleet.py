@@ -204,6 +204,9 @@ class Fleet:
     def conclude(self) -> None:
         """Nothing is held."""
 
+    def unplanned(self, _hosts: Sequence[Host]) -> Mapping[str, str]:
+        return {}
+
     def room(self, step: Step) -> int:
         # Who is asked again meanwhile holds no connection.
         resting = {key for _, key in self._again}

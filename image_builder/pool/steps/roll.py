@@ -58,7 +58,8 @@ class Change:
     ``run`` names it on nodes, ``holder`` on scale sets. ``kube`` opens a connection to the API server, for one thread
     each; ``journal`` holds what is sent to Azure. ``max_fenced``: most hosts of the last wave that are cordoned at
     work. After ``deadline``, in seconds of the epoch, busy hosts are emptied whatever the owners of their pods say.
-    ``asks_nodes``: a node that says itself that it works is not empty.
+    ``asks_nodes``: a node that says itself that it works is not empty. ``force_ephemeral``: ephemeral OS disks are
+    replaced too.
     """
 
     target: Target
@@ -71,6 +72,7 @@ class Change:
     max_fenced: int = 0
     deadline: float = math.inf
     asks_nodes: bool = True
+    force_ephemeral: bool = False
     patience: Patience = field(default_factory=Patience)
     settle_seconds: float = _SETTLE_SECONDS
 
@@ -267,6 +269,12 @@ class RollFleet(Fleet):
         """Resume the services of all scale sets, and release them; raises PoolError."""
         self._driven.close()
         self._drives.clear()
+
+    def unplanned(self, hosts: Sequence[Host]) -> Mapping[str, str]:
+        target = self._change.target
+        # A rollback is of some hosts of a scale set: others keep what they have.
+        sets = () if target.undoes else target.before
+        return self._change.azure.versions_beside(sets, {host.vm_id.lower() for host in hosts})
 
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         super().give_up(host, step, attempt)
@@ -481,6 +489,7 @@ class RollFleet(Fleet):
                     change.holder,
                     self._journal,
                     patience=change.patience,
+                    force_ephemeral=change.force_ephemeral and self._planned[path].is_ephemeral,
                     wait=self._pause,
                 )
                 self._drives[path] = self._driven.enter_context(context)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from image_builder.pool.rights import DEFINITION as DEFINITION_RIGHTS
+from image_builder.pool.rights import SCALE_SET
 from image_builder.pool.scale_set.verdict import Node
 from tests.support.arm.limits import Limits
 from tests.support.arm.model import SUBSCRIPTION, Json
@@ -53,6 +55,11 @@ def add_version(arm: Arm, path: str, **properties: Any) -> Json:
     )
 
 
+def actions() -> list[str]:
+    """Return exactly the rights of a roll: whatever else is asked for is refused."""
+    return [f"Microsoft.Compute/{action}" for action in (*SCALE_SET, *DEFINITION_RIGHTS)]
+
+
 @dataclass
 class Fleet:
     """``silent`` are instances whose node doesn't answer; ``boots`` is what an image runs instead of its own build."""
@@ -88,7 +95,7 @@ class Fleet:
 
 def fleet(count: int = 3, *, name: str = "gpu", **settings: Any) -> Fleet:
     """Return a service with a scale set that runs the old version."""
-    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
+    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     for path in (OLD, NEW):
         add_version(arm, path)
     scale_sets = ScaleSets(arm, **settings)

@@ -22,7 +22,7 @@ from image_builder.node.settings import RELEASE
 from image_builder.pool.plan.model import Host
 from image_builder.pool.reach.hostkeys import known_as
 from tests.bench.measures import NOT_BOOTED, be_quick
-from tests.support.arm.fleet import NEW, OLD, NoDisks, add_version
+from tests.support.arm.fleet import NEW, OLD, NoDisks, actions, add_version
 from tests.support.arm.limits import Limits
 from tests.support.arm.scale_sets import Machine, SetState
 from tests.support.arm.service import Arm
@@ -204,7 +204,7 @@ def suite_of_the_running(folder: Path) -> Path:
 @contextmanager
 def rolling(pool: Fleet, built: Workplace, sets: Sequence[int], folder: Path) -> Iterator[RealWorld]:
     """Make scale sets of so many of a pool's hosts each, all with the old image. Call it from the main thread."""
-    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
+    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     facts = built.artefact / "facts.json"
     builds = {OLD: OLD_BUILD[:12], NEW: json.loads(facts.read_text())["build_id"][:12]}
     for path, build in builds.items():

@@ -46,13 +46,13 @@ from image_builder.pool.scale_set.records import read_journal as read_requests
 from image_builder.pool.scale_set.roll import RARELY, Patience
 from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.scale_set.verdict import Node
-from image_builder.pool.steps.control_plane import Unwatched
+from image_builder.pool.steps.control_plane import ControlPlane, Unwatched
 from image_builder.pool.steps.drains import Key
 from image_builder.pool.steps.fleet import Setup
 from image_builder.pool.steps.roll import Change, RollFleet
 from image_builder.system.journal import Journal
 from image_builder.system.resource_manager import ResourceManager
-from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, add_version
+from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, actions, add_version
 from tests.support.arm.limits import Limits
 from tests.support.arm.model import SUBSCRIPTION, Answer, Request
 from tests.support.arm.scale_sets import SERVICES, Machine, ScaleSets, SetState
@@ -294,7 +294,7 @@ def world(sets: int, each: int, folder: Path, seconds: Mapping[str, float] = SEC
 
     ``seconds`` are those of Azure's operations, and of a node's ``boot`` from its new disk.
     """
-    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless())
+    arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     for path in (OLD, NEW):
         add_version(arm, path)
     names = [f"gpu-{s}-{n}" for s in range(sets) for n in range(each)]
@@ -366,6 +366,7 @@ def drive(
     *,
     patience: Patience = PATIENCE,
     settle_seconds: float = 1.0,
+    control_plane: ControlPlane | None = None,
 ) -> Progress:
     """Drive a roll, from its journal if it has one; ``on_record`` is called after each record of either journal."""
     key, authorities = folder / "key", folder / "authorities"
@@ -376,7 +377,7 @@ def drive(
         access=Access(CertificateAuthority(authorities), "root", key),
         deadlines=rolled.policy.deadlines,
         python=Path("/usr/bin/python3"),
-        control_plane=Unwatched(),
+        control_plane=control_plane or Unwatched(),
     )
     access = load(account)
     assert rolled.target and rolled.policy.rolls

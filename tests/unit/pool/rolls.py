@@ -89,6 +89,7 @@ class World:
     together: set[str] = field(default_factory=set)
     turned_at: float | None = None
     concluded_at: float | None = None
+    scaled_out: dict[str, str] = field(default_factory=dict)
     most_unavailable: int = 0
     most_fenced: int = 0
     rested: set[str] = field(default_factory=set)
@@ -203,6 +204,10 @@ class World:
 
     def conclude(self) -> None:
         self.concluded_at = self.time
+
+    def unplanned(self, hosts: Sequence[Host]) -> dict[str, str]:
+        assert {host.name for host in hosts} <= self.nodes.keys()
+        return self.scaled_out
 
     def give_up(self, host: str, step: Step, attempt: int) -> None:
         self.over.add((host, step, attempt))

@@ -230,6 +230,9 @@ class World:
     def conclude(self) -> None:
         pass
 
+    def unplanned(self, _hosts: Sequence[Host]) -> dict[str, str]:
+        return {}
+
     def room(self, step: Step) -> int:
         return self.places - self.at_work[step]
 

@@ -14,9 +14,9 @@ from tests.support.arm.fleet import NEW, Fleet, fleet
 from tests.unit.pool.test_scale_set_target import hosts
 
 
-def _calls(machines: Fleet, **roll: str) -> list[Call]:
+def _calls(machines: Fleet, **roll: str | bool) -> list[Call]:
     client = Client(Direct(machines.arm))
-    target = read_target(client, hosts(machines), NEW)
+    target = read_target(client, hosts(machines), NEW, force_ephemeral=bool(roll.get("force_ephemeral")))
     inventory = PlannedFrom(paths=(), digest="")
     policy = Policy.model_validate({"mode": "roll", "roll": roll})
     return calls(make_plan(inventory, [], hosts(machines), policy, target=target), client)
@@ -45,6 +45,14 @@ def test_what_is_so_already_is_not_sent() -> None:
     ]
     claim, release = (call.body for call in listed if call.body and "tags" in call.body)
     assert set(claim["tags"]) == {"team", HOLD_TAG} and release == {"tags": {"team": "ml"}}
+
+
+def test_an_ephemeral_disk_is_replaced_by_force() -> None:
+    machines = fleet(1)
+    forced = [call.body for call in _calls(machines, force_ephemeral=True) if call.purpose == "reimage"]
+    machines.group.profile["storageProfile"]["osDisk"]["diffDiskSettings"] = {"option": "Local"}
+    forced += [call.body for call in _calls(machines, force_ephemeral=True) if call.purpose == "reimage"]
+    assert forced == [{}, {"forceUpdateOSDiskForEphemeral": True}]
 
 
 def test_evictions_after_a_deadline_are_among_them() -> None:

@@ -223,8 +223,11 @@ MATRIX = (
     Row(
         24,
         "hosts are added meanwhile",
-        "they have their set's image, and are adopted in a wave of their own",
+        "they have their set's image, are named with it at the end, and are adopted in a wave of their own",
         (
+            f"{_LIVE}::test_instances_that_are_scaled_out_meanwhile_are_named",
+            "tests/unit/pool/test_unplanned.py::test_instances_that_were_scaled_out_meanwhile_are_named",
+            "tests/unit/pool/test_roll_fleet.py::test_instances_beside_the_plan_are_found_with_their_versions",
             f"{_INSTANCE}::test_an_operation_that_another_preempts_is_settled_by_reading",
             "tests/unit/pool/test_pool_plan.py::test_an_inventory_that_moved_on_makes_a_plan_stale",
         ),

@@ -96,7 +96,7 @@ def test_ephemeral_disks_have_to_be_forced() -> None:
     machines = fleet()
     _storage(machines)["osDisk"] = {**DISK, "diffDiskSettings": {"option": "Local"}}
     assert _refusals(machines) == [
-        "its OS disks are ephemeral: a reimage brings the old version back unless it is forced"
+        "its OS disks are ephemeral: a reimage brings the old version back unless `roll.force_ephemeral` is set"
     ]
     assert _refusals(machines, force_ephemeral=True) == []
 

@@ -47,6 +47,15 @@ def test_everything_is_told_at_once() -> None:
     assert "Automatic, not Manual" in text and "OS disks have 16" in text
 
 
+def test_ephemeral_disks_are_for_a_policy_that_forces_them() -> None:
+    machines = fleet(1)
+    machines.group.profile["storageProfile"]["osDisk"]["diffDiskSettings"] = {"option": "Local"}
+    client = Client(Direct(machines.arm))
+    with pytest.raises(DefinitionError, match="ephemeral: .* unless `roll.force_ephemeral` is set"):
+        read_target(client, hosts(machines), NEW)
+    assert read_target(client, hosts(machines), NEW, force_ephemeral=True).before == {machines.path: OLD}
+
+
 def test_a_version_that_does_not_exist() -> None:
     machines = fleet(1)
     with pytest.raises(DefinitionError, match="there is no version"):

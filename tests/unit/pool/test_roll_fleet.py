@@ -1,0 +1,82 @@
+"""The real fleet of a roll, in what needs no host: what it holds of scale sets, and what it finds in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from image_builder.drain.policy import Policy
+from image_builder.pool.plan.model import Host
+from image_builder.pool.scale_set.client import Client
+from image_builder.pool.scale_set.target import read_target
+from image_builder.pool.steps.fleet import Setup
+from image_builder.pool.steps.roll import Change, RollFleet
+from tests.support.arm.direct import Direct
+from tests.support.arm.fleet import NEW, OLD, Fleet, fleet
+from tests.unit.pool.test_fleet import setup
+from tests.unit.pool.test_scale_set_target import hosts
+
+__all__ = ["setup"]
+
+
+class Empty:
+    """A cluster without a Lease of anybody's."""
+
+    def find(self, _path: str) -> None:
+        return None
+
+    def request(self, _method: str, _path: str, _body: object = None) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def rolled(
+    setup: Setup, machines: Fleet, folder: Path, *, force_ephemeral: bool = False
+) -> Iterator[tuple[RollFleet, list[Host]]]:
+    """Have a roll of a fleet's hosts begun, none of which is in work."""
+    client, planned = Client(Direct(machines.arm)), hosts(machines)
+    change = Change(
+        target=read_target(client, planned, NEW, force_ephemeral=force_ephemeral),
+        run="roll-1",
+        holder="roll-1",
+        kube=Empty,  # type: ignore[arg-type]  # all that a Lease asks of one
+        azure=client,
+        journal=folder / "requests.jsonl",
+        policy=Policy(),
+        force_ephemeral=force_ephemeral,
+    )
+    with RollFleet(setup, change, folder / "work") as state:
+        yield state, planned
+
+
+@pytest.mark.parametrize(("is_ephemeral", "force"), [(False, False), (False, True), (True, True)])
+def test_only_ephemeral_disks_are_forced(
+    setup: Setup, tmp_path: Path, *, is_ephemeral: bool, force: bool
+) -> None:
+    machines = fleet(1)
+    if is_ephemeral:
+        machines.group.profile["storageProfile"]["osDisk"]["diffDiskSettings"] = {"option": "Local"}
+    with rolled(setup, machines, tmp_path, force_ephemeral=force) as (state, _):
+        assert state._drive(machines.path).force_ephemeral is is_ephemeral
+
+
+def test_instances_beside_the_plan_are_found_with_their_versions(setup: Setup, tmp_path: Path) -> None:
+    """R24, R11: scaled out after the plan, before and after the model changed; and a machine that replaced another."""
+    machines = fleet(2)
+    with rolled(setup, machines, tmp_path) as (state, planned):
+        assert state.unplanned(planned) == {}
+        machines.scale_sets._scale(machines.group, 3)
+        machines.group.profile["storageProfile"]["imageReference"]["id"] = NEW
+        machines.scale_sets._scale(machines.group, 4)
+        assert machines.scale_sets.repair(machines.path, "1")
+        members = f"{machines.path}/virtualMachines"
+        assert state.unplanned(planned) == {f"{members}/1": NEW, f"{members}/2": OLD, f"{members}/3": NEW}
+        machines.arm.actions.remove("Microsoft.Compute/virtualMachineScaleSets/virtualMachines/read")
+        assert state.unplanned(planned) == {machines.path: ""}
