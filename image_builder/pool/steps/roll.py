@@ -6,14 +6,12 @@ is reimaged, restored or freed has one of its own for as long.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,58 +21,29 @@ from image_builder.drain import event, fence, taint
 from image_builder.drain import run as drains
 from image_builder.drain.lease import Leases
 from image_builder.drain.observe import Looker
-from image_builder.drain.policy import Policy
 from image_builder.errors import FetchError, PoolError
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client as Kube
 from image_builder.node.net.retry import backoff
-from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, Target, ended, failed
+from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, ended, failed
 from image_builder.pool.plan.plan import ROLL
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.records import Emptied
 from image_builder.pool.scale_set import records
-from image_builder.pool.scale_set.client import Client as Azure
 from image_builder.pool.scale_set.model import ScaleSet, Version
-from image_builder.pool.scale_set.roll import IMAGE_REQUESTS, Drive, Patience, driving, roll_instance
+from image_builder.pool.scale_set.roll import IMAGE_REQUESTS, Drive, driving, roll_instance
 from image_builder.pool.scale_set.upgrades import Ending
 from image_builder.pool.scale_set.verdict import Node
+from image_builder.pool.steps.change import Change
 from image_builder.pool.steps.drains import BROKEN_OFF, TROUBLE_SECONDS, Drains, Key, is_final
 from image_builder.pool.steps.fleet import Fleet, Setup
 from image_builder.pool.steps.nodes import ASK_IMAGE, ASK_SECONDS, ask_work, image_in, work_in
 from image_builder.pool.steps.survey import idle_hosts, missing_hosts
 
-# Between the taint and the last look: a pod that was bound before it has appeared by then.
-_SETTLE_SECONDS = 30.0
 _TURNS, _TURNED_AT_ONCE = 10, 16
 # The number of a failure that has no other.
 _FAILED = 1
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Change:
-    """What a roll is done with.
-
-    ``run`` names it on nodes, ``holder`` on scale sets. ``kube`` opens a connection to the API server, for one thread
-    each; ``journal`` holds what is sent to Azure. ``max_fenced``: most hosts of the last wave that are cordoned at
-    work. After ``deadline``, in seconds of the epoch, busy hosts are emptied whatever the owners of their pods say.
-    ``asks_nodes``: a node that says itself that it works is not empty. ``force_ephemeral``: ephemeral OS disks are
-    replaced too.
-    """
-
-    target: Target
-    run: str
-    holder: str
-    kube: Callable[[], Kube]
-    azure: Azure
-    journal: Path
-    policy: Policy
-    max_fenced: int = 0
-    deadline: float = math.inf
-    asks_nodes: bool = True
-    force_ephemeral: bool = False
-    patience: Patience = field(default_factory=Patience)
-    settle_seconds: float = _SETTLE_SECONDS
 
 
 class _Journal:

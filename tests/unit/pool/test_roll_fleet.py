@@ -13,8 +13,9 @@ from image_builder.drain.policy import Policy
 from image_builder.pool.plan.model import Host
 from image_builder.pool.scale_set.client import Client
 from image_builder.pool.scale_set.target import read_target
+from image_builder.pool.steps.change import Change
 from image_builder.pool.steps.fleet import Setup
-from image_builder.pool.steps.roll import Change, RollFleet
+from image_builder.pool.steps.roll import RollFleet
 from tests.support.arm.direct import Direct
 from tests.support.arm.fleet import NEW, OLD, Fleet, fleet
 from tests.unit.pool.test_fleet import setup
