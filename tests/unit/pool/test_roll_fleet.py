@@ -13,11 +13,13 @@ from image_builder.drain.policy import Policy
 from image_builder.pool.plan.model import Host
 from image_builder.pool.scale_set.client import Client
 from image_builder.pool.scale_set.target import read_target
+from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.change import Change
+from image_builder.pool.steps.drains import Key
 from image_builder.pool.steps.fleet import Setup
 from image_builder.pool.steps.roll import RollFleet
 from tests.support.arm.direct import Direct
-from tests.support.arm.fleet import NEW, OLD, Fleet, fleet
+from tests.support.arm.fleet import BUILDS, NEW, OLD, Fleet, fleet
 from tests.unit.pool.test_fleet import setup
 from tests.unit.pool.test_scale_set_target import hosts
 
@@ -52,6 +54,7 @@ def rolled(
         journal=folder / "requests.jsonl",
         policy=Policy(),
         force_ephemeral=force_ephemeral,
+        settle_seconds=0.0,
     )
     with RollFleet(setup, change, folder / "work") as state:
         yield state, planned
@@ -81,3 +84,18 @@ def test_instances_beside_the_plan_are_found_with_their_versions(setup: Setup, t
         assert state.unplanned(planned) == {f"{members}/1": NEW, f"{members}/2": OLD, f"{members}/3": NEW}
         machines.arm.actions.remove("Microsoft.Compute/virtualMachineScaleSets/virtualMachines/read")
         assert state.unplanned(planned) == {machines.path: ""}
+
+
+def test_a_restore_that_was_given_up_sends_nothing(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told as still cordoned: nothing may happen to it afterwards."""
+    machines = fleet(1)
+    with rolled(setup, machines, tmp_path) as (state, (host,)):
+        machine = machines.group.machines[host.instance]
+        machine.version = machine.disk = NEW
+        monkeypatch.setattr(state, "read", lambda _: Node(machine.boot_id, BUILDS[NEW]))
+        key: Key = (host.name, "restore", 1)
+        state.give_up(*key)
+        outcome, _ = state._restore(host, key)
+    assert (outcome.kind, machine.reimages, machine.version) == ("busy", 0, NEW)
