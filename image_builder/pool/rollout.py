@@ -49,9 +49,8 @@ from image_builder.pool.scale_set.client import open_client
 from image_builder.pool.scale_set.target import changes
 from image_builder.pool.show.report import report
 from image_builder.pool.steps.ansible import read_configurations
-from image_builder.pool.steps.change import Change
 from image_builder.pool.steps.control_plane import ControlPlane, Kubernetes, Unwatched
-from image_builder.pool.steps.fleet import Fleet, Setup
+from image_builder.pool.steps.fleet import Change, Fleet, Setup
 from image_builder.pool.steps.roll import RollFleet
 from image_builder.pool.steps.slice import parse_workers
 from image_builder.pool.steps.suite import FACTS, Suite

@@ -6,6 +6,7 @@ queue, and everything here is decided in the driver's thread.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -18,7 +19,9 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
-from image_builder.pool.plan.model import Host, Joined, Outcome, Step, ended
+from image_builder.drain.policy import Policy
+from image_builder.node.net.kube import Client as Kube
+from image_builder.pool.plan.model import Host, Joined, Outcome, Step, Target, ended
 from image_builder.pool.plan.policy import Deadlines
 from image_builder.pool.reach import provision
 from image_builder.pool.reach.provision import JoinStatus
@@ -26,6 +29,8 @@ from image_builder.pool.reach.reach import Access, Answer, Reach
 from image_builder.pool.run.driver import Event, Work
 from image_builder.pool.run.gates import Reading
 from image_builder.pool.run.records import Emptied
+from image_builder.pool.scale_set.client import Client as Azure
+from image_builder.pool.scale_set.roll import Patience
 from image_builder.pool.steps import ansible
 from image_builder.pool.steps.ansible import Slice
 from image_builder.pool.steps.control_plane import ControlPlane
@@ -39,6 +44,8 @@ _ASK_SECONDS = 30.0
 _AGAIN_SECONDS, _AGAIN_PART, _AGAIN_MOST = 2.0, 0.1, 15.0
 # Runs of the suite at once, of each core.
 _SUITES = 4
+# Between the taint and the last look: a pod that was bound before it has appeared by then.
+_SETTLE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,32 @@ class Setup:
     at_once: int = 200
     # A run waits for its host most of the time.
     suites: int = field(default_factory=lambda: _SUITES * len(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True)
+class Change:
+    """The target, connections and limits of a roll.
+
+    ``run`` names it on nodes, ``holder`` on scale sets. ``kube`` opens a connection to the API server, for one thread
+    each; ``journal`` holds what is sent to Azure. ``max_fenced``: most hosts of the last wave that are cordoned at
+    work. After ``deadline``, in seconds of the epoch, busy hosts are emptied whatever the owners of their pods say.
+    ``asks_nodes``: a node that says itself that it works is not empty. ``force_ephemeral``: ephemeral OS disks are
+    replaced too.
+    """
+
+    target: Target
+    run: str
+    holder: str
+    kube: Callable[[], Kube]
+    azure: Azure
+    journal: Path
+    policy: Policy
+    max_fenced: int = 0
+    deadline: float = math.inf
+    asks_nodes: bool = True
+    force_ephemeral: bool = False
+    patience: Patience = field(default_factory=Patience)
+    settle_seconds: float = _SETTLE_SECONDS
 
 
 class _Begun(NamedTuple):

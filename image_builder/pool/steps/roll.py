@@ -34,9 +34,8 @@ from image_builder.pool.scale_set.model import ScaleSet, Version
 from image_builder.pool.scale_set.roll import IMAGE_REQUESTS, Drive, driving, roll_instance
 from image_builder.pool.scale_set.upgrades import Ending
 from image_builder.pool.scale_set.verdict import Node
-from image_builder.pool.steps.change import Change
 from image_builder.pool.steps.drains import BROKEN_OFF, TROUBLE_SECONDS, Drains, Key, is_final
-from image_builder.pool.steps.fleet import Fleet, Setup
+from image_builder.pool.steps.fleet import Change, Fleet, Setup
 from image_builder.pool.steps.nodes import ASK_IMAGE, ASK_SECONDS, ask_work, image_in, work_in
 from image_builder.pool.steps.survey import idle_hosts, missing_hosts
 

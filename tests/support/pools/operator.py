@@ -14,7 +14,7 @@ from unittest import mock
 from image_builder.cli.main import main
 from image_builder.pool import rollout
 from image_builder.pool.scale_set.roll import Patience
-from image_builder.pool.steps.change import Change
+from image_builder.pool.steps.fleet import Change
 from image_builder.pool.steps.suite import Suite
 
 # An untouched instance is told by two looks that are `settle` apart; a host that returns is back within `boot`.

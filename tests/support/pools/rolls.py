@@ -46,10 +46,9 @@ from image_builder.pool.scale_set.records import read_journal as read_requests
 from image_builder.pool.scale_set.roll import RARELY, Patience
 from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.scale_set.verdict import Node
-from image_builder.pool.steps.change import Change
 from image_builder.pool.steps.control_plane import ControlPlane, Unwatched
 from image_builder.pool.steps.drains import Key
-from image_builder.pool.steps.fleet import Setup
+from image_builder.pool.steps.fleet import Change, Setup
 from image_builder.pool.steps.roll import RollFleet
 from image_builder.system.journal import Journal
 from image_builder.system.resource_manager import ResourceManager

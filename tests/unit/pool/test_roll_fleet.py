@@ -14,9 +14,8 @@ from image_builder.pool.plan.model import Host
 from image_builder.pool.scale_set.client import Client
 from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.scale_set.verdict import Node
-from image_builder.pool.steps.change import Change
 from image_builder.pool.steps.drains import Key
-from image_builder.pool.steps.fleet import Setup
+from image_builder.pool.steps.fleet import Change, Setup
 from image_builder.pool.steps.roll import RollFleet
 from tests.support.arm.direct import Direct
 from tests.support.arm.fleet import BUILDS, NEW, OLD, Fleet, fleet
