@@ -28,7 +28,7 @@ LIMITS = GateLimits()
         ({"requests": 20, "throttled": 1}, "go", ""),
         ({"requests": 20, "throttled": 2}, "hold", "2 of 20"),
         ({"csr_seconds": 60.0}, "go", ""),
-        ({"csr_seconds": 61.0}, "hold", "pends for 61 s, limit 60 s"),
+        ({"csr_seconds": 61.0}, "hold", "pending for 61 s, limit 60 s"),
         ({"not_ready": 80}, "go", ""),
         ({"not_ready": 81}, "stop", "76 more nodes are NotReady than before, limit 75"),
         ({"unread": "connection refused"}, "hold", "can't be read: connection refused"),
