@@ -5,6 +5,8 @@ The one place that asks what is newest.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,10 +14,11 @@ from pathlib import Path
 from image_builder.bake.lock.apt import Apt, Source, debian_sources
 from image_builder.bake.lock.model import DEBIAN, SECURITY, Lock, LockedGroup, LockedPackage, LockedSource
 from image_builder.bake.lock.requirements import Group, Requirements, keyring, node_network
-from image_builder.bake.pull.network import Endpoints
+from image_builder.bake.pull.credentials import credentials_for
+from image_builder.bake.pull.network import Endpoints, Mirrors
 from image_builder.bake.pull.registry import locate
 from image_builder.bake.store import Store
-from image_builder.definition import ImageDefinition
+from image_builder.definition import ImageDefinition, resolved_variables
 from image_builder.errors import DefinitionError, LockError, Problem, PullError
 from image_builder.events import Monitor, shown_stage
 from image_builder.settings import Settings
@@ -54,6 +57,8 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
     images, left_out = [], []
     network = node_network(definition)
     with shown_stage(monitor, "lock"):
+        if definition.preload and resolved_variables(definition).get("container_runtime_engine") == "docker":
+            _note_logins(network.mirrors, monitor)
         for image in definition.preload:
             locked = lock.locked_image(image.ref)
             if locked is None or locked.platform != image.platform:
@@ -75,6 +80,17 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
                     continue
             images.append(locked)
     return lock.model_copy(update={"images": images, "left_out": left_out})
+
+
+def _note_logins(mirrors: Mirrors, monitor: Monitor) -> None:
+    """Note the mirrors that a lock logs in to, and Docker doesn't."""
+    for mirror in itertools.chain.from_iterable(mirrors.values()):
+        with contextlib.suppress(PullError):  # who asks the mirror reports that
+            if credentials_for(mirror.host):
+                monitor.note(
+                    f"warning: Docker doesn't log in to mirrors: what it can't pull from {mirror.url} without a login,"
+                    " it asks the registry for"
+                )
 
 
 def _note_wait(monitor: Monitor, ref: str, seconds: float) -> None:

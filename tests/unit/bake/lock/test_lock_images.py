@@ -1,0 +1,55 @@
+"""What a lock of images notes: mirrors whose logins Docker doesn't use, and pauses that registries ask for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from image_builder.bake.lock import resolve
+from image_builder.bake.lock.model import Lock
+from image_builder.bake.pull.credentials import VARIABLE
+from image_builder.bake.pull.network import Mirror, Network
+from image_builder.events import Monitor
+from tests.unit.bake.pull.test_pull_docker import image
+
+REF = "docker.io/library/app:1"
+
+
+class Notes(Monitor):
+    """Keeps the notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Definition:
+    """A definition with one image to preload."""
+
+    preload = (image(REF),)
+
+
+@pytest.mark.parametrize(("engine", "count"), [("docker", 1), ("containerd", 0)])
+def test_notes(monkeypatch: pytest.MonkeyPatch, engine: str, count: int) -> None:
+    def locate(*_: object, on_wait: Any, **__: object) -> object:
+        on_wait(30.0)
+        return image(REF)
+
+    mirrors = {"docker.io": [Mirror("https://one.example/hub"), Mirror("https://two.example")]}
+    monkeypatch.setattr(resolve, "locate", locate)
+    monkeypatch.setattr(resolve, "node_network", lambda _: Network(mirrors))
+    monkeypatch.setattr(resolve, "resolved_variables", lambda _: {"container_runtime_engine": engine})
+    monkeypatch.setenv(VARIABLE, json.dumps({"one.example": {"username": "robot", "password": "canary"}}))
+    monkeypatch.setenv("DOCKER_CONFIG", "/nowhere")
+    monitor, definition = Notes(), Definition()
+    lock = Lock(image="worker", source_date_epoch=1, repositories={}, groups={})
+    locked = resolve.lock_images(definition, lock, {}, monitor)  # type: ignore[arg-type]
+    assert [i.ref for i in locked.images] == [REF]
+    *warnings, wait = monitor.notes
+    assert wait == f"{REF}: waiting for 30 s, as its registry asks"
+    assert len(warnings) == count
+    assert all("Docker doesn't log in to mirrors: " in w and "https://one.example/hub" in w for w in warnings)
