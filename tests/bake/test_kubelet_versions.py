@@ -16,7 +16,7 @@ import pytest
 from image_builder.system import process
 from tests.support.images.builds import Workplace
 from tests.support.images.programs import needs_programs
-from tests.support.nodes.kubelets import VERSIONS, program
+from tests.support.nodes.kubelets import VERSIONS, complaints, program
 
 pytestmark = [pytest.mark.root, pytest.mark.nightly]
 
@@ -37,6 +37,12 @@ exec "$@" --root-dir="$scratch/root" --cert-dir="$scratch/pki" --client-ca-file=
 """
 # What a kubelet says once flags and configuration are read and found valid.
 _STARTED = re.compile(r"Version: v1|kubeletVersion=")
+# What a kubelet complains of here, and why that is not the rendering's fault.
+_EXPECTED = {
+    "Flag --client-ca-file has been deprecated": "given by the test",
+    "unable to load bootstrap kubeconfig": "nothing to join with",
+    "/run/containerd/containerd.sock: connect: no such file": "no engine runs",
+}
 
 
 @pytest.fixture(scope="module", params=["built", *(pytest.param(v, marks=needs_programs) for v in VERSIONS)])
@@ -96,6 +102,28 @@ def test_it_accepts_its_flags_and_its_configuration(kubelet: Path, tmp_path: Pat
         assert "unknown field" not in said, scenario.name
         assert "lenient" not in said, f"{scenario.name}: a field that it doesn't know"
         assert "unrecognized feature gate" not in said, scenario.name
+
+
+todays = pytest.mark.parametrize(
+    "kubelet", [pytest.param(version, marks=needs_programs) for version in VERSIONS], indirect=True
+)
+
+
+@todays
+def test_todays_kubelets_complain_of_nothing(kubelet: Path, tmp_path: Path) -> None:
+    """No flag or field is deprecated, and nothing that the role writes is warned of."""
+    for scenario in scenarios(kubelet):
+        said = start(kubelet, scenario, tmp_path)
+        assert _STARTED.search(said), f"{scenario.name}: {said[-3000:]}"
+        assert complaints(said, _EXPECTED) == [], scenario.name
+
+
+@todays
+def test_the_check_sees_a_deprecated_flag(kubelet: Path, tmp_path: Path) -> None:
+    said = start(kubelet, scenarios(kubelet)[0], tmp_path, "--max-pods=5")
+    assert _STARTED.search(said)
+    (line,) = complaints(said, _EXPECTED)
+    assert line.startswith("Flag --max-pods has been deprecated")
 
 
 def test_the_check_sees_a_wrong_flag(kubelet: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,11 +195,14 @@ class Kubelet:
 
     def complaints(self) -> list[str]:
         """Return what it warns of but for what is due to where tests run."""
-        lines = self.log.read_text("utf-8", "replace").splitlines()
-        warnings = [
-            line for line in lines if re.search(r"^\W*[WEF]\d{4} |eprecated|unknown field|strict decod", line)
-        ]
-        return [line for line in warnings if not any(words in line for words in _EXPECTED)]
+        return complaints(self.log.read_text("utf-8", "replace"))
+
+
+def complaints(said: str, expected: Iterable[str] = _EXPECTED) -> list[str]:
+    """Return a kubelet's lines that warn, or name what is deprecated or unknown, but for what is expected."""
+    wrong = re.compile(r"^\W*[WEF]\d{4} |eprecated|unknown field|strict decod")
+    lines = [line for line in said.splitlines() if wrong.search(line)]
+    return [line for line in lines if not any(words in line for words in expected)]
 
 
 def running_images(node: Node) -> list[str]:

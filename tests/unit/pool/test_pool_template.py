@@ -129,7 +129,11 @@ def test_a_pool_without_any_machine_yet_has_a_template(tmp_path: Path) -> None:
 
 
 def test_an_image_without_secure_boot_has_plain_sets_as_many_as_it_takes(tmp_path: Path) -> None:
-    pool = {"pool_capacity": 1001, "pool_azure": {**AZURE, "infiniband": False}}
+    pool = {
+        "pool_capacity": 1001,
+        "pool_subnet": "10.48.0.0/15",
+        "pool_azure": {**AZURE, "infiniband": False},
+    }
     resources = _template(tmp_path, pool, {"image_secure_boot": False})["resources"]
     assert [(r["name"], r["sku"]["capacity"]) for r in resources] == [
         ("vmss_h100_a-0", 501),

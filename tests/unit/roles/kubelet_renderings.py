@@ -86,6 +86,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "1.34-cri-dockerd": docker("1.34", container_runtime_cri_dockerd=CRI_DOCKERD),
     "1.35-containerd": containerd("1.35"),
     "1.36-containerd": containerd("1.36"),
+    "1.36-cri-dockerd": docker("1.36", container_runtime_cri_dockerd=CRI_DOCKERD),
     "1.36-containerd-standalone": containerd("1.36", kubelet_mode="standalone"),
     "1.37-containerd": containerd("1.37"),
     "1.36-every-option": containerd(

@@ -186,6 +186,7 @@ def test_the_unit_waits_in_a_fresh_image(name: str) -> None:
     [
         ("1.20-docker", ["docker.service"]),
         ("1.34-cri-dockerd", ["docker.service", "cri-docker.service"]),
+        ("1.36-cri-dockerd", ["docker.service", "cri-docker.service"]),
         ("1.34-containerd", ["containerd.service"]),
     ],
 )
