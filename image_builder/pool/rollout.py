@@ -131,6 +131,8 @@ def prepare(options: Options) -> Rollout:
         "workers",
         lambda: parse_workers(policy.workers, policy.worker_runner, policy.worker_silent_seconds),
     )
+    if faults.problems and control_plane:
+        control_plane.close()
     faults.report()
     assert control_plane is not None
     warnings = tuple(fleet.warnings) if fleet else ()

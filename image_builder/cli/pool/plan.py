@@ -126,18 +126,16 @@ def plan(
     from image_builder.pool.plan.plan import Faults, make_plan, save
     from image_builder.pool.show.calls import rows as call_rows
 
-    of_rolls = {"--calls": calls, "--deadline": deadline, "--kubeconfig": kubeconfig}
-    if to is None and (given := [option for option, value in of_rolls.items() if value]):
-        raise UsageError(f"{given[0]} is for a roll", hint="give its version with --to")
+    _check_version(to, {"--calls": calls, "--deadline": deadline, "--kubeconfig": kubeconfig})
     faults = Faults()
     chosen = faults.collect("--policy", lambda: _policy(policy))
     if chosen is None:
         faults.collect("inventory", lambda: read_fleet(inventory, pools, vault or ()))
         raise faults.all()
     fleet = read_fleet(inventory, pools, vault or ())
-    proof = Proof(public_key, statement, unproven)
     chosen = _rolling(chosen, deadline) if to else chosen
     warnings = dict[str, None]()
+    proof = Proof(public_key, statement, unproven)
     target = _target(fleet.hosts, to, chosen, endpoint, proof, kubeconfig, warnings.setdefault)
     rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen, target=target)
     keep_begun(out, rollout_plan)
@@ -151,6 +149,12 @@ def plan(
         lines.append(columns(call_rows(listed)))
     show(result, "\n".join(lines), as_json=as_json)
     return 0
+
+
+def _check_version(to: str | None, of_rolls: Mapping[str, object]) -> None:
+    """Raise UsageError for an option that is only for rolls, without a version to roll to."""
+    if to is None and (given := [option for option, value in of_rolls.items() if value]):
+        raise UsageError(f"{given[0]} is for a roll", hint="give its version with --to")
 
 
 def _rolling(policy: Policy, deadline: str) -> Policy:
