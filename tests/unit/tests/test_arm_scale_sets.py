@@ -29,7 +29,9 @@ def clock() -> Clock:
 
 @pytest.fixture
 def machines(clock: Clock) -> Fleet:
-    return fleet(4, clock=clock, seconds={"upgrade": 10.0, "reimage": 100.0, "restart": 20.0})
+    machines = fleet(4, clock=clock, seconds={"upgrade": 10.0, "reimage": 100.0, "restart": 20.0})
+    machines.arm.actions = ["*"]  # more than a roll may do
+    return machines
 
 
 def _send(arm: Arm, method: str, path: str, body: Json | None = None, **headers: str) -> Answer:
