@@ -315,7 +315,7 @@ def open_client(
     subscriptions = {host.scale_set_id.split("/")[2].lower() for host in hosts if host.scale_set_id}
     if len(subscriptions) != 1:
         names = ", ".join(sorted(subscriptions)) or "none"
-        reason = f"the scale sets of one command must be of one subscription, got {names}"
+        reason = f"the scale sets of one command must be in one subscription, got {names}"
         raise DefinitionError([Problem("", "pool_scale_set_id", reason)], hint="nothing was changed")
     with ResourceManager(subscriptions.pop(), endpoint=endpoint) as manager:
         manager.rights = rights
