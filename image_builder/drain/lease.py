@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -222,15 +222,14 @@ class Leases:
                     hint="wait until it ends, or until its Lease expires if it is dead",
                 )
 
-    def take(self, scale_sets: Iterable[str]) -> None:
+    def take(self, *scale_sets: str) -> None:
         """As ``hold`` for each, but let Leases run out whose holder is gone, all of them at once. One that is there
         renews its own, which is refusal.
         """
-        paths = list(scale_sets)
-        for path in paths:
+        for path in scale_sets:
             with suppress(PoolError):  # from now on it is watched
                 self.hold(path)
-        for path in paths:
+        for path in scale_sets:
             self._take(path)
 
     def _take(self, scale_set: str) -> None:

@@ -193,7 +193,7 @@ class Repairs:
 
     def _held(self, path: str) -> Drive:
         self._pause(0)
-        self._leases.take([path])
+        self._leases.take(path)
         scale_set = self.azure.scale_set(path)
         self.azure.require_free(scale_set, self._holder)
         if scale_set.is_flexible:

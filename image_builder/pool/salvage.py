@@ -74,7 +74,7 @@ def salvage(
     marks = Marks(_marked(kube, run), _held(sets, run, azure.now(), lost=leases is None))
     if leases:
         marked = {inventory[name].scale_set_id for name in marks.nodes if name in inventory}
-        leases.take(sorted((marked | marks.holders.keys()) - {""}))
+        leases.take(*sorted((marked | marks.holders.keys()) - {""}))
     instances = {path: {i.id: i for i in azure.instances(path)} for path in paths}
     if any(marks.nodes.values()):
         # The last request for a host with a taint may have been accepted, and show a moment later.

@@ -259,7 +259,7 @@ def test_a_set_that_a_roll_holds_is_skipped_and_named(place: Clinic, pool: Pool)
     pool.ask(name, "reboot")
     access = place.plane.cluster.admin.access
     with Leases(lambda: Client(access, agent="roll"), "roll-7", OFTEN) as leases:
-        leases.take([pool.path])
+        leases.take(pool.path)
         ended = pool.repair(status=16)[name]
         assert ended["state"] == "skipped" and "held by roll-7" in ended["reason"]
     tags = place.scale_sets.sets[pool.path.lower()].content["tags"]

@@ -126,7 +126,7 @@ class RollFleet(Fleet):
 
     def _hold_all(self) -> None:
         try:
-            self._leases.take(self._change.target.before)
+            self._leases.take(*self._change.target.before)
         except NodeError as error:
             raise PoolError(error.message, hint="the rights that it needs are in deploy/roll.yml") from error
 

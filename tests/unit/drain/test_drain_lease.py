@@ -107,12 +107,12 @@ BRIEF = Settings(namespace=NAMESPACE, duration=0.4, deadline=0.3, pause=0.1)
 def test_who_comes_waits_for_one_that_is_gone_and_is_refused_by_one_that_is_there() -> None:
     server = Leased()
     Leases(lambda: server, "gone", BRIEF).hold("/set/a")
-    Leases(lambda: server, "next", BRIEF).take(["/set/a"])
+    Leases(lambda: server, "next", BRIEF).take("/set/a")
     assert server.leases[lease_of("/set/a")]["spec"]["holderIdentity"] == "next"
     with Leases(lambda: server, "there", BRIEF) as there:
         there.hold("/set/b")
         with pytest.raises(PoolError, match="held by there"):
-            Leases(lambda: server, "late", BRIEF).take(["/set/b"])
+            Leases(lambda: server, "late", BRIEF).take("/set/b")
 
 
 def test_leases_of_one_that_is_gone_run_out_together() -> None:
@@ -121,7 +121,7 @@ def test_leases_of_one_that_is_gone_run_out_together() -> None:
     for path in sets:
         gone.hold(path)
     began = time.monotonic()
-    Leases(lambda: server, "next", BRIEF).take(sets)
+    Leases(lambda: server, "next", BRIEF).take(*sets)
     # One after another they would take as many times as long.
     assert time.monotonic() - began < len(sets) / 2 * BRIEF.duration
     assert {lease["spec"]["holderIdentity"] for lease in server.leases.values()} == {"next"}
