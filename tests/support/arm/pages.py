@@ -84,7 +84,10 @@ class Store:
         return f"{self.host or self.url}/{ACCOUNT}/{_CONTAINER}/{name}?{token}"
 
     def footer(self, name: str) -> bytes:
-        return self.read(name, self.sizes[name] - 512, 512)
+        """Return a disk's last sector, nothing where somebody has deleted the disk."""
+        with suppress(ResourceNotFoundError):
+            return self.read(name, self.sizes[name] - 512, 512)
+        return b""
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         data: bytes = self.blob(name).download_blob(offset, length).readall()

@@ -358,7 +358,11 @@ class Arm:
         disk = resource.content
 
         def finish() -> Json:
-            if self.disks.footer(disk["name"])[:8] != _COOKIE:
+            footer = self.disks.footer(disk["name"])
+            if not footer:
+                message = f"Disk {disk['name']} is not found."
+                return {"status": "Failed", "error": {"code": "NotFound", "message": message}}
+            if footer[:8] != _COOKIE:
                 message = (
                     "The specified cookie value in VHD footer indicates that disk is not a VHD, 'conectix'."
                 )
