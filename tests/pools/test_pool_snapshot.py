@@ -258,7 +258,7 @@ def test_pages_that_go_round_in_circles_end(azure: Cloud, out: Path) -> None:
     link = f"{azure.url}{path}/virtualMachines?$expand=instanceView&$skiptoken=1"
     circle: Answer = (200, {}, {"value": [], "nextLink": link})
     azure.faults = [lambda target: circle if "/virtualMachines" in target else None]
-    assert "round in circles" in _refused(azure, out, f"h100={path}")
+    assert "result pages loop" in _refused(azure, out, f"h100={path}")
 
 
 def test_who_is_nobody_is_told_so_and_no_secret_is(

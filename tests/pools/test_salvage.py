@@ -68,7 +68,7 @@ def test_only_who_has_the_image_from_before_is_freed(tmp_path: Path, monkeypatch
         assert done.freed == tuple(names[:2])
         assert set(done.remaining) == {names[2], names[4]}
         assert done.remaining[names[2]] == "it has the roll's version"
-        assert "isn't known" in done.remaining[names[4]]
+        assert "its image is unknown" in done.remaining[names[4]]
         assert [fleet.is_ours(name) for name in names] == [False, False, True, True, True, False]
         assert done.released == (path,) and "AutomaticRepairs was suspended" in done.unsure[0]
         assert done.models == {path: OLD} and done.versions == {path: {OLD: 5, NEW: 1}}
