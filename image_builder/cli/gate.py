@@ -79,8 +79,7 @@ def run(
         typer.Option(
             min=0,
             max=1,
-            help="hold reboots and replacements for a code if a larger share of a pool failed with it within an "
-            "hour; 1: never",
+            help="share of a pool beyond which a code's failures within an hour hold repairs for it; 1: never",
         ),
     ] = 0.05,
     pool_label: Annotated[

@@ -57,6 +57,10 @@ def configure(lab: Lab, root: Root, **variables: Any) -> int:
     return play.changed
 
 
+# What is declared, run after run; "other" is somebody else's, and there all the time.
+STEPS = {"two": ("new", "old"), "two again": ("new", "old"), "one": ("new",), "none": (), "none again": ()}
+
+
 def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]) -> Result:
     """Configure CAs; return what changed, whose files and links there are, and who is trusted."""
     changed = configure(lab, root, container_runtime_ca_certificates={name: pems[name] for name in declared})
@@ -79,15 +83,8 @@ def take_authorities_back(lab: Lab) -> Result:
     }
     with open_root(lab.trees, lab.folder("root")) as root:
         (root.path / _FOLDER / "other.crt").write_text(pems["other"])
-        steps = {
-            "two": ("new", "old"),
-            "two again": ("new", "old"),
-            "one": ("new",),
-            "none": (),
-            "none again": (),
-        }
         found: Result = {}
-        for name, declared in steps.items():
+        for name, declared in STEPS.items():
             if name == "none":  # as a run leaves it that was ended before it updated the trust store
                 (root.path / _FOLDER / "container-runtime-new.crt").unlink()
             found[name] = converge(lab, root, pems, declared)
@@ -97,13 +94,8 @@ def take_authorities_back(lab: Lab) -> Result:
 @pytest.mark.nightly
 def test_a_ca_that_is_declared_no_more_is_trusted_no_more(worker: Workplace) -> None:
     found = isolated(take_authorities_back, worker, "docker")
-    for step, names in {
-        "two": ["new", "old", "other"],
-        "two again": ["new", "old", "other"],
-        "one": ["new", "other"],
-        "none": ["other"],
-        "none again": ["other"],
-    }.items():
+    for step, declared in STEPS.items():
+        names = [*declared, "other"]
         files = [f"container-runtime-{name}.crt" if name != "other" else "other.crt" for name in names]
         assert found[step]["files"] == found[step]["links"] == files, step
         assert found[step]["trusted"] == names, step
@@ -113,19 +105,12 @@ def test_a_ca_that_is_declared_no_more_is_trusted_no_more(worker: Workplace) -> 
 def take_mirrors_back(lab: Lab) -> Result:
     """Declare mirrors of two registries, of one, of none; an administrator's file is there all the time."""
     certs = "etc/containerd/certs.d"
-    steps = {
-        "two": ("new", "old"),
-        "two again": ("new", "old"),
-        "one": ("new",),
-        "none": (),
-        "none again": (),
-    }
     found: Result = {}
     with open_root(lab.trees, lab.folder("root")) as root:
         for name in ("new", "old", "other"):
             (root.path / certs / f"{name}.test").mkdir(parents=True)
         (root.path / certs / "other.test/hosts.toml").write_text('server = "https://elsewhere.test"\n')
-        for name, declared in steps.items():
+        for name, declared in STEPS.items():
             mirrors = {f"{registry}.test": [{"url": "https://mirror.test"}] for registry in declared}
             changed = configure(
                 lab,
@@ -142,12 +127,6 @@ def take_mirrors_back(lab: Lab) -> Result:
 @pytest.mark.nightly
 def test_a_mirror_that_is_declared_no_more_is_asked_no_more(worker: Workplace) -> None:
     found = isolated(take_mirrors_back, worker, "docker")
-    for step, files in {
-        "two": ["new.test", "old.test", "other.test"],
-        "two again": ["new.test", "old.test", "other.test"],
-        "one": ["new.test", "other.test"],
-        "none": ["other.test"],
-        "none again": ["other.test"],
-    }.items():
-        assert found[step]["files"] == files, step
+    for step, declared in STEPS.items():
+        assert found[step]["files"] == [f"{name}.test" for name in (*declared, "other")], step
         assert (found[step]["changed"] == 0) == step.endswith("again"), step

@@ -30,6 +30,7 @@ SECONDS = 7 * 86400.0
 WINGS: Mapping[str, tuple[str, ...]] = {
     r"\bpools?\b(?!/)": ("image_builder/pool/", "image_builder/cli/pool/", "tests/support/pools/"),
     r"\bcluster\b": ("image_builder/cluster/", "image_builder/cli/gate.py", "tests/support/control_plane/"),
+    r"\bdrains?\b": ("image_builder/drain/", "image_builder/cli/pool/drain.py"),
     r"\bpublish": ("image_builder/gallery/", "image_builder/cli/publish.py", "tests/support/arm/"),
     r"\bexport": ("image_builder/bake/export.py", "image_builder/cli/store.py"),
     r"\bselftest\b": ("tests/selftest/",),

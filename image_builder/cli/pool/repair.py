@@ -49,9 +49,7 @@ def repair(
     ] = 4,
     policy: Annotated[
         Path | None,
-        typer.Option(
-            "--policy", metavar="FILE", help="a drain policy, whose rules say which pods don't count"
-        ),
+        typer.Option("--policy", metavar="FILE", help="a drain policy: which pods don't count"),
     ] = None,
     kubeconfig: Kubeconfig = None,
     endpoint: Endpoint = None,

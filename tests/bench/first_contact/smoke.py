@@ -13,7 +13,8 @@ from tests.bench.first_contact import facts
 from tests.bench.first_contact.context import Context, peers, read_json, worker_argv
 
 SEED = 20261124
-_AFTER_SECONDS = 8.0  # what looking at the GPUs after the load, and the document, may take
+# What looking at the GPUs after the load, and the document, may take: seconds, and the part of a short step's time.
+_AFTER_SECONDS, _AFTER_SHARE = 8.0, 0.25
 _LINKS_SECONDS = 20.0
 _FABRIC_SECONDS, _PORTS_SECONDS = 60.0, 20.0
 
@@ -72,12 +73,14 @@ def _load(context: Context) -> command.Load:
     def load(
         uuids: Sequence[str], tier: Tier, seed: int, deadline_seconds: float, on_tick: Callable[[], None]
     ) -> Sequence[Worker]:
+        # A document of workers that were cut short is worth more than none.
+        left = context.left()
+        after = min(_AFTER_SECONDS, _AFTER_SHARE * left)
         return fleet.run(
             uuids,
             tier,
             seed,
-            # A document of workers that were cut short is worth more than none.
-            context.left(deadline_seconds + _AFTER_SECONDS * context.pace) - _AFTER_SECONDS * context.pace,
+            min(deadline_seconds, left - after),
             on_tick,
             argv=lambda gpu, tier, seed, others: worker_argv(context, gpu, seed, *peers(others), tier=tier),
             links_seconds=_LINKS_SECONDS * context.pace,

@@ -7,7 +7,7 @@ from textwrap import indent
 
 import pytest
 
-from image_builder.definition import load_inventory
+from image_builder.definition import Inventory, load_inventory
 from image_builder.definition.subnets import address_problem
 from image_builder.errors import Problem
 from tests.unit.definition.test_definition_pools import JOINING
@@ -107,16 +107,29 @@ all:
         vmss_b:
           vars: {pool_image: small, pool_capacity: 1268}
 """
+# The same without what a kubelet's role takes to be read: there pools say how many pods their nodes have.
+BRIEF = (
+    SHARED.replace(", container_runtime, node, kubernetes]", "]")
+    .replace("        small: {kubelet_max_pods: 30}", "        small:")
+    .replace(
+        """        kubelet_mode: cluster
+        kubelet_source: {type: none}
+        container_runtime_engine: containerd
+""",
+        "",
+    )
+    .replace("vars: {pool_vm_size", "vars: {join_max_pods: 110, pool_vm_size")
+    .replace("pool_image: small, ", "pool_image: small, join_max_pods: 30, ")
+)
 _NETWORK = "/subscriptions/s/resourceGroups/g/providers/Microsoft.Network/virtualNetworks"
 
 
-def _problems(folder: Path, *changes: tuple[str, str], images: list[str] | None = None) -> list[Problem]:
-    text = SHARED
+def _inventory(folder: Path, text: str, *changes: tuple[str, str]) -> Inventory:
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
     (folder / "hosts.yml").write_text(text)
-    return load_inventory([folder / "hosts.yml"]).problems(images)
+    return load_inventory([folder / "hosts.yml"])
 
 
 def _in_azure(scale_set: str, subnet: str) -> tuple[str, str]:
@@ -126,7 +139,8 @@ def _in_azure(scale_set: str, subnet: str) -> tuple[str, str]:
 
 
 def test_two_scale_sets_that_fit_alone_do_not_fit_together(tmp_path: Path) -> None:
-    (problem,) = _problems(tmp_path)
+    inventory = _inventory(tmp_path, SHARED)
+    (problem,) = inventory.problems()
     assert problem == Problem(
         f"{tmp_path}/hosts.yml:16",
         "pool_subnet",
@@ -134,13 +148,13 @@ def test_two_scale_sets_that_fit_alone_do_not_fit_together(tmp_path: Path) -> No
         "for some of them, a larger subnet, or fewer pods (kubelet_max_pods, join_max_pods)",
     )
     for image in ("large", "small"):
-        assert _problems(tmp_path, images=[image]) == [problem]
+        assert inventory.problems([image]) == [problem]
 
 
 def test_together_they_may_take_the_last_address(tmp_path: Path) -> None:
     """235 x 111 + 1272 x 31 = 65517; one machine more of the second is one too many."""
-    assert _problems(tmp_path, ("354", "235"), ("1268", "1272")) == []
-    assert len(_problems(tmp_path, ("354", "235"), ("1268", "1273"))) == 1
+    assert _inventory(tmp_path, BRIEF, ("354", "235"), ("1268", "1272")).problems() == []
+    assert len(_inventory(tmp_path, BRIEF, ("354", "235"), ("1268", "1273")).problems()) == 1
 
 
 @pytest.mark.parametrize(
@@ -150,7 +164,7 @@ def test_together_they_may_take_the_last_address(tmp_path: Path) -> None:
         ([_in_azure("large", "west/subnets/a"), _in_azure("small", "east/subnets/a")], False),
         ([_in_azure("large", "west/subnets/a"), _in_azure("small", "West/subnets/A")], True),
         ([_in_azure("large", "west/subnets/a")], True),
-        ([("pool_image: small,", "pool_image: small, join_max_pods: 19,")], False),
+        ([("join_max_pods: 30,", "join_max_pods: 19,")], False),
         # The same scale set, whose hosts are in groups for their racks besides.
         (
             [
@@ -160,13 +174,13 @@ def test_together_they_may_take_the_last_address(tmp_path: Path) -> None:
             False,
         ),
         # Nobody knows how many machines there will be, which is told where the pool is looked at by itself.
-        ([("pool_image: small, pool_capacity: 1268", "pool_image: elsewhere")], False),
+        ([("pool_image: small, join_max_pods: 30, pool_capacity: 1268", "pool_image: elsewhere")], False),
     ],
 )
 def test_which_scale_sets_are_in_one_subnet(
     tmp_path: Path, changes: list[tuple[str, str]], is_refused: bool
 ) -> None:
-    problems = _problems(tmp_path, *changes)
+    problems = _inventory(tmp_path, BRIEF, *changes).problems()
     assert [problem.path for problem in problems] == ["pool_subnet"] * is_refused
 
 
@@ -176,14 +190,16 @@ def test_a_pool_of_many_scale_sets_is_added_up_and_not_all_are_named(tmp_path: P
         f"            west_{n:02}:\n              vars: {{pool_scale_set: gpu-{n}, pool_capacity: 100}}\n"
         for n in range(12)
     )
-    pool = ("        vmss_b:\n          vars: {pool_image: small, pool_capacity: 1268}\n", "")
+    pool = (
+        "        vmss_b:\n          vars: {pool_image: small, join_max_pods: 30, pool_capacity: 1268}\n",
+        "",
+    )
     west = (
         "        vmss_a:",
         f"        west:\n          vars: {{pool_image: large}}\n          children:\n{sets}        vmss_a:",
     )
-    (problem,) = _problems(
-        tmp_path, pool, west, ("pool_capacity: 354", "pool_capacity: 354, pool_subnet: 10.44.0.0/16")
-    )
+    apart = ("pool_capacity: 354", "pool_capacity: 354, pool_subnet: 10.44.0.0/16")
+    (problem,) = _inventory(tmp_path, BRIEF, pool, west, apart).problems()
     assert "for 133200 of 12 scale sets: `west_00` 11100, " in problem.reason
     assert "`west_07` 11100, 4 more; " in problem.reason and "west_08" not in problem.reason
 
@@ -191,8 +207,9 @@ def test_a_pool_of_many_scale_sets_is_added_up_and_not_all_are_named(tmp_path: P
 def test_what_else_is_wrong_with_a_pool_hides_no_subnet(tmp_path: Path) -> None:
     """An image that is wrong by itself has no number of pods that could be counted."""
     change = ("pool_image: small,", 'pool_image: small, pool_api_server_versions: ["latest"],')
-    paths = {problem.path for problem in _problems(tmp_path, change)}
+    paths = {problem.path for problem in _inventory(tmp_path, SHARED, change).problems()}
     assert paths == {"pool_api_server_versions", "pool_subnet"}
     wrong = ("kubelet_max_pods: 30", "kubelet_max_pods: many")
-    assert "pool_subnet" not in {problem.path for problem in _problems(tmp_path, wrong)}
-    assert _problems(tmp_path, wrong, images=["large"]) == []
+    inventory = _inventory(tmp_path, SHARED, wrong)
+    assert "pool_subnet" not in {problem.path for problem in inventory.problems()}
+    assert inventory.problems(["large"]) == []

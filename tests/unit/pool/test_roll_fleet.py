@@ -12,6 +12,7 @@ import pytest
 from image_builder.drain.policy import Policy
 from image_builder.pool.plan.model import Host
 from image_builder.pool.scale_set.client import Client
+from image_builder.pool.scale_set.roll import Patience
 from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.drains import Key
@@ -53,6 +54,7 @@ def rolled(
         journal=folder / "requests.jsonl",
         policy=Policy(),
         force_ephemeral=force_ephemeral,
+        patience=Patience(look=0.1, settle=0.1, minute=0.1),
         settle_seconds=0.0,
     )
     with RollFleet(setup, change, folder / "work") as state:
