@@ -1,4 +1,4 @@
-"""Where tests are, and what is left to the night."""
+"""Where tests are, and which run only at night."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def test_a_module_without_a_test_of_its_name_is_on_a_list_that_only_shrinks(
 
 
 def test_what_is_left_to_the_night_says_what_proves_it_on_every_commit() -> None:
-    section = (
-        PAGE.read_text(encoding="utf-8").partition("## What is left to the night")[2].partition("\n## ")[0]
-    )
+    section = PAGE.read_text(encoding="utf-8").partition("## Nightly tests")[2].partition("\n## ")[0]
     missing = []
     for path in sorted(TESTS.rglob("test_*.py")):
         name, text = path.relative_to(REPO_ROOT).as_posix(), path.read_text(encoding="utf-8")
