@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
+import urllib3
 
+from image_builder.bake.pull import registry
 from image_builder.bake.pull.registry import locate
 from tests.support.canaries import files_with, watched_processes
 from tests.support.images.builds import Workplace
@@ -161,3 +163,45 @@ def test_what_fails_within_a_layer_is_told_and_ends(worker: Workplace, engine: s
     assert not cut["bug"] and cut["error"].startswith(f"{REGISTRY}/cut:1: ")
     assert "proxy" in cut["error"], cut
     assert len(cut["records"][0]["attempts"]) == 2 and cut["seconds"] < 2 * (HASTY.progress_seconds + 5) + 5
+
+
+# -- a registry that falls silent once it has let somebody in ----------------------------------------------------
+
+
+def fall_silent(lab: Lab) -> Result:
+    """Lock and pull an image whose manifest never comes, after a login; then without that."""
+    pushed = lab.push("team/mute", MB)
+    with company(lab) as place:
+        image = locate(place.reference(pushed), PLATFORM, lab.endpoints)
+        place.registry.faults = [
+            Fault("silence", path="/mute/manifests/", method=method) for method in ("GET", "HEAD")
+        ]
+        usual = registry._RETRIES, registry._TIMEOUT
+        registry._RETRIES, registry._TIMEOUT = registry.Patience(1), urllib3.Timeout(2)
+        began = time.monotonic()
+        result: Result = {"locked": told(lambda: locate(image.ref, PLATFORM, lab.endpoints))[0]}
+        result["lock_seconds"] = time.monotonic() - began
+        registry._RETRIES, registry._TIMEOUT = usual
+        state = lab.folder("state")
+        with lab.running(state) as engine:
+            result["pulled"] = lab.pull(engine, [image], limits=HASTY, attempts=2)
+            result["has"] = [engine.has(image)]
+            place.registry.faults = ()
+            result["again"] = lab.pull(engine, [image], attempts=1)
+            result["has"] += [engine.has(image)]
+        result["secrets"] = [word for word in place.secrets if word in str(result)]
+    return result
+
+
+def test_a_manifest_that_never_comes_behind_a_login_is_given_up(worker: Workplace, engine: str) -> None:
+    found = with_each_engine(fall_silent, worker, engine)
+    assert found["locked"].startswith(f"{REGISTRY}/team/mute:1: {REGISTRY} can't be reached"), found["locked"]
+    assert found["lock_seconds"] < 15
+    pulled = found["pulled"]
+    assert not pulled["bug"] and pulled["error"].startswith(f"{REGISTRY}/team/mute:1: no progress for 0:0"), (
+        pulled
+    )
+    assert len(pulled["records"][0]["attempts"]) == 2
+    assert pulled["seconds"] < 2 * (HASTY.progress_seconds + 5) + 5
+    assert found["has"] == [False, True] and not found["again"]["error"], found["again"]
+    assert found["secrets"] == []

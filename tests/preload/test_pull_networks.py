@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import urllib3
 
 from image_builder.bake.lock.requirements import node_network
 from image_builder.bake.pull import containerd_engine, docker_engine, registry
@@ -28,13 +29,15 @@ from image_builder.system.sandbox import Root, open_root
 from tests.support.images.builds import Workplace
 from tests.support.images.variants import Declaration, define
 from tests.support.registries.connect_proxy import connect_proxy
-from tests.support.registries.pull_cases import told
+from tests.support.registries.plan import Fault
+from tests.support.registries.pull_cases import HASTY, layer_fault, partial, placed, told
 from tests.support.registries.pulls import (
     MB,
     PLATFORM,
     Lab,
     Result,
     every_engine,
+    family,
     wait_until,
     with_each_engine,
 )
@@ -162,3 +165,79 @@ def test_a_variable_counts_for_lock_bake_and_node(worker: Workplace, engine: str
     assert found["node"]["status"] == 0, found["node"]
     assert found["asked"] == [True, True, True]
     assert found["tunnels"] == ([f"{OUTSIDE}:443"] if variable == "container_runtime_proxy" else [])
+
+
+# -- where a mirror is the only way out, and fails --------------------------------------------------------------
+
+# By image: what its mirror does.
+FAILURES: Mapping[str, tuple[Fault, ...]] = {
+    "absent": tuple(Fault("status", path="/manifests/", status=404, method=m) for m in ("GET", "HEAD")),
+    "refused": tuple(Fault("status", path="/manifests/", status=403, method=m) for m in ("GET", "HEAD")),
+    "broken": tuple(Fault("status", path="/manifests/", status=503, method=m) for m in ("GET", "HEAD")),
+    "silent": tuple(Fault("silence", path="/manifests/", method=m) for m in ("GET", "HEAD")),
+    "stalled": (layer_fault("stall", after=300_000),),
+}
+# A part of what is said of the mirror; of a layer that stalls, only where it stalled.
+SAID = {"absent": "404", "refused": "403", "broken": "503", "silent": "Read timed out"}
+
+
+def lose_the_mirror(lab: Lab) -> Result:
+    """Pull images from Docker Hub, which only a mirror leads to, while it fails; then from one that is mended."""
+    images = {name: lab.push(f"library/{name}", MB) for name in FAILURES}
+    mirror = lab.serve_proxy(OUTSIDE)
+    endpoint = lab.endpoints.pop(OUTSIDE)
+    lab.names = {OUTSIDE: endpoint.address}
+    _name_here(lab)
+    authorities = {"company": endpoint.ca.read_text()}
+    network = _network(
+        lab,
+        {
+            "container_runtime_ca_certificates": authorities,
+            "container_runtime_registry_mirrors": {"docker.io": [{"url": f"https://{OUTSIDE}"}]},
+        },
+    )
+    located = {
+        name: locate(f"docker.io/library/{name}:1", PLATFORM, {}, network.mirrors, network.outbound)
+        for name in images
+    }
+    mirror.faults = [
+        placed(fault, f"library/{name}", located[name])
+        for name, faults in FAILURES.items()
+        for fault in faults
+    ]
+    registry._RETRIES, registry._TIMEOUT = registry.Patience(0), urllib3.Timeout(2)
+
+    def locked_error(ref: str) -> str:
+        return told(lambda: locate(ref, PLATFORM, {}, network.mirrors, network.outbound))[0]
+
+    result: Result = {"locked": {name: locked_error(located[name].ref) for name in SAID}}
+    state = lab.folder("state")
+    with lab.running(state, network=network) as engine:
+        result["pulled"] = {
+            name: lab.pull(engine, [image], limits=HASTY, attempts=2) for name, image in located.items()
+        }
+        result["has"] = [engine.has(image) for image in located.values()]
+        mirror.faults = ()
+        again = list(located.values())
+        result["again"] = [lab.pull(engine, again, attempts=1), [engine.has(image) for image in again]]
+    lab.module.strip(state)
+    result["partial"] = partial(state)
+    return result
+
+
+def test_a_mirror_that_is_the_only_way_out_and_fails_is_named(worker: Workplace, engine: str) -> None:
+    found = with_each_engine(lose_the_mirror, worker, engine)
+    assert found["has"] == [False] * len(FAILURES)
+    for name, case in found["pulled"].items():
+        assert not case["bug"], case
+        assert case["error"].startswith(f"docker.io/library/{name}:1: "), case
+        assert (OUTSIDE if name in SAID else "layer") in case["error"], case
+        assert SAID.get(name, "no progress for 0:0") in case["error"], case
+        # containerd hands on at once what the mirror refused.
+        was_refused = family(engine) == "containerd" and name == "refused"
+        assert len(case["records"][0]["attempts"]) == (1 if was_refused else 2), case
+        assert case["seconds"] < 2 * (HASTY.progress_seconds + 5) + 5, case
+    for name, error in found["locked"].items():
+        assert f"mirror https://{OUTSIDE}: " in error and SAID[name] in error, error
+    again, has = found["again"]
+    assert not again["error"] and all(has) and found["partial"] == []

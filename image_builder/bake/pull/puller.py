@@ -15,7 +15,7 @@ from image_builder.bake.pull.attempt import Attempt, now
 from image_builder.bake.pull.model import Event, Limits
 from image_builder.bake.pull.network import Endpoints, Network
 from image_builder.bake.pull.reference import parse
-from image_builder.bake.pull.registry import retry_after
+from image_builder.bake.pull.refusals import mirror_failures, retry_after
 from image_builder.canonical import JSON
 from image_builder.errors import PullError
 from image_builder.events import Monitor, Part
@@ -203,11 +203,16 @@ class Puller:
             wish = (
                 f"; the registry asks for a pause of {requested_seconds:.0f} s" if requested_seconds else ""
             )
-            job.state, job.error = "failed", f"{job.error}{wish}{count}"
+            job.state, job.error = "failed", f"{job.error}{wish}{self._by_mirrors(image, why)}{count}"
             return True
         job.state = f"retrying in {pause:.0f} s: {why}"
         self._over.wait(pause)
         return False
+
+    def _by_mirrors(self, image: LockedImage, why: str) -> str:
+        """Return what the mirrors of an image's registry say that the runtime's words don't."""
+        failures = mirror_failures(image.ref, image.digest, self.endpoints, self.network)
+        return "".join(f"{retry.MIRROR}{url}: {said}" for url, said in failures.items() if url not in why)
 
 
 def _with_last_seen(why: str, attempt: Attempt) -> str:

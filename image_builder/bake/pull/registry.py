@@ -21,7 +21,7 @@ import urllib3
 
 from image_builder.bake.lock.model import LockedImage, LockedLayer
 from image_builder.bake.pull.credentials import Credentials, credentials_for
-from image_builder.bake.pull.network import Endpoints, Mirror, Mirrors, Network
+from image_builder.bake.pull.network import Endpoints, Mirror, Mirrors
 from image_builder.bake.pull.reference import Reference, parse
 from image_builder.errors import PullError
 from image_builder.system.web import NOTHING_DECLARED, Outbound, pool
@@ -35,8 +35,6 @@ _MANIFESTS = (
     "application/vnd.docker.distribution.manifest.v2+json",
 )
 _TIMEOUT = urllib3.Timeout(connect=20, read=30)
-# For who only wants to know how long to wait: a build that is to end waits for the answer.
-_SHORT = urllib3.Timeout(connect=2, read=2)
 # A layer on which nothing comes for so long is asked for again, from where it broke off.
 STREAM = urllib3.Timeout(connect=20, read=60)
 _SAME = (("linux/amd64", "linux/amd64/v1"), ("linux/arm64", "linux/arm64/v8"), ("linux/arm", "linux/arm/v7"))
@@ -72,7 +70,7 @@ class Patience(urllib3.Retry):
         **kw: Any,
     ) -> Self:
         """Return the retries that are left; raises MaxRetryError, which hands ``response`` to the caller."""
-        if response and response.status >= 400 and _asked_pause(response) > _LONGEST_PAUSE:
+        if response and response.status >= 400 and asked_pause(response) > _LONGEST_PAUSE:
             raise urllib3.exceptions.MaxRetryError(kw["_pool"], url or "")
         return super().increment(method, url, response, *rest, **kw)
 
@@ -183,43 +181,14 @@ def _layers(ref: str, manifest: Mapping[str, Any], config: Mapping[str, Any]) ->
     ]
 
 
-def retry_after(ref: str, digest: str, endpoints: Endpoints, network: Network) -> float:
-    """Ask the registry and its mirrors how long to wait before the next request: the most seconds that one asks for.
-
-    0 where the registry itself has the image now. Runtimes hand on that one said 429, but not for how long, and not all
-    that a mirror said.
-    """
-    image = parse(ref)
-    mirrors = network.mirrors.get(image.registry, ())
-    own, *others = [_pause(image, digest, endpoints, way, network.outbound) for way in (None, *mirrors)]
-    return 0.0 if own is None else max(own, *(pause or 0.0 for pause in others), 0.0)
-
-
-def _pause(
-    image: Reference, digest: str, endpoints: Endpoints, mirror: Mirror | None, outbound: Outbound
-) -> float | None:
-    """Return the seconds that a registry or a mirror asks for, 0 for none; None where it has the image."""
-    try:
-        with RegistryClient(
-            image, endpoints, mirror, outbound=outbound, retries=False, timeout=_SHORT
-        ) as client:
-            # It logs in: without credentials a registry answers 401, however often it is asked.
-            answer = client.stream("HEAD", client.path(f"manifests/{digest}"), {})
-            answer.close()
-    except (urllib3.exceptions.HTTPError, PullError):
-        return 0.0
-    if answer.status < 400:
-        return None
-    return _asked_pause(answer) if answer.status == 429 else 0.0
-
-
-def _asked_pause(answer: urllib3.BaseHTTPResponse) -> float:
+def asked_pause(answer: urllib3.BaseHTTPResponse) -> float:
+    """Return the seconds that an answer asks to wait before the next request; 0 for none."""
     return float(_RETRIES.get_retry_after(answer) or 0.0)
 
 
 def _wish(answer: urllib3.BaseHTTPResponse) -> str:
     """Return for how long a server that refuses asks to be left alone, in words."""
-    seconds = _asked_pause(answer)
+    seconds = asked_pause(answer)
     return f"; it asks for a pause of {seconds:.0f} s" if seconds else ""
 
 
@@ -253,7 +222,7 @@ class RegistryClient:
         *,
         outbound: Outbound = NOTHING_DECLARED,
         retries: bool = True,
-        timeout: urllib3.Timeout = _TIMEOUT,
+        timeout: urllib3.Timeout | None = None,
     ) -> None:
         self.image, self.endpoints, self.outbound = image, endpoints, outbound
         self.server = mirror.server if mirror else f"https://{image.api_host}"
@@ -261,7 +230,7 @@ class RegistryClient:
         self.registry = mirror.host if mirror else image.registry
         self.credentials = credentials_for(self.registry)
         self.retries: urllib3.Retry | bool = _RETRIES if retries else False
-        self.timeout = timeout
+        self.timeout = timeout or _TIMEOUT
         self._unchecked = bool(mirror and mirror.skip_verify)
         self._authorization: str | None = None
         self._challenge = ""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import urllib3
 
-from image_builder.bake.pull.network import Mirror, Network
+from image_builder.bake.pull.network import Mirror
 from image_builder.bake.pull.reference import parse
 from image_builder.bake.pull.registry import (
     _RETRIES,
@@ -21,7 +21,6 @@ from image_builder.bake.pull.registry import (
     _challenges,
     _choose,
     locate,
-    retry_after,
 )
 from image_builder.bake.pull.retry import classify
 from image_builder.errors import PullError
@@ -189,38 +188,9 @@ def test_mirrors_that_failed_are_named_with_their_reasons_where_the_registry_fai
     assert locate(REF, PLATFORM, {}, mirrors).ref == REF
 
 
-def _answer(status: int, **headers: str) -> urllib3.BaseHTTPResponse:
+def response(status: int, **headers: str) -> urllib3.BaseHTTPResponse:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return urllib3.HTTPResponse(io.BytesIO(), named, status, reason="Too Many", preload_content=False)
-
-
-@pytest.mark.parametrize(
-    ("answers", "seconds"),
-    [
-        ({"registry.example": (429, "7"), "one.example": (429, "120"), "two.example": (429, "30")}, 120),
-        ({"one.example": (429, "120")}, 120),
-        ({"registry.example": (429, "7"), "one.example": (200, "")}, 7),
-        ({"registry.example": (404, ""), "two.example": (429, "30")}, 30),
-        ({"registry.example": (200, ""), "one.example": (429, "100000")}, 0),
-        ({"registry.example": (429, "soon"), "one.example": (503, "9")}, 0),
-        ({}, 0),
-    ],
-)
-def test_the_longest_pause_that_a_registry_or_a_mirror_asks_for(
-    monkeypatch: pytest.MonkeyPatch, answers: dict[str, tuple[int, str]], seconds: float
-) -> None:
-    """On a network whose only way out is a mirror, the registry itself never answers."""
-
-    def stream(client: RegistryClient, *_: object, **__: object) -> urllib3.BaseHTTPResponse:
-        if client.registry not in answers:
-            raise urllib3.exceptions.HTTPError("no route to host")
-        status, pause = answers[client.registry]
-        return _answer(status, Retry_After=pause) if pause else _answer(status)
-
-    monkeypatch.setattr(RegistryClient, "stream", stream)
-    mirrors = [Mirror("https://one.example"), Mirror("https://two.example")]
-    network = Network({"registry.example": mirrors})
-    assert retry_after(REF, "sha256:1", {}, network) == seconds
 
 
 def test_a_pause_is_waited_for_and_told_unless_it_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,20 +199,20 @@ def test_a_pause_is_waited_for_and_told_unless_it_is_too_long(monkeypatch: pytes
     monkeypatch.setattr(time, "sleep", slept.append)
     retries = _RETRIES.new()
     retries.on_wait = told.append
-    patient = _answer(429, Retry_After="120")
+    patient = response(429, Retry_After="120")
     left = retries.increment("GET", "/v2/", patient, _pool=None)
     left.sleep(patient)
     assert (left.total, slept, told) == (4, [120], [120])
     with pytest.raises(urllib3.exceptions.MaxRetryError):
-        left.increment("GET", "/v2/", _answer(429, Retry_After="121"), _pool=None)
-    unclear = _answer(503, Retry_After="soon")
+        left.increment("GET", "/v2/", response(429, Retry_After="121"), _pool=None)
+    unclear = response(503, Retry_After="soon")
     left.increment("GET", "/v2/", unclear, _pool=None).sleep(unclear)
     assert slept[1] < 2 and told == [120], "as long as without that header"
 
 
 def test_a_refusal_names_the_pause() -> None:
     client = RegistryClient(parse(REF), {})
-    answer = _answer(429, Retry_After="100000")
+    answer = response(429, Retry_After="100000")
     refusal = "registry.example answered 429 Too Many; it asks for a pause of 100000 s"
     assert client.refusal(answer, b"") == refusal and classify(refusal) == "limited"
-    assert client.refusal(_answer(429), b"") == "registry.example answered 429 Too Many"
+    assert client.refusal(response(429), b"") == "registry.example answered 429 Too Many"
