@@ -58,8 +58,12 @@ def role_problems(definition: ImageDefinition, variables: HostVariables) -> list
             problems.append(Problem(str(error.place or ""), name, error.reason))
     if problems:
         return problems
+    try:
+        every = evaluated_roles(definition)
+    except engine.UnreadableError as error:
+        return [Problem(str(error.place or ""), "roles", error.reason)]
     made_from: dict[str, frozenset[str]] = {}
-    for evaluated in evaluated_roles(definition):
+    for evaluated in every:
         faults = argument_problems(definition, evaluated, variables)
         for problem in faults:
             template = evaluated.raw.get(problem.path)

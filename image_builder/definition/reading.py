@@ -120,6 +120,8 @@ class _Reader:
             around.update(file for folder in engine.configured_plugins(config) for file in files_in(folder))
         if self.layer.playbook.is_relative_to(self.definition.roots[0]):
             around.update(part for collection in self.book.collections for part in collection.parts)
+            brought = self.book.of_collections(play.files | play.followed)
+            unlisted += tuple(name for name in brought if name not in roles)
         for name in play.lookups:
             self.opened.update(files_in(self.definition.repo_root / _OWN_LOOKUPS[name]))
         spoken = self._variables([*around, *in_roles])

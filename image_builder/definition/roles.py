@@ -178,6 +178,16 @@ class RoleBook:
     def layer_names(self) -> tuple[str, ...]:
         return tuple(self._layer_paths)
 
+    def of_collections(self, files: Iterable[Path]) -> tuple[str, ...]:
+        """Return the roles of collections that some of these files belong to."""
+        every = tuple(files)
+        return tuple(
+            name
+            for collection in self.collections
+            for name, path in collection.roles.items()
+            if any(file.is_relative_to(path) for file in every)
+        )
+
     def clashes(self) -> list[Problem]:
         """Return the roles and layers that there are twice: one would hide the other."""
         kinds = {"role": self._role_paths, "layer": self._layer_paths}

@@ -10,6 +10,7 @@ import pytest
 
 from image_builder.cli import init
 from image_builder.definition import Inventory, layer_needs, load_inventory, published_variables
+from image_builder.definition.roles import RoleBook
 from image_builder.errors import DefinitionError, VaultError
 
 ROLE = "roles/site_banner"
@@ -140,6 +141,7 @@ def test_a_layer_whose_play_would_be_skipped_is_refused(project: Path, hosts: st
         (f"{ROLE}/tasks/main.yml", "- include_tasks: nowhere.yml\n", f"{ROLE}/tasks/main.yml:1"),
         (f"{ROLE}/tasks/main.yml", "- include_role: {name: nobody}\n", f"{ROLE}/tasks/main.yml:1"),
         (f"{ROLE}/tasks/main.yml", "- import_tasks: nowhere.yml\n", LAYER),
+        (f"{ROLE}/vars/main.yml", "a: [\n", f"{ROLE}/vars/main.yml:2"),
         (LAYER, "- hosts: images\n  vars: [a]\n", f"{LAYER}:2"),
         (LAYER, "- hosts: images\n  roles: [{role: site_banner, vars: [a]}]\n", f"{LAYER}:2"),
         (LAYER, "- hosts: images\n  roles: site_banner\n", f"{LAYER}:2"),
@@ -151,6 +153,26 @@ def test_a_layer_whose_play_would_be_skipped_is_refused(project: Path, hosts: st
 def test_what_cannot_be_read_has_a_place(project: Path, file: str, text: str | bytes, where: str) -> None:
     write(project, file, text)
     assert where in [found.split(" ")[0] for found in problems(project)]
+
+
+@pytest.mark.parametrize("file", [f"{ROLE}/vars/main.yml", "playbooks/layers/secret.yml"])
+def test_a_vaulted_file_of_variables_outside_the_inventory_says_where_it_may_be(
+    project: Path, file: str
+) -> None:
+    write(project, file, "$ANSIBLE_VAULT;1.1;AES256\n3031\n")
+    if file.endswith("secret.yml"):
+        write(project, LAYER, "- hosts: images\n  vars_files: [secret.yml]\n  roles: [site_banner]\n")
+    (found,) = problems(project)
+    assert found.startswith(file) and "move it to group_vars" in found
+
+
+def test_files_are_known_as_those_of_a_collections_role(project: Path) -> None:
+    role = "collections/ansible_collections/acme/base/roles/ground"
+    write(project, f"{role}/../../galaxy.yml", "namespace: acme\nname: base\nversion: 1.0.0\n")
+    write(project, f"{role}/tasks/main.yml", "[]\n")
+    book = RoleBook((project,))
+    assert book.of_collections([project / LAYER]) == ()
+    assert book.of_collections([project / LAYER, project / role / "tasks/main.yml"]) == ("acme.base.ground",)
 
 
 def test_extra_variables_that_cannot_be_read_are_the_command_lines(project: Path) -> None:
