@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from image_builder.errors import UsageError
 
 DEFAULT_STORE = Path("/var/lib/image-builder")
 # This checkout; of an installed program, the folder of site-packages that has the same files in the same places.
@@ -25,13 +28,23 @@ def project_root() -> Path:
     """Return the user's repository, with roles, layers and checks of their own; this checkout where there is none.
 
     It is the directory that IMAGE_BUILDER_PROJECT names, else the working directory where that has an ``ansible.cfg``.
-    Like Ansible, this takes none that anybody may write to.
+    Like Ansible, this takes none that anybody may write to, but refuses it: this checkout's images, built or checked in
+    place of the user's, would pass for theirs. Raises UsageError.
     """
     if name := os.environ.get(PROJECT_VARIABLE):
-        return Path(name).resolve()
+        named = Path(name).resolve()
+        if not named.is_dir():
+            raise UsageError(f"{PROJECT_VARIABLE}: {named} is not a directory")
+        return named
     here = Path.cwd()
-    is_project = (here / CONFIGURATION).is_file() and not here.stat().st_mode & stat.S_IWOTH
-    return here if is_project else REPO_ROOT
+    if here == REPO_ROOT or not (here / CONFIGURATION).is_file():
+        return REPO_ROOT
+    if here.stat().st_mode & stat.S_IWOTH:
+        raise UsageError(
+            f"{here / CONFIGURATION} doesn't count: anybody may write to its directory",
+            hint=f"chmod o-w {shlex.quote(str(here))}, or name it: {PROJECT_VARIABLE}={shlex.quote(str(here))}",
+        )
+    return here
 
 
 def own_checks(project: Path) -> Path | None:

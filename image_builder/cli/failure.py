@@ -25,6 +25,11 @@ from image_builder.errors import (
     StageError,
 )
 
+_SIGNALS = {
+    signal.SIGHUP: "ended by SIGHUP: its terminal was closed",
+    signal.SIGPIPE: "ended as nobody reads its output any more",
+    signal.SIGTERM: "ended by SIGTERM",
+}
 # The CI service that errors are shown to, beside who reads the log.
 service: ci.Service | None = None
 
@@ -38,7 +43,7 @@ def exit_codes() -> list[tuple[int, str, str]]:
             *((error.exit_code, error.__name__, error.meaning) for error in classes),
             (EXIT_BUG, "", "a bug in image-builder; it shows a traceback"),
             (EXIT_INTERRUPTED, "", "interrupted by Ctrl-C"),
-            (128 + signal.SIGTERM, "", "ended by SIGTERM"),
+            *((128 + number, "", meaning) for number, meaning in _SIGNALS.items()),
         ]
     )
 

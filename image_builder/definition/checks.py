@@ -18,7 +18,8 @@ from image_builder.errors import Problem
 from image_builder.settings import CHECKS, MUTATIONS, SUITE
 from image_builder.text import did_you_mean
 
-_PREFIX = "test_"
+# What pytest takes for a file of tests, for a test, and for a class of tests.
+_PREFIX, _SUFFIX, _CLASS = "test_", "_test", "Test"
 
 
 def check_problems(project: Path) -> list[Problem]:
@@ -29,7 +30,7 @@ def check_problems(project: Path) -> list[Problem]:
     problems: list[Problem] = []
     checks: dict[str, Place] = {}
     suite = _names_of_suite()
-    for file in sorted(folder.glob("*.py")):
+    for file in sorted(folder.rglob("*.py")):
         if (SUITE / file.name).exists():
             problems.append(
                 Problem(str(Place(str(file))), file.name, "the suite has a file of this name: rename it")
@@ -39,7 +40,10 @@ def check_problems(project: Path) -> list[Problem]:
         except SyntaxError as error:
             problems.append(Problem(str(Place(str(file), error.lineno or 1)), file.name, error.msg))
             continue
-        for name, place in found if file.name.startswith(_PREFIX) else ():
+        except ValueError as error:
+            problems.append(Problem(str(Place(str(file), 1)), file.name, str(error)))
+            continue
+        for name, place in found if file.name.startswith(_PREFIX) or file.stem.endswith(_SUFFIX) else ():
             if name in suite or name in checks:
                 problems.append(Problem(str(place), name, "there is another check of this name: rename it"))
             checks[name] = place
@@ -53,13 +57,20 @@ def _names_of_suite() -> frozenset[str]:
 
 def _checks(file: Path) -> Iterator[tuple[str, Place]]:
     """Yield the name and the place of each check in a file."""
-    for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith(_PREFIX):
-            yield node.name, Place(str(file), node.lineno)
+    bodies = [ast.parse(file.read_bytes(), str(file)).body]
+    while bodies:
+        for node in bodies.pop():
+            if isinstance(node, ast.FunctionDef) and node.name.startswith(_PREFIX):
+                yield node.name, Place(str(file), node.lineno)
+            elif isinstance(node, ast.ClassDef) and node.name.startswith(_CLASS):
+                bodies.append(node.body)
 
 
 def _mutation_problems(file: Path, checks: Mapping[str, Place]) -> list[Problem]:
-    recorded = (engine.read_yaml(file) if file.is_file() else None) or {}
+    try:
+        recorded = (engine.read_yaml(file) if file.is_file() else None) or {}
+    except engine.UnreadableError as error:
+        return [Problem(str(error.place or Place(str(file))), file.name, error.reason)]
     if not isinstance(recorded, Mapping):
         return [Problem(str(Place(str(file), 1)), file.name, "must map each check to a list of commands")]
     problems = [

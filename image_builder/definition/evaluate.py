@@ -104,6 +104,8 @@ def evaluated_playbook(definition: ImageDefinition, layer: Layer) -> tuple[Evalu
     stamp = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     cached = definition.evaluated.get(layer.playbook)
     if cached is None or cached[0] != stamp:
+        roles = [book.role(use.name).path for use in uses]
+        engine.use_plugins_beside([layer.playbook.parent, *roles])
         layers = (layer, *map(book.layer, definition.layers))
         owners = {short_name(use.name) for other in layers for use in book.uses(other)}
         cached = (stamp, tuple(_evaluate(definition, book, layer, use, owners) for use in uses))

@@ -25,6 +25,7 @@ from image_builder.definition.placeholders import placeholders
 from image_builder.definition.pools import pool_problems
 from image_builder.definition.problems import (
     closely_named,
+    idle_layers,
     role_problems,
     stage_problems,
     unpredictable_layers,
@@ -135,8 +136,11 @@ class Inventory:
         magic = MappingProxyType(self._source.magic(name))
         place = self._source.host_place(name)
         builder, problems = builder_variables(name, variables, place, magic, self._hostvars)
-        problems += variable_problems(variables, self.roots)
         problems += check_problems(self.roots[0])
+        try:
+            problems += variable_problems(variables, self.roots)
+        except engine.UnreadableError as error:
+            return None, (*problems, Problem(str(error.place or ""), "roles", error.reason))
         if not _NAME.fullmatch(name):
             rule = "names directories and files: letters, digits, `.`, `_` and `-`, a letter or digit first"
             problems.append(Problem(str(self._source.host_place(name)), name, rule))
@@ -164,7 +168,11 @@ class Inventory:
             hostvars=self._hostvars,
             place_of=variables.place_of,
         )
-        problems += self.collections or role_problems(definition, variables) or stage_problems(definition)
+        problems += (
+            self.collections
+            or role_problems(definition, variables)
+            or stage_problems(definition) + idle_layers(definition, self._source)
+        )
         if not problems:
             self._sound[name] = definition
             problems += pool_problems(definition, self._source)

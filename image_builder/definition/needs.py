@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from image_builder.canonical import JSON
 from image_builder.definition import engine
-from image_builder.definition.evaluate import evaluated_layer
+from image_builder.definition.evaluate import EvaluatedRole, evaluated_layer
 from image_builder.definition.model import APT_AUTH, ImageDefinition
-from image_builder.definition.roles import RoleBook, short_name
-from image_builder.definition.values import Place, is_vaulted
+from image_builder.definition.roles import Role, RoleBook, short_name
+from image_builder.definition.values import Place, is_vaulted, referenced_names
 from image_builder.errors import DefinitionError, Problem
 
+_KINDS = ("packages", "repositories", "archives")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _VAULTED = f"a vaulted value would end in the lock; {APT_AUTH}"
 
@@ -47,24 +48,33 @@ class LayerNeeds:
     archives: tuple[Archive, ...]
 
 
+def wanted_names(prefix: str) -> tuple[str, ...]:
+    """Return the variables in which a role lists what it fetches."""
+    return tuple(f"__{prefix}_{kind}" for kind in _KINDS)
+
+
 def layer_needs(definition: ImageDefinition, layer: str) -> LayerNeeds:
     """Evaluate what a layer installs and fetches; raises DefinitionError for what can't be evaluated."""
     book = RoleBook(definition.roots)
     evaluated = evaluated_layer(definition, layer)
     problems: list[Problem] = []
-    lists: dict[str, list[JSON]] = {"packages": [], "repositories": [], "archives": []}
+    lists: dict[str, list[JSON]] = {kind: [] for kind in _KINDS}
     for role in evaluated:
-        for kind, items in lists.items():
-            name = f"__{short_name(role.use.name)}_{kind}"
+        for items, name in zip(lists.values(), wanted_names(short_name(role.use.name)), strict=True):
             if name not in role.raw:
+                continue
+            if unsure := _ambiguous(book.role(role.use.name), role, name):
+                problems.append(unsure)
                 continue
             value = role.values.get(name)
             if isinstance(value, list) and not is_vaulted(value):
                 items.extend(item for item in value if item not in items)
                 continue
             where = str(engine.place_in(book.role(role.use.name).constants, [name]) or "")
-            reason = role.failures.get(name) or (
-                f"is not a list, but {value!r}" if name in role.values else _VAULTED
+            reason = (
+                role.failures.get(name)
+                or role.unpredictable.get(name)
+                or (f"is not a list, but {value!r}" if name in role.values else _VAULTED)
             )
             problems.append(Problem(where, name, f"{definition.name}: {reason}"))
     if not problems:
@@ -78,6 +88,18 @@ def layer_needs(definition: ImageDefinition, layer: str) -> LayerNeeds:
             playbook = Place(str(book.layer(layer).playbook))
             problems.append(Problem(str(playbook), layer, f"{definition.name}: {error}"))
     raise DefinitionError(problems)
+
+
+def _ambiguous(role: Role, evaluated: EvaluatedRole, name: str) -> Problem | None:
+    """Return that a list depends on which of two files of variables the play includes, if it does."""
+    for other in sorted(referenced_names([name], evaluated.raw) & role.ambiguous.keys()):
+        first, second = role.ambiguous[other]
+        where = engine.place_in(engine.read_yaml(first), [other]) or Place(str(first))
+        reason = f"vars/{second.name} sets it, too, and only the play knows which of them it includes"
+        return Problem(
+            str(where), other, f"{reason}: for a plan set it in vars/main.yml, by target_distribution"
+        )
+    return None
 
 
 def _text(value: JSON) -> str:

@@ -13,11 +13,11 @@ from image_builder.definition import engine
 from image_builder.definition.evaluate import EvaluatedRole, evaluated_roles, owner
 from image_builder.definition.host_variables import HostVariables
 from image_builder.definition.model import BUILDER_NAMES, PREFIX, ImageDefinition
-from image_builder.definition.needs import layer_needs
+from image_builder.definition.needs import layer_needs, wanted_names
 from image_builder.definition.pools import ANSIBLE_NAMES, POOL_NAMES
 from image_builder.definition.reading import layer_reading
 from image_builder.definition.roles import LAYERS, Role, RoleBook, undeclared_roles, unknown_roles
-from image_builder.definition.values import is_template, strings, words
+from image_builder.definition.values import Place, is_template, strings, words
 from image_builder.errors import DefinitionError, Problem
 from image_builder.text import did_you_mean
 
@@ -58,8 +58,12 @@ def role_problems(definition: ImageDefinition, variables: HostVariables) -> list
             problems.append(Problem(str(error.place or ""), name, error.reason))
     if problems:
         return problems
+    try:
+        every = evaluated_roles(definition)
+    except engine.UnreadableError as error:
+        return [Problem(str(error.place or ""), "roles", error.reason)]
     made_from: dict[str, frozenset[str]] = {}
-    for evaluated in evaluated_roles(definition):
+    for evaluated in every:
         faults = argument_problems(definition, evaluated, variables)
         for problem in faults:
             template = evaluated.raw.get(problem.path)
@@ -77,11 +81,50 @@ def stage_problems(definition: ImageDefinition) -> list[Problem]:
     for layer in definition.layers:
         try:
             layer_needs(definition, layer)
-            layer_reading(definition, layer)
+            problems += unlisted_roles(definition, layer)
         except DefinitionError as error:
             problems += error.problems
         except engine.UnreadableError as error:
             problems.append(Problem(str(error.place or ""), layer, error.reason))
+    return problems
+
+
+def unlisted_roles(definition: ImageDefinition, layer: str) -> list[Problem]:
+    """Return roles that a layer's tasks bring, not its list, and whose packages or files would not be locked."""
+    book = RoleBook(definition.roots)
+    problems = []
+    for name in layer_reading(definition, layer).unlisted:
+        if name in book.role_names:
+            role = book.role(name)
+            variables = {**role.defaults, **role.constants}
+            if wanted := next((w for w in wanted_names(role.prefix) if w in variables), None):
+                where = engine.place_in(variables, [wanted]) or Place(str(role.path))
+                reason = f"isn't locked: list `{name}` under `roles` of the layer `{layer}`, its tasks only include it"
+                problems.append(Problem(str(where), wanted, reason))
+    return problems
+
+
+def idle_layers(definition: ImageDefinition, source: engine.Source) -> list[Problem]:
+    """Return the layers whose play would not run for an image, as its hosts are others: Ansible would skip it."""
+    book = RoleBook(definition.roots)
+    problems = []
+    for name in definition.layers:
+        layer = book.layer(name)
+        where = str(engine.place_of(layer.hosts) or Place(str(layer.playbook)))
+        variables = {str(k): engine.plain(v) for k, v in layer.play_vars.items()}
+        try:
+            hosts = engine.Evaluator({**variables, **definition.extra_variables}).evaluate(
+                engine.plain(layer.hosts)
+            )
+        except engine.EvaluationError as error:
+            problems.append(Problem(where, f"layer {name}", f"hosts: {error}"))
+            continue
+        pattern = ",".join(map(str, hosts)) if isinstance(hosts, list) else str(hosts or "")
+        if not pattern or definition.name not in source.match(pattern):
+            reason = (
+                f"its play would not run: its hosts are `{pattern}`, without the image `{definition.name}`"
+            )
+            problems.append(Problem(where, f"layer {name}", reason))
     return problems
 
 

@@ -35,8 +35,8 @@ _OTHERS = "(others)"
 _YAML = (".yml", ".yaml", ".json")
 # The parts of a role that hold variables.
 _DECLARED = ("defaults", "vars", "meta")
-# Beside a playbook: other playbooks and files of tasks count where they are taken in.
-_NOT_BESIDE = frozenset({"layers", "tasks", "__pycache__"})
+# Beside a playbook: other playbooks, files of tasks and roles count where they are taken in.
+_NOT_BESIDE = frozenset({"layers", "roles", "tasks", "__pycache__"})
 
 _Scope = Callable[[], Mapping[str, JSON]]
 """Returns the variables that a lookup sees."""
@@ -48,13 +48,14 @@ class PlaybookReading:
 
     ``files`` maps the name that a file counts under to where it is, ``variables`` are those of the inventory that are
     spoken of, ``values`` digests of what roles' variables come to. ``unknown`` are sentences about what only the play
-    can tell: there is no id for it.
+    can tell: there is no id for it. ``unlisted`` are the roles that tasks bring.
     """
 
     files: Mapping[str, Path]
     variables: Mapping[str, JSON]
     values: Mapping[str, JSON]
     unknown: tuple[str, ...]
+    unlisted: tuple[str, ...]
 
 
 def layer_reading(definition: ImageDefinition, name: str) -> PlaybookReading:
@@ -109,7 +110,8 @@ class _Reader:
             frozenset(_OWN_LOOKUPS),
         )
         self.unknown |= play.unknown
-        roles |= {name: self._role_files(name) for name in sorted(play.roles - roles.keys())}
+        unlisted = tuple(sorted(play.roles - roles.keys()))
+        roles |= {name: self._role_files(name) for name in unlisted}
         in_roles = {file for files in roles.values() for file in files}
         files = {f for f in play.files - in_roles if f.is_file() and not self._of_a_role(f)}
         around = {playbook, *_beside(playbook), *files}
@@ -118,6 +120,8 @@ class _Reader:
             around.update(file for folder in engine.configured_plugins(config) for file in files_in(folder))
         if self.layer.playbook.is_relative_to(self.definition.roots[0]):
             around.update(part for collection in self.book.collections for part in collection.parts)
+            brought = self.book.of_collections(play.files | play.followed)
+            unlisted += tuple(name for name in brought if name not in roles)
         for name in play.lookups:
             self.opened.update(files_in(self.definition.repo_root / _OWN_LOOKUPS[name]))
         spoken = self._variables([*around, *in_roles])
@@ -135,6 +139,7 @@ class _Reader:
             spoken,
             self._values(),
             tuple(sorted(self.unknown)),
+            unlisted,
         )
 
     def _role_files(self, name: str) -> list[Path]:

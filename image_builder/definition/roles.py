@@ -5,6 +5,7 @@ Layer L is ``playbooks/layers/L.yml``: one play whose ``roles`` are names or ``{
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ LAYERS = Path("playbooks/layers")
 # Beside a playbook: they count in its plays, and in no other playbook's.
 VARIABLES_BESIDE = frozenset({"group_vars", "host_vars"})
 # Parts of a role that never reach an image.
+_YAML = (".yml", ".yaml", ".json")
 _NOT_BAKED = frozenset({"README.md", "molecule", "tests", ".yamllint", ".ansible-lint"})
 
 
@@ -39,25 +41,48 @@ class Role:
 
     @cached_property
     def defaults(self) -> Mapping[str, Any]:
-        return _merged(self.path / "defaults")
+        return _merged(engine.variable_files(self.path / "defaults"))
 
     @cached_property
     def constants(self) -> Mapping[str, Any]:
-        """Return ``vars/``: every file there, ``main.yml`` last, since it wins over what it includes."""
-        return _merged(self.path / "vars")
+        """Return ``vars/``: the files that tasks may include, then those that Ansible loads by itself, which win."""
+        return _merged([*self._includable, *engine.variable_files(self.path / "vars")])
+
+    @cached_property
+    def ambiguous(self) -> Mapping[str, tuple[Path, Path]]:
+        """Return the variables with different values in two files of ``vars/``, either of which tasks may include."""
+        contents = {file: _merged([file]) for file in self._includable}
+        own = _merged(engine.variable_files(self.path / "vars"))
+        return {
+            str(name): (file, other)
+            for (file, content), (other, more) in itertools.combinations(contents.items(), 2)
+            for name in content.keys() & more.keys() - own.keys()
+            if content[name] != more[name]
+        }
+
+    @property
+    def _includable(self) -> list[Path]:
+        """Return the files of ``vars/`` that count where a task includes them."""
+        loaded = engine.variable_files(self.path / "vars")
+        files = {file for suffix in _YAML for file in (self.path / "vars").glob(f"*{suffix}")}
+        return sorted(files - set(loaded))
 
     @cached_property
     def specs(self) -> Mapping[str, Any]:
-        """Return the argument specs by entry point."""
+        """Return the argument specs by entry point; raises UnreadableError."""
         file = self.path / "meta" / "argument_specs.yml"
-        if not file.is_file():
-            return {}
-        return (engine.read_untagged_yaml(file) or {}).get("argument_specs") or {}
+        content = engine.read_untagged_yaml(file) if file.is_file() else {}
+        specs = _inner(file, content, "argument_specs")
+        options = _inner(file, _inner(file, specs, "main"), "options")
+        for name in options:
+            _inner(file, options, name)
+        return specs
 
     @property
     def options(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the public variables: the options of entry point ``main``."""
-        return {str(k): v for k, v in (self.specs.get("main", {}).get("options") or {}).items()}
+        """Return the public variables: the options of entry point ``main``; raises UnreadableError."""
+        options = (self.specs.get("main") or {}).get("options") or {}
+        return {str(name): option or {} for name, option in options.items()}
 
     @cached_property
     def dependencies(self) -> tuple[RoleUse, ...]:
@@ -70,7 +95,8 @@ class Role:
     def declarations(self) -> list[Path]:
         """Return the files that hold the role's variables and their specs."""
         specs = self.path / "meta" / "argument_specs.yml"
-        files = [*self.path.glob("defaults/*.yml"), *self.path.glob("vars/*.yml")]
+        loaded = (engine.variable_files(self.path / part) for part in ("defaults", "vars"))
+        files = [*itertools.chain(*loaded), *self._includable]
         files += [file for file in (specs, self.path / "meta" / "main.yml") if file.is_file()]
         return sorted(files)
 
@@ -101,6 +127,7 @@ class Layer:
     playbook: Path
     uses: tuple[RoleUse, ...]
     play_vars: Mapping[str, Any]
+    hosts: Any = "all"
 
 
 @dataclass(frozen=True)
@@ -116,8 +143,12 @@ class RoleBook:
 
     @cached_property
     def role_folders(self) -> tuple[Path, ...]:
-        """Return the directories of roles, in Ansible's order: those that an ``ansible.cfg`` names come first."""
-        folders = [folder for root in self.roots for folder in (*_configured_roles(root), root / "roles")]
+        """Return the directories of roles, in Ansible's order: beside the layers, then those of an ``ansible.cfg``."""
+        folders = [
+            folder
+            for root in self.roots
+            for folder in (root / LAYERS / "roles", *_configured_roles(root), root / "roles")
+        ]
         return tuple(folder for folder in dict.fromkeys(folders) if folder.is_dir())
 
     @cached_property
@@ -146,6 +177,16 @@ class RoleBook:
     @property
     def layer_names(self) -> tuple[str, ...]:
         return tuple(self._layer_paths)
+
+    def of_collections(self, files: Iterable[Path]) -> tuple[str, ...]:
+        """Return the roles of collections that some of these files belong to."""
+        every = tuple(files)
+        return tuple(
+            name
+            for collection in self.collections
+            for name, path in collection.roles.items()
+            if any(file.is_relative_to(path) for file in every)
+        )
 
     def clashes(self) -> list[Problem]:
         """Return the roles and layers that there are twice: one would hide the other."""
@@ -224,31 +265,42 @@ def read_layer(name: str, playbook: Path) -> Layer:
     plays = engine.read_yaml(playbook)
     if not isinstance(plays, list) or len(plays) != 1 or not isinstance(plays[0], Mapping):
         raise engine.UnreadableError(Place(str(playbook), 1), "a layer must be exactly one play")
-    return Layer(name, playbook, _uses(plays[0].get("roles"), ("role",)), _play_vars(playbook, plays[0]))
+    uses = _uses(plays[0].get("roles"), ("role",))
+    return Layer(name, playbook, uses, _play_vars(playbook, plays[0]), plays[0].get("hosts"))
 
 
 def _uses(entries: Any, keys: Sequence[str]) -> tuple[RoleUse, ...]:
     """Return a list of roles; one of ``keys`` names each that is a mapping."""
     uses = []
+    if isinstance(entries, str):
+        raise engine.UnreadableError(engine.place_of(entries), "roles must be a list")
     for entry in entries or []:
         place = engine.place_of(entry)
         fields: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {"role": entry}
         name = next((fields[key] for key in keys if isinstance(fields.get(key), str)), None)
         if name is None:
             raise engine.UnreadableError(place, "a role must be a name or a mapping with `role`")
-        uses.append(RoleUse(str(name), fields.get("vars") or {}, place))
+        variables = _mapping(fields.get("vars"), place)
+        uses.append(RoleUse(str(name), {**variables, **engine.role_parameters(fields)}, place))
     return tuple(uses)
 
 
 def _play_vars(playbook: Path, play: Mapping[str, Any]) -> dict[str, Any]:
     """Return a play's variables; those of its files win, but for a file that a template names."""
-    variables = dict(play.get("vars") or {})
+    variables = dict(_mapping(play.get("vars"), Place(str(playbook))))
     files = play.get("vars_files") or []
     for name in [files] if isinstance(files, str) else files:
         if isinstance(name, str) and not is_template(name) and (playbook.parent / name).is_file():
             content = engine.read_yaml(playbook.parent / name)
             variables.update(content if isinstance(content, Mapping) else {})
     return variables
+
+
+def _mapping(variables: Any, place: Place | None) -> Mapping[str, Any]:
+    """Return what stands under ``vars``."""
+    if variables is not None and not isinstance(variables, Mapping):
+        raise engine.UnreadableError(engine.place_of(variables) or place, "`vars` must be a mapping")
+    return variables or {}
 
 
 def unknown_roles(book: RoleBook, layer: Layer) -> list[Problem]:
@@ -286,9 +338,16 @@ def undeclared_roles(book: RoleBook, layer: Layer) -> list[Problem]:
     ]
 
 
-def _merged(directory: Path) -> dict[str, Any]:
-    """Return the variables of a role's ``defaults`` or ``vars``: all files there, ``main.yml`` last."""
-    files = sorted(directory.glob("*.yml"), key=lambda f: (f.name == "main.yml", f.name))
+def _inner(file: Path, outer: Any, key: str) -> Mapping[str, Any]:
+    """Return the mapping under a key of a file, an empty one where there is none; raises UnreadableError."""
+    inner = (outer.get(key) if isinstance(outer, Mapping) else None) or {}
+    if not isinstance(inner, Mapping):
+        raise engine.UnreadableError(Place(str(file)), f"{key}: must be a mapping")
+    return inner
+
+
+def _merged(files: Iterable[Path]) -> dict[str, Any]:
+    """Return the variables of files, those of the last one win."""
     merged: dict[str, Any] = {}
     for file in files:
         content = engine.read_yaml(file)

@@ -90,6 +90,12 @@ class Runner:
         document = _document(self.service)
         variables = document.get("env", {}) | document.get("variables", {})
         self.environment |= {name: str(value) for name, value in variables.items()}
+        if self.service == "gitlab":
+            self.checkout.chmod(0o777)  # as its runners leave it
+            of_job = document["node"]["variables"].items()
+            place = os.fspath(self.checkout)
+            own = {name: value.replace("$CI_PROJECT_DIR", place) for name, value in of_job}
+            self.environment = {**own, **self.environment}
         if self.service == "github":
             for name in ("GITHUB_PATH", "GITHUB_STEP_SUMMARY"):
                 (self.place / name).touch()

@@ -21,9 +21,7 @@ os.environ["ANSIBLE_DUPLICATE_YAML_DICT_KEY"] = "error"
 os.environ["ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED"] = "true"
 os.environ["ANSIBLE_LOCAL_TEMP"] = tempfile.gettempdir()
 
-from ansible import constants as settings
-from ansible.plugins.loader import init_plugin_loader
-
+from image_builder.definition.engine.configuration import init_plugin_loader, settings
 from image_builder.definition.engine.inventories import Source, read_inventory, undecryptable
 from image_builder.definition.engine.origins import (
     UnreadableError,
@@ -40,6 +38,9 @@ from image_builder.definition.engine.plays import (
     configured_plugins,
     configured_roles,
     read_play,
+    role_parameters,
+    use_plugins_beside,
+    variable_files,
 )
 from image_builder.definition.engine.reads import Reads, is_predictable
 from image_builder.definition.engine.templates import (
@@ -75,7 +76,10 @@ __all__ = [
     "read_play",
     "read_untagged_yaml",
     "read_yaml",
+    "role_parameters",
     "undecryptable",
+    "use_plugins_beside",
+    "variable_files",
 ]
 
 # Its directory for modules to run from, made on import and removed at exit: a killed process would leave it.

@@ -235,9 +235,15 @@ def read_inventory(
     try:
         manager = InventoryManager(loader=loader, sources=[str(p) for p in paths])
         variables = VariableManager(loader=loader, inventory=manager)
-        variables._extra_vars = _extra_variables(loader, extra)
     except AnsibleError as error:
         raise _parse_failure(paths, loader) or unreadable(error) from error
+    try:
+        variables._extra_vars = _extra_variables(loader, extra)
+    except AnsibleError as error:
+        if vaulted.failures:
+            return Source(loader, manager, variables, vaulted)  # whose reader reports them
+        failure = unreadable(error)
+        raise UnreadableError(failure.place or Place("-e"), failure.reason) from error
     return Source(loader, manager, variables, vaulted)
 
 

@@ -11,10 +11,15 @@ import yaml
 from ansible._internal._datatag._tags import Origin, TrustedAsTemplate
 from ansible.errors import AnsibleError
 from ansible.parsing.dataloader import DataLoader
-from ansible.parsing.vault import VaultHelper
+from ansible.parsing.vault import AnsibleVaultError, VaultHelper
 
 from image_builder.canonical import JSON
 from image_builder.definition.values import VAULT_KEY, Place
+
+_VAULTED = (
+    "is vaulted as a whole, which only files of the inventory may be, and files that tasks send: "
+    "move it to group_vars, or encrypt its values (ansible-vault encrypt_string)"
+)
 
 
 class UnreadableError(Exception):
@@ -35,6 +40,8 @@ def unreadable(error: AnsibleError) -> UnreadableError:
         origin = obj if isinstance(obj, Origin) else Origin.get_tag(obj)
         cause = cause.__cause__ or cause.__context__
     place = Place(origin.path, origin.line_num or 0) if origin and origin.path else None
+    if isinstance(error, AnsibleVaultError):
+        return UnreadableError(place, _VAULTED)
     return UnreadableError(place, " ".join(str(error.message).split()))
 
 

@@ -10,23 +10,33 @@ from typing import Any
 
 from ansible import constants as settings
 from ansible.errors import AnsibleError
+from ansible.parsing.dataloader import DataLoader
 from ansible.playbook.block import Block
 from ansible.playbook.helpers import load_list_of_blocks
 from ansible.playbook.play import Play
+from ansible.playbook.role.include import RoleInclude
 from ansible.playbook.role_include import IncludeRole
 from ansible.playbook.task_include import TaskInclude
-from ansible.plugins.loader import action_loader
+from ansible.plugins.loader import action_loader, add_all_plugin_dirs
 from ansible.vars.manager import VariableManager
 
 from image_builder.canonical import JSON
-from image_builder.definition.engine.origins import place_of, unreadable
+from image_builder.definition.engine.origins import (
+    UnreadableError,
+    place_of,
+    read_untagged_yaml,
+    unreadable,
+)
 from image_builder.definition.engine.reads import NotingLoader, Reads, is_predictable, noting
 from image_builder.definition.engine.rounds import Rounds, UnknownError, concealed
 from image_builder.definition.engine.sources import Sources
-from image_builder.definition.values import is_template, lookup_calls, strings
+from image_builder.definition.values import Place, is_template, lookup_calls, strings
 from image_builder.settings import CONFIGURATION
 
 _TASKS = frozenset({"pre_tasks", "tasks", "post_tasks", "handlers"})
+# As `Role` and `RoleDefinition` of ansible-core 2.19 have them.
+_EXTENSIONS = (".yml", ".yaml", ".json")
+_KEYWORDS = frozenset({*RoleInclude.fattributes, "role"})
 _ANSIBLE = Path(settings.__file__).parent
 # A bake sets these itself.
 _SET_FOR_PLAYS = frozenset({"COLLECTIONS_PATHS", "DEFAULT_ROLES_PATH", "DEFAULT_CONNECTION_PLUGIN_PATH"})
@@ -68,7 +78,30 @@ def read_play(
             play, written = _load(playbook, loader, variables, extra)
             return _Walk(play, loader, roles, own_lookups).reading(playbook, written)
     except AnsibleError as error:
-        raise unreadable(error) from error
+        failure = unreadable(error)
+        raise UnreadableError(failure.place or Place(str(playbook)), failure.reason) from error
+    except AttributeError as error:  # Ansible's own check of this comes too late
+        mappings = (file for file in sorted(reads.files) if file.parent.name in ("tasks", "handlers"))
+        if file := next((file for file in mappings if isinstance(read_untagged_yaml(file), Mapping)), None):
+            raise UnreadableError(Place(str(file), 1), "must be a list of tasks") from error
+        raise
+
+
+def use_plugins_beside(folders: Iterable[Path]) -> None:
+    """Have Ansible find plugins that are in roles, or beside a playbook, as it does while it loads them."""
+    for folder in folders:
+        add_all_plugin_dirs(str(folder))
+
+
+def variable_files(folder: Path) -> list[Path]:
+    """Return what Ansible loads by itself of a role's ``defaults`` or ``vars``: ``main``, a file or a directory."""
+    found = DataLoader().find_vars_files(str(folder), "main", [*_EXTENSIONS, ""]) if folder.is_dir() else []
+    return [Path(file) for file in found]
+
+
+def role_parameters(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that stand in a role's entry beside its keywords; they win over those under ``vars``."""
+    return {key: value for key, value in entry.items() if key not in _KEYWORDS}
 
 
 def configured_plugins(config: Path) -> list[Path]:
@@ -188,7 +221,12 @@ class _Walk:
                 for variables in self.rounds.of(item):
                     self.lookups(item, variables)
                     include = self.include_role if isinstance(item, IncludeRole) else self.include_tasks
-                    include(self.in_round(item, variables), variables)
+                    try:
+                        include(self.in_round(item, variables), variables)
+                    except AnsibleError as error:
+                        if not unreadable(error).place:  # what there isn't has none
+                            error.obj = item.get_ds()
+                        raise
             else:
                 self.task(item)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+from signal import SIGHUP, SIGPIPE, SIGTERM
 
 import pytest
 
@@ -23,6 +24,15 @@ def test_exit_codes_are_unique_and_listed() -> None:
     meanings = [c.__dict__.get("meaning") for c in _classes()]
     assert all(meanings) and len(set(meanings)) == len(meanings), "each class has its own"
     assert {name: code for code, name, _ in failure.exit_codes() if name} == codes_of
+    unnamed = {code for code, name, _ in failure.exit_codes() if not name}
+    assert unnamed == {
+        0,
+        errors.EXIT_BUG,
+        errors.EXIT_INTERRUPTED,
+        128 + SIGHUP,
+        128 + SIGPIPE,
+        128 + SIGTERM,
+    }
     codes = [code for code, _, _ in failure.exit_codes()]
     assert codes == sorted(set(codes))
     assert {0, errors.EXIT_BUG, errors.EXIT_INTERRUPTED} <= set(codes)

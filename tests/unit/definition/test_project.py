@@ -14,7 +14,7 @@ from image_builder.bake.plan.resolve import requirements, resolve
 from image_builder.cli import init
 from image_builder.cli.command import extensions
 from image_builder.definition import Inventory, layer_reading, load_inventory, published_variables
-from image_builder.errors import DefinitionError
+from image_builder.errors import DefinitionError, UsageError
 from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT, project_root
 
 ROLE = "roles/site_banner"
@@ -218,6 +218,17 @@ def test_checks_that_prove_nothing_are_refused(
     assert found and (expected is None or sorted(found) == sorted(expected))
 
 
+@pytest.mark.parametrize("file", ["more_test.py", "more/test_more.py", "test_more.py"])
+def test_each_check_that_pytest_takes_needs_a_command(project: Path, file: str) -> None:
+    place = project / "checks" / file
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("class TestMore:\n    def test_more(self): ...\n")
+    (found,) = problems(project)
+    assert found.startswith(f"checks/{file}:2 test_more: nothing shows that it can fail")
+    change(project / "checks/mutations.yml", "---\n", "---\ntest_more: ['false']\n")
+    assert problems(project) == []
+
+
 def test_a_check_may_not_have_the_name_of_one_of_ours(project: Path) -> None:
     (project / CHECK).rename(project / "checks/test_kubelet.py")
     assert problems(project) == [
@@ -233,11 +244,15 @@ def test_the_repository_is_where_ansible_would_read_its_configuration(
     assert project_root() == project
     assert settings.Settings().checks == project / "checks"
     project.chmod(0o777)
-    assert project_root() == REPO_ROOT
+    with pytest.raises(UsageError, match="anybody may write"):
+        project_root()
     monkeypatch.chdir(tmp_path)
     assert project_root() == REPO_ROOT and settings.Settings().checks is None
     monkeypatch.setenv(PROJECT_VARIABLE, os.fspath(project))
     assert project_root() == project
+    monkeypatch.setenv(PROJECT_VARIABLE, os.fspath(project / "nowhere"))
+    with pytest.raises(UsageError, match="nowhere is not a directory"):
+        project_root()
 
 
 def test_a_variable_with_a_roles_prefix_is_known_or_refused(project: Path) -> None:

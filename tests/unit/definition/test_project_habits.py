@@ -1,0 +1,186 @@
+"""Roles and layers of a user's repository, written as Ansible's users write them; and what can't be read of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from image_builder.cli import init
+from image_builder.definition import Inventory, layer_needs, load_inventory, published_variables
+from image_builder.definition.roles import RoleBook
+from image_builder.errors import DefinitionError, VaultError
+
+ROLE = "roles/site_banner"
+LAYER = "playbooks/layers/site.yml"
+SPECS = f"{ROLE}/meta/argument_specs.yml"
+FILTER = """
+class FilterModule:
+    def filters(self):
+        return {"shout": str.upper}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    place = tmp_path / "images"
+    shutil.copytree(init.TEMPLATE, place)
+    return place
+
+
+def write(project: Path, file: str, text: str | bytes) -> None:
+    path = project / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def read(project: Path, *extra: str) -> Inventory:
+    return load_inventory([project / "inventories/site"], project=project, extra=extra)
+
+
+def problems(project: Path, *extra: str) -> list[str]:
+    found = read(project, *extra).problems()
+    return [f"{p.where.removeprefix(f'{project}/')} {p.path}: {p.reason}" for p in found]
+
+
+def packages(project: Path) -> tuple[str, ...]:
+    return layer_needs(read(project).define("node"), "site").packages
+
+
+@pytest.mark.parametrize("file", ["main.yaml", "main.json", "main", "main/one.yml"])
+def test_variables_of_a_role_are_in_any_file_that_ansible_loads(project: Path, file: str) -> None:
+    (project / ROLE / "defaults/main.yml").unlink()
+    write(project, f"{ROLE}/defaults/{file}", '{"site_banner_owner": "nobody", "site_banner_tool": "figlet"}')
+    write(project, f"{ROLE}/vars/{file}", '{"__site_banner_packages": ["{{ site_banner_tool }}"]}')
+    assert packages(project) == ("figlet",)
+
+
+def test_parameters_of_a_role_stand_beside_its_keywords(project: Path) -> None:
+    owner = project / "inventories/site/group_vars/images.yml"
+    owner.write_text(owner.read_text().replace("site_banner_owner:", "#"))
+    entry = "- hosts: images\n  roles:\n    - role: site_banner\n      tags: [banner]\n      when: true\n"
+    write(
+        project,
+        LAYER,
+        f"{entry}      vars: {{site_banner_owner: below}}\n      site_banner_owner: a parameter\n",
+    )
+    assert published_variables(read(project).define("node"))["site_banner_owner"] == "a parameter"
+
+
+def test_roles_are_also_beside_the_layers(project: Path) -> None:
+    shutil.move(project / ROLE, project / "playbooks/layers/roles/site_banner")
+    assert published_variables(read(project).define("node"))["site_banner_owner"] == "the platform team"
+    shutil.copytree(project / "playbooks/layers/roles/site_banner", project / ROLE)
+    (clash,) = problems(project)
+    assert clash.startswith("playbooks/layers/roles/site_banner site_banner: role of the same name as")
+
+
+@pytest.mark.parametrize("place", [ROLE, "playbooks/layers"])
+def test_filters_of_a_role_or_beside_the_layers_make_values(project: Path, place: str) -> None:
+    name = f"shout_{Path(place).name}"  # plugins stay loaded
+    write(project, f"{place}/filter_plugins/{name}.py", FILTER.replace("shout", name))
+    write(project, f"{ROLE}/vars/main.yml", f"__site_banner_packages: [\"{{{{ 'a' | {name} }}}}\"]\n")
+    assert packages(project) == ("A",)
+
+
+def test_a_list_that_depends_on_an_included_file_is_refused(project: Path) -> None:
+    """Which one the play includes could be anybody's guess, and the other's packages would be locked."""
+    write(project, f"{ROLE}/vars/main.yml", "__site_banner_packages: '{{ __site_banner_names }}'\n")
+    write(project, f"{ROLE}/vars/debian.yml", "__site_banner_names: [figlet]\n")
+    assert packages(project) == ("figlet",)
+    write(project, f"{ROLE}/vars/ubuntu.yml", "__site_banner_names: [toilet]\n")
+    (found,) = problems(project)
+    assert found.startswith(f"{ROLE}/vars/debian.yml:1 __site_banner_names: vars/ubuntu.yml sets it, too")
+
+
+def test_a_list_that_a_lookup_makes_is_not_taken_for_a_secret(project: Path) -> None:
+    write(project, f"{ROLE}/vars/main.yml", "__site_banner_packages: [\"{{ lookup('env', 'TOOL') }}\"]\n")
+    reason = "node: made by the lookup `env`, known only to a play"
+    assert problems(project) == [f"{ROLE}/vars/main.yml:1 __site_banner_packages: {reason}"]
+
+
+@pytest.mark.parametrize("module", ["import_role", "include_role"])
+def test_a_role_that_only_tasks_bring_has_nothing_locked(project: Path, module: str) -> None:
+    write(project, LAYER, f"- hosts: images\n  tasks:\n    - {module}: {{name: site_banner}}\n")
+    assert problems(project) == []
+    write(project, f"{ROLE}/vars/main.yml", "__site_banner_packages: [figlet]\n")
+    (found,) = problems(project)
+    assert found.startswith(
+        f"{ROLE}/vars/main.yml:1 __site_banner_packages: isn't locked: list `site_banner` under"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "runs"),
+    [
+        ("all", True),
+        ("[images]", True),
+        ("images:!node", False),
+        ("example", False),
+        ("\"{{ target_hosts | default('nodes') }}\"", False),
+        ("", False),
+    ],
+)
+def test_a_layer_whose_play_would_be_skipped_is_refused(project: Path, hosts: str, runs: bool) -> None:
+    write(project, LAYER, f"- hosts: {hosts}\n  roles: [site_banner]\n")
+    found = problems(project)
+    assert (found == []) is runs
+    assert runs or (found[0].startswith(LAYER) and "layer site: its play would not run" in found[0])
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "where"),
+    [
+        (SPECS, "a: [\n", f"{SPECS}:2"),
+        (SPECS, "argument_specs: x\n", SPECS),
+        (SPECS, "argument_specs: {main: {options: [a]}}\n", SPECS),
+        (SPECS, "argument_specs: {main: {options: {site_banner_owner: str}}}\n", SPECS),
+        (f"{ROLE}/tasks/main.yml", "tasks: []\n", f"{ROLE}/tasks/main.yml:1"),
+        (f"{ROLE}/tasks/main.yml", "- include_tasks: nowhere.yml\n", f"{ROLE}/tasks/main.yml:1"),
+        (f"{ROLE}/tasks/main.yml", "- include_role: {name: nobody}\n", f"{ROLE}/tasks/main.yml:1"),
+        (f"{ROLE}/tasks/main.yml", "- import_tasks: nowhere.yml\n", LAYER),
+        (f"{ROLE}/vars/main.yml", "a: [\n", f"{ROLE}/vars/main.yml:2"),
+        (LAYER, "- hosts: images\n  vars: [a]\n", f"{LAYER}:2"),
+        (LAYER, "- hosts: images\n  roles: [{role: site_banner, vars: [a]}]\n", f"{LAYER}:2"),
+        (LAYER, "- hosts: images\n  roles: site_banner\n", f"{LAYER}:2"),
+        ("checks/mutations.yml", "a: [\n", "checks/mutations.yml:2"),
+        ("checks/test_more.py", b"x = '\xff'\n", "checks/test_more.py:1"),
+        ("checks/test_more.py", b"\0\n", "checks/test_more.py:1"),
+    ],
+)
+def test_what_cannot_be_read_has_a_place(project: Path, file: str, text: str | bytes, where: str) -> None:
+    write(project, file, text)
+    assert where in [found.split(" ")[0] for found in problems(project)]
+
+
+@pytest.mark.parametrize("file", [f"{ROLE}/vars/main.yml", "playbooks/layers/secret.yml"])
+def test_a_vaulted_file_of_variables_outside_the_inventory_says_where_it_may_be(
+    project: Path, file: str
+) -> None:
+    write(project, file, "$ANSIBLE_VAULT;1.1;AES256\n3031\n")
+    if file.endswith("secret.yml"):
+        write(project, LAYER, "- hosts: images\n  vars_files: [secret.yml]\n  roles: [site_banner]\n")
+    (found,) = problems(project)
+    assert found.startswith(file) and "move it to group_vars" in found
+
+
+def test_files_are_known_as_those_of_a_collections_role(project: Path) -> None:
+    role = "collections/ansible_collections/acme/base/roles/ground"
+    write(project, f"{role}/../../galaxy.yml", "namespace: acme\nname: base\nversion: 1.0.0\n")
+    write(project, f"{role}/tasks/main.yml", "[]\n")
+    book = RoleBook((project,))
+    assert book.of_collections([project / LAYER]) == ()
+    assert book.of_collections([project / LAYER, project / role / "tasks/main.yml"]) == ("acme.base.ground",)
+
+
+def test_extra_variables_that_cannot_be_read_are_the_command_lines(project: Path) -> None:
+    for extra in ("[1]", '{"a":', f"@{project}/nowhere.yml"):
+        with pytest.raises(DefinitionError) as refused:
+            read(project, extra)
+        assert [p.where for p in refused.value.problems] == ["-e"]
+    vaulted = project / "extra.yml"
+    vaulted.write_text("$ANSIBLE_VAULT;1.1;AES256\n3031\n")
+    with pytest.raises(VaultError, match=os.fspath(vaulted)):
+        read(project, f"@{vaulted}")
