@@ -22,8 +22,8 @@ from image_builder.text import did_you_mean
 LAYERS = Path("playbooks/layers")
 # Beside a playbook: they count in its plays, and in no other playbook's.
 VARIABLES_BESIDE = frozenset({"group_vars", "host_vars"})
-# Parts of a role that never reach an image.
 _YAML = (".yml", ".yaml", ".json")
+# Parts of a role that never reach an image.
 _NOT_BAKED = frozenset({"README.md", "molecule", "tests", ".yamllint", ".ansible-lint"})
 
 

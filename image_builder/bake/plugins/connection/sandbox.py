@@ -52,6 +52,8 @@ class Connection(ConnectionBase):
     transport = "sandbox"
     has_pipelining = True
     has_tty = False
+    # A bake's commands run as root already: `become: true` then needs no sudo in the image.
+    default_user = "root"
 
     def _connect(self) -> Connection:
         root = self.get_option("root")
