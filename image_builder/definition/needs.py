@@ -97,7 +97,7 @@ def _ambiguous(role: Role, evaluated: EvaluatedRole, name: str) -> Problem | Non
         where = engine.place_in(engine.read_yaml(first), [other]) or Place(str(first))
         reason = f"vars/{second.name} sets it, too, and only the play knows which of them it includes"
         return Problem(
-            str(where), other, f"{reason}: for a plan set it in vars/main.yml, by target_distribution"
+            str(where), other, f"{reason}: for a plan set it in vars/main.yml alone, by target_distribution"
         )
     return None
 

@@ -10,6 +10,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from image_builder.definition.evaluate import evaluated_playbook, play_variables
 from image_builder.definition.model import ImageDefinition
 from image_builder.definition.roles import VARIABLES_BESIDE, Layer, RoleBook, RoleUse, read_layer
 from image_builder.definition.values import is_template, lookup_calls, referenced_names, strings, words
+from image_builder.errors import VaultError
 from image_builder.system.trees import files_in
 
 # A lookup of this program's own and the files that it packs.
@@ -162,9 +164,16 @@ class _Reader:
             self.texts[file] = file.read_text("utf-8", "replace")
         return self.texts[file]
 
+    def _decrypted(self, file: Path) -> str:
+        """Return what a file says, vaulted or not: for the names in it alone."""
+        with suppress(VaultError):  # a file that tasks send needs its password in the bake, not here
+            if engine.ciphertext_digest(file):
+                return engine.decrypted_text(file)
+        return self._text(file)
+
     def _variables(self, files: Iterable[Path]) -> dict[str, JSON]:
         """Return the inventory's variables that files speak of."""
-        texts = [self._text(file) for file in files]
+        texts = [self._decrypted(file) for file in files]
         variables = self.of_host
         names = referenced_names(texts, variables)
         spoken = {name: variables[name] for name in sorted(names)}

@@ -50,13 +50,17 @@ class Role:
 
     @cached_property
     def ambiguous(self) -> Mapping[str, tuple[Path, Path]]:
-        """Return the variables with different values in two files of ``vars/``, either of which tasks may include."""
+        """Return the variables with different values in two files of ``vars/`` that both may count.
+
+        A file that tasks include wins over those that Ansible loads by itself.
+        """
         contents = {file: _merged([file]) for file in self._includable}
-        own = _merged(engine.variable_files(self.path / "vars"))
+        if loaded := engine.variable_files(self.path / "vars"):
+            contents[loaded[-1]] = _merged(loaded)
         return {
             str(name): (file, other)
             for (file, content), (other, more) in itertools.combinations(contents.items(), 2)
-            for name in content.keys() & more.keys() - own.keys()
+            for name in content.keys() & more.keys()
             if content[name] != more[name]
         }
 

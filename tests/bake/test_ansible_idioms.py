@@ -93,18 +93,28 @@ idioms_ini_group={'a': [1, 2]}
   vars: {idioms_play: play}
   vars_files: [vars.yml]
   roles:
+    - role: beside
     - role: idioms
       vars: {idioms_handed: "handed to {{ inventory_hostname }}"}
+      idioms_parameter: beside the keywords
 """,
     "roles/idioms/files/own.txt": "the role's own",
     "roles/idioms/templates/own.j2": "{{ site_name }} of {{ role_name }}",
     "roles/idioms/meta/main.yml": "dependencies: [{role: needed, vars: {needed_handed: handed}}, site.own.base]\n",
     "roles/idioms/vars/main.yml": "idioms_constant: constant\n",
+    "playbooks/layers/roles/beside/defaults/main.json": '{"beside_default": "a role beside the layers"}',
+    "roles/idioms/filter_plugins/whisper.py": """
+class FilterModule:
+    def filters(self):
+        return {"whisper": lambda text: text.lower() + "..."}
+""",
     "roles/idioms/defaults/main.yml": r"""
 idioms_default: default
 idioms_group: default
 idioms_handed: default
 idioms_play: default
+idioms_parameter: default
+idioms_filter: "{{ 'X' | whisper }}"
 idioms_constant: default
 idioms_inventory_dir: "{{ inventory_dir }}"
 idioms_inventory_file: "{{ inventory_file }}"
@@ -126,7 +136,11 @@ idioms_fileglob: "{{ query('fileglob', '*.txt') | map('basename') | sort }}"
 idioms_first: "{{ lookup('first_found', ['nothing.txt', role_path ~ '/files/own.txt']) | basename }}"
 idioms_needed: "{{ needed_default }} {{ needed_handed }}"
 idioms_collection: "{{ 'x' | site.own.shout }} {{ base_default }} {{ ground_default }}"
-idioms_vaulted: "{{ site_first | default('') }} {{ site_second | default('') }}"
+idioms_vaulted: "{{ site_first | default('') }} {{ site_second | default('') }} {{ site_third | default('') }}"
+""",
+    "playbooks/layers/roles/beside/tasks/main.yml": "[]\n",
+    "playbooks/layers/roles/beside/meta/argument_specs.yml": """
+argument_specs: {main: {options: {beside_default: {type: str}}}}
 """,
     "shared/needed/defaults/main.yml": "needed_default: of the role that it needs\nneeded_handed: default\n",
     "shared/needed/tasks/main.yml": "[]\n",
@@ -261,6 +275,11 @@ def test_vaulted_values_of_two_ids_reach_plays_and_no_plan(repository: Path, tmp
     secret = repository / "first/group_vars/images/secret.yml"
     secret.write_text("site_second: hunter2\n")
     succeed(["ansible-vault", "encrypt", "--vault-id", ids[1], os.fspath(secret)], repository)
+    files = [repository / file for file in ("playbooks/layers/vars.yml", "roles/idioms/vars/main.yml")]
+    files[0].write_text(files[0].read_text() + "site_third: hunter3\n")
+    succeed(["ansible-vault", "encrypt", "--vault-id", ids[0], *map(os.fspath, files)], repository)
     ansible, plan, bake = compared(repository, tmp_path / "work", vault=ids)
-    assert ansible["idioms_vaulted"] == bake["idioms_vaulted"] == "hunter1 hunter2"
-    assert "idioms_vaulted" not in plan and "hunter" not in json.dumps(plan)
+    assert ansible == bake
+    assert ansible["idioms_vaulted"] == "hunter1 hunter2 hunter3" and ansible["idioms_constant"] == "constant"
+    assert plan.keys().isdisjoint({"idioms_vaulted", "idioms_vars_file", "idioms_constant"})
+    assert "hunter" not in json.dumps(plan)

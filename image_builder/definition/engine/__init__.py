@@ -25,6 +25,8 @@ from image_builder.definition.engine.configuration import init_plugin_loader, se
 from image_builder.definition.engine.inventories import Source, read_inventory, undecryptable
 from image_builder.definition.engine.origins import (
     UnreadableError,
+    ciphertext_digest,
+    decrypted_text,
     place_in,
     place_of,
     plain,
@@ -63,10 +65,12 @@ __all__ = [
     "UnreadableError",
     "argument_faults",
     "caller",
+    "ciphertext_digest",
     "collection_folders",
     "configured_inventories",
     "configured_plugins",
     "configured_roles",
+    "decrypted_text",
     "evaluate_all",
     "is_predictable",
     "place_in",

@@ -29,7 +29,13 @@ from ansible.utils.vars import load_extra_vars
 from ansible.vars.manager import VariableManager
 from ansible.vars.plugins import get_vars_from_inventory_sources, get_vars_from_path
 
-from image_builder.definition.engine.origins import UnreadableError, place_of, unreadable
+from image_builder.definition.engine.origins import (
+    UnreadableError,
+    place_of,
+    unreadable,
+    use_passwords,
+    vault_reason,
+)
 from image_builder.definition.values import VAULT_HINT, Place
 from image_builder.errors import VaultError
 from image_builder.settings import VaultId
@@ -55,19 +61,13 @@ class _Loader(DataLoader):  # type: ignore[misc]
             data, plain_source = super()._decrypt_if_vault_data(b_data)
         except AnsibleVaultError:
             origin = Origin.get_tag(b_data)
-            self.vaulted.failures[Place(origin.path if origin else "?", 1)] = _vault_reason(
+            self.vaulted.failures[Place(origin.path if origin else "?", 1)] = vault_reason(
                 self._vault.secrets
             )
             return Origin.get_or_create_tag(b_data, None).tag(b""), False
         if not plain_source and (origin := Origin.get_tag(b_data)):
             self.vaulted.digests[origin.path] = hashlib.sha256(bytes(b_data)).hexdigest()
         return data, plain_source
-
-
-def _vault_reason(secrets: object) -> str:
-    if secrets:
-        return "can't be decrypted with this vault password"
-    return "is vaulted, and no vault password was given"
 
 
 def _overlaid(scopes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -231,7 +231,9 @@ def read_inventory(
     loader = _Loader(vaulted)
     # group_vars beside the playbooks count in a play, so they count here.
     loader.set_basedir(str(playbooks))
-    loader.set_vault_secrets(_secrets(loader, vault))
+    passwords = _secrets(loader, vault)
+    loader.set_vault_secrets(passwords)
+    use_passwords(passwords)
     try:
         manager = InventoryManager(loader=loader, sources=[str(p) for p in paths])
         variables = VariableManager(loader=loader, inventory=manager)
@@ -308,7 +310,7 @@ def undecryptable(value: Any, source: Source) -> list[tuple[Place | None, str]]:
         try:
             VaultLib(source.loader._vault.secrets).decrypt(VaultHelper.get_ciphertext(value, with_tags=False))
         except AnsibleError:
-            return [(place_of(value), _vault_reason(source.loader._vault.secrets))]
+            return [(place_of(value), vault_reason(source.loader._vault.secrets))]
         return []
     if isinstance(value, Mapping):
         return [f for item in value.values() for f in undecryptable(item, source)]

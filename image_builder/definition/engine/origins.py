@@ -11,15 +11,18 @@ import yaml
 from ansible._internal._datatag._tags import Origin, TrustedAsTemplate
 from ansible.errors import AnsibleError
 from ansible.parsing.dataloader import DataLoader
-from ansible.parsing.vault import AnsibleVaultError, VaultHelper
+from ansible.parsing.vault import AnsibleVaultError, VaultHelper, VaultLib, is_encrypted
 
 from image_builder.canonical import JSON
-from image_builder.definition.values import VAULT_KEY, Place
+from image_builder.definition.values import VAULT_HINT, VAULT_KEY, Place
+from image_builder.errors import VaultError
 
 _VAULTED = (
-    "is vaulted as a whole, which only files of the inventory may be, and files that tasks send: "
-    "move it to group_vars, or encrypt its values (ansible-vault encrypt_string)"
+    "is vaulted as a whole, which only files of variables may be, and files that tasks send: "
+    "encrypt its values instead (ansible-vault encrypt_string)"
 )
+# Of the inventory that was read last.
+_passwords: list[tuple[str, Any]] = []
 
 
 class UnreadableError(Exception):
@@ -40,8 +43,6 @@ def unreadable(error: AnsibleError) -> UnreadableError:
         origin = obj if isinstance(obj, Origin) else Origin.get_tag(obj)
         cause = cause.__cause__ or cause.__context__
     place = Place(origin.path, origin.line_num or 0) if origin and origin.path else None
-    if isinstance(error, AnsibleVaultError):
-        return UnreadableError(place, _VAULTED)
     return UnreadableError(place, " ".join(str(error.message).split()))
 
 
@@ -49,13 +50,55 @@ _QUICK = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _parsed: dict[Path, tuple[int, int, Any]] = {}
 
 
+def use_passwords(passwords: Sequence[tuple[str, Any]]) -> None:
+    """Decrypt files of roles and layers with these from now on."""
+    _passwords[:] = passwords
+
+
+def vault_reason(passwords: object) -> str:
+    """Return why a vaulted file can't be read."""
+    if passwords:
+        return "can't be decrypted with this vault password"
+    return "is vaulted, and no vault password was given"
+
+
+def ciphertext_digest(path: Path) -> str:
+    """Return the SHA-256 of a file that is vaulted as a whole, nothing for any other; raises OSError."""
+    with path.open("rb") as file:
+        is_vaulted = is_encrypted(file.read(32))
+    return hashlib.sha256(path.read_bytes()).hexdigest() if is_vaulted else ""
+
+
+def decrypted_text(path: Path) -> str:
+    """Return what a vaulted file says; raises VaultError."""
+    try:
+        return str(VaultLib(_passwords).decrypt(path.read_bytes()).decode("utf-8", "replace"))
+    except AnsibleVaultError as error:
+        message = f"{Place(str(path), 1)}: the file {vault_reason(_passwords)}"
+        raise VaultError(message, hint=VAULT_HINT) from error
+
+
+def vaulted_variables(path: Path) -> list[str]:
+    """Return the names of the variables in a vaulted file; raises VaultError, UnreadableError for any other content."""
+    content = DataLoader().load(decrypted_text(path), str(path))
+    if not isinstance(content, Mapping):
+        raise UnreadableError(Place(str(path), 1), _VAULTED)
+    return [str(name) for name in content]
+
+
 def read_yaml(path: Path) -> Any:
-    """Return a YAML file's content with its tags, parsed once while unchanged; raises UnreadableError."""
+    """Return a YAML file's content with its tags, parsed once while unchanged; raises UnreadableError, VaultError.
+
+    The variables of a file that is vaulted as a whole have stand-ins.
+    """
     try:
         stat = path.stat()
         if (cached := _parsed.get(path)) and cached[:2] == (stat.st_mtime_ns, stat.st_size):
             return cached[2]
-        content = DataLoader().load_from_file(str(path), unsafe=True, trusted_as_template=True)
+        if ciphertext := ciphertext_digest(path):
+            content = {name: {VAULT_KEY: ciphertext} for name in vaulted_variables(path)}
+        else:
+            content = DataLoader().load_from_file(str(path), unsafe=True, trusted_as_template=True)
     except OSError as error:
         raise UnreadableError(Place(str(path)), str(error.strerror)) from error
     except AnsibleError as error:

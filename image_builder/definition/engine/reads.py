@@ -19,6 +19,8 @@ from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar, trust_as_template
 from jinja2 import FileSystemLoader
 
+from image_builder.definition.engine.origins import ciphertext_digest, vaulted_variables
+
 # Their answers follow from variables and settings, or from files that the loader opens.
 _PREDICTABLE = frozenset(
     {
@@ -38,6 +40,9 @@ _PREDICTABLE = frozenset(
     }
 )
 _NAMES_OF_FILES = frozenset({"fileglob", "first_found"})
+# No plugin's name. What is made from such a lookup comes to nothing: only the play knows it.
+PLAY = "the play"
+UNKNOWN = trust_as_template(f"{{{{ lookup('{PLAY}') }}}}")
 
 
 class UnpredictableError(AnsibleError):  # type: ignore[misc]
@@ -87,6 +92,10 @@ class NotingLoader(DataLoader):  # type: ignore[misc]
         return contents
 
     def load_from_file(self, file_name: str, cache: str = "all", unsafe: bool = False, **more: Any) -> Any:  # noqa: ARG002
+        path = Path(self.path_dwim(file_name))
+        if path.is_file() and ciphertext_digest(path):
+            self.reads.files.add(path)
+            return dict.fromkeys(vaulted_variables(path), UNKNOWN)
         # Without the copy that guards the loader's cache: nothing here changes what was loaded.
         return super().load_from_file(file_name, cache=cache, unsafe=True, **more)
 

@@ -14,13 +14,9 @@ from ansible.errors import AnsibleError, AnsibleValueOmittedError
 from ansible.template import Templar, trust_as_template
 
 from image_builder.canonical import JSON
-from image_builder.definition.engine.reads import NotingLoader, Reads, loop_items, noting
+from image_builder.definition.engine.reads import PLAY, UNKNOWN, NotingLoader, Reads, loop_items, noting
 from image_builder.definition.engine.templates import trusted
 from image_builder.definition.values import VAULT_KEY, is_template
-
-# No plugin's name. What is made from such a lookup comes to nothing, see ``reads``.
-_PLAY = "the play"
-_UNKNOWN = trust_as_template(f"{{{{ lookup('{_PLAY}') }}}}")
 
 
 class UnknownError(Exception):
@@ -28,13 +24,13 @@ class UnknownError(Exception):
 
     def __init__(self, lookups: Iterable[str] = ()) -> None:
         super().__init__()
-        self.lookups = frozenset(lookups) - {_PLAY}
+        self.lookups = frozenset(lookups) - {PLAY}
 
 
 def concealed(value: JSON) -> Any:
     """Return a variable of the host as a play has it, vaulted values unknown."""
     if isinstance(value, Mapping):
-        return _UNKNOWN if VAULT_KEY in value else {k: concealed(v) for k, v in value.items()}
+        return UNKNOWN if VAULT_KEY in value else {k: concealed(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [concealed(v) for v in value]
     return trusted(value)
@@ -48,7 +44,7 @@ class Rounds:
         self.manager = play.image_builder_variables
         self.own_lookups: set[str] = set()
         self._own_lookups = own_lookups
-        self._set: dict[str, Any] = dict.fromkeys(("ansible_facts", "hostvars"), _UNKNOWN)
+        self._set: dict[str, Any] = dict.fromkeys(("ansible_facts", "hostvars"), UNKNOWN)
 
     def state(self) -> str:
         """Return what the tasks so far have set, for comparison."""
@@ -74,7 +70,7 @@ class Rounds:
             try:
                 values = self._loop(item, variables)
             except UnknownError:
-                rounds = [{**variables, **dict.fromkeys(names, _UNKNOWN)}]
+                rounds = [{**variables, **dict.fromkeys(names, UNKNOWN)}]
             else:
                 rounds = [
                     {**variables, **dict(zip(names, (value, index), strict=False))}
@@ -148,14 +144,14 @@ class Rounds:
         """Note what a task sets: what comes after it sees that in place of what was known."""
         names = [item.register] if item.register else []
         names += item.args if _is_set_fact(item) else []
-        self._set |= dict.fromkeys(names, _UNKNOWN)
+        self._set |= dict.fromkeys(names, UNKNOWN)
 
     def include(self, item: Any, variables: Mapping[str, Any], content: Mapping[str, Any]) -> None:
         """Note the variables that ``include_vars`` brings: known if it surely runs, and once."""
         once = item.loop is None and self._condition(item, variables) and "hash_behaviour" not in item.args
         name = item.args.get("name")
         content = {name: content} if name else content
-        self._set |= content if once else dict.fromkeys(content, _UNKNOWN)
+        self._set |= content if once else dict.fromkeys(content, UNKNOWN)
 
 
 def _is_set_fact(item: Any) -> bool:

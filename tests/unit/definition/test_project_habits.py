@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from ansible.parsing.vault import VaultLib, VaultSecret
 
 from image_builder.cli import init
 from image_builder.definition import Inventory, layer_needs, load_inventory, published_variables
+from image_builder.definition.reading import PlaybookReading, layer_reading
 from image_builder.definition.roles import RoleBook
 from image_builder.errors import DefinitionError, VaultError
 
@@ -87,12 +89,17 @@ def test_filters_of_a_role_or_beside_the_layers_make_values(project: Path, place
 
 def test_a_list_that_depends_on_an_included_file_is_refused(project: Path) -> None:
     """Which one the play includes could be anybody's guess, and the other's packages would be locked."""
-    write(project, f"{ROLE}/vars/main.yml", "__site_banner_packages: '{{ __site_banner_names }}'\n")
+    main = "__site_banner_packages: '{{ __site_banner_names }}'\n"
+    write(project, f"{ROLE}/vars/main.yml", main)
     write(project, f"{ROLE}/vars/debian.yml", "__site_banner_names: [figlet]\n")
     assert packages(project) == ("figlet",)
     write(project, f"{ROLE}/vars/ubuntu.yml", "__site_banner_names: [toilet]\n")
     (found,) = problems(project)
     assert found.startswith(f"{ROLE}/vars/debian.yml:1 __site_banner_names: vars/ubuntu.yml sets it, too")
+    (project / ROLE / "vars/ubuntu.yml").unlink()
+    write(project, f"{ROLE}/vars/main.yml", f"__site_banner_names: [toilet]\n{main}")
+    (found,) = problems(project)
+    assert found.startswith(f"{ROLE}/vars/debian.yml:1 __site_banner_names: vars/main.yml sets it, too")
 
 
 def test_a_list_that_a_lookup_makes_is_not_taken_for_a_secret(project: Path) -> None:
@@ -155,15 +162,61 @@ def test_what_cannot_be_read_has_a_place(project: Path, file: str, text: str | b
     assert where in [found.split(" ")[0] for found in problems(project)]
 
 
-@pytest.mark.parametrize("file", [f"{ROLE}/vars/main.yml", "playbooks/layers/secret.yml"])
-def test_a_vaulted_file_of_variables_outside_the_inventory_says_where_it_may_be(
-    project: Path, file: str
+SECRET = "correct horse"
+# By the file: what it says, and what else there is.
+VAULTED = {
+    f"{ROLE}/vars/main.yml": {},
+    "playbooks/layers/secret.yml": {
+        LAYER: "- hosts: images\n  vars_files: [secret.yml]\n  roles: [site_banner]\n"
+    },
+    f"{ROLE}/vars/secret.yml": {
+        f"{ROLE}/tasks/main.yml": "- ansible.builtin.include_vars: secret.yml\n",
+    },
+}
+
+
+def vaulted(text: str) -> bytes:
+    secret = VaultSecret(b"swordfish")
+    ciphertext: bytes = VaultLib([("default", secret)]).encrypt(text, secret)
+    return ciphertext
+
+
+@pytest.mark.parametrize("file", VAULTED)
+def test_files_of_variables_may_be_vaulted_as_a_whole(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    write(project, file, "$ANSIBLE_VAULT;1.1;AES256\n3031\n")
-    if file.endswith("secret.yml"):
-        write(project, LAYER, "- hosts: images\n  vars_files: [secret.yml]\n  roles: [site_banner]\n")
+    """What is in them is in no plan; a change of them, and of what they speak of, is in the layer's."""
+    write(project, file, vaulted(f"site_secret: {SECRET} {{{{ site_place }}}}\n"))
+    for other, text in VAULTED[file].items():
+        write(project, other, text)
+    password = tmp_path / "password"
+    password.write_text("sardine\n")
+    monkeypatch.setenv("ANSIBLE_VAULT_PASSWORD_FILE", os.fspath(password))
+    with pytest.raises(VaultError, match=rf"{file}:1: the file can't be decrypted"):
+        read(project).problems()
+    password.write_text("swordfish\n")
+
+    def reading(place: str) -> PlaybookReading:
+        inventory = read(project, f"site_place={place}")
+        assert inventory.problems() == []
+        definition = inventory.define("node")
+        assert SECRET not in repr(definition) and SECRET not in repr(published_variables(definition))
+        return layer_reading(definition, "site")
+
+    one = reading("here")
+    assert one.unknown == () and SECRET not in repr(one)
+    assert file in {name.removeprefix("project/") for name in one.files}
+    assert reading("there").variables != one.variables
+
+
+def test_a_vaulted_file_of_tasks_says_where_it_may_be(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "password").write_text("swordfish\n")
+    monkeypatch.setenv("ANSIBLE_VAULT_PASSWORD_FILE", os.fspath(tmp_path / "password"))
+    write(project, f"{ROLE}/tasks/main.yml", vaulted("- ansible.builtin.ping:\n"))
     (found,) = problems(project)
-    assert found.startswith(file) and "move it to group_vars" in found
+    assert found.startswith(f"{ROLE}/tasks/main.yml:1 ") and "which only files of variables may be" in found
 
 
 def test_files_are_known_as_those_of_a_collections_role(project: Path) -> None:
