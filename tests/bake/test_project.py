@@ -50,9 +50,11 @@ class Project:
 def project(minimal: Workplace, tmp_path: Path) -> Project:
     path = tmp_path / "images of the büro"
     shutil.copytree(init.TEMPLATE, path)
-    # As a layer says that is applied to live hosts, too. The image has no sudo, and a bake is root.
+    # As a layer says that is applied to live hosts, too. A bake is root, and asks no sudo: it would refuse the flag.
     layer = path / "playbooks/layers/site.yml"
-    layer.write_text(layer.read_text().replace("  roles:", "  become: true\n  roles:"))
+    layer.write_text(
+        layer.read_text().replace("  roles:", "  become: true\n  become_flags: --none\n  roles:")
+    )
     return Project(path, minimal.store, tmp_path / "output")
 
 
