@@ -169,12 +169,17 @@ def test_a_variable_counts_for_lock_bake_and_node(worker: Workplace, engine: str
 
 # -- where a mirror is the only way out, and fails --------------------------------------------------------------
 
+
+def _on_manifests(kind: Any, **more: Any) -> tuple[Fault, ...]:
+    return tuple(Fault(kind, path="/manifests/", method=method, **more) for method in ("GET", "HEAD"))
+
+
 # By image: what its mirror does.
 FAILURES: Mapping[str, tuple[Fault, ...]] = {
-    "absent": tuple(Fault("status", path="/manifests/", status=404, method=m) for m in ("GET", "HEAD")),
-    "refused": tuple(Fault("status", path="/manifests/", status=403, method=m) for m in ("GET", "HEAD")),
-    "broken": tuple(Fault("status", path="/manifests/", status=503, method=m) for m in ("GET", "HEAD")),
-    "silent": tuple(Fault("silence", path="/manifests/", method=m) for m in ("GET", "HEAD")),
+    "absent": _on_manifests("status", status=404),
+    "refused": _on_manifests("status", status=403),
+    "broken": _on_manifests("status", status=503),
+    "silent": _on_manifests("silence"),
     "stalled": (layer_fault("stall", after=300_000),),
 }
 # A part of what is said of the mirror; of a layer that stalls, only where it stalled.
