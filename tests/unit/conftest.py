@@ -6,7 +6,15 @@ from contextlib import suppress
 
 import pytest
 
+from image_builder.definition import problems
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     with suppress(ValueError):  # a conftest above may have it already
         parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
+
+
+@pytest.fixture
+def unread_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the check of what layers' tasks bring: for tests of values, which it takes most of the time of."""
+    monkeypatch.setattr(problems, "unlisted_roles", lambda *_: [])

@@ -55,6 +55,7 @@ def test_a_single_file_and_what_lies_beside_it(tmp_path: Path) -> None:
     assert found == ["keys.yml:2", "hosts.ini:2"], "not what another inventory may be"
 
 
+@pytest.mark.usefixtures("unread_layers")
 @pytest.mark.parametrize("name", ["azure_vmss", "lab"])
 def test_the_examples_hold_what_their_comments_say(name: str) -> None:
     """Each line with REPLACE that is no comment, and only the image's own values otherwise."""

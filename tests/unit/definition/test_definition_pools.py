@@ -10,6 +10,8 @@ from image_builder.canonical import JSON
 from image_builder.definition import load_inventory
 from image_builder.definition.pools import fits, is_closed
 
+pytestmark = pytest.mark.usefixtures("unread_layers")
+
 INVENTORY = """
 all:
   children:

@@ -12,6 +12,8 @@ from image_builder.definition.subnets import address_problem
 from image_builder.errors import Problem
 from tests.unit.definition.test_definition_pools import JOINING
 
+pytestmark = pytest.mark.usefixtures("unread_layers")
+
 
 @pytest.mark.parametrize(
     ("above", "pool", "told"),

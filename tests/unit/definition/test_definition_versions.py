@@ -10,6 +10,8 @@ import pytest
 from image_builder.definition import load_inventory
 from image_builder.errors import Problem
 
+pytestmark = pytest.mark.usefixtures("unread_layers")
+
 INVENTORY = """
 all:
   children:

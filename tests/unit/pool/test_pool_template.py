@@ -19,6 +19,8 @@ from image_builder.settings import REPO_ROOT
 from tests.support.arm.place import SETTINGS
 from tests.support.arm.shapes import model, unknown_keys
 
+pytestmark = pytest.mark.usefixtures("unread_layers")
+
 EXAMPLE = REPO_ROOT / "inventories/azure_vmss"
 GROUP = f"/subscriptions/{SETTINGS['subscription']}/resourceGroups/pools"
 AZURE: dict[str, Any] = {
