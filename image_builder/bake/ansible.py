@@ -176,6 +176,9 @@ def _environment(
         "ANSIBLE_COLLECTIONS_SCAN_SYS_PATH": "false",
         "ANSIBLE_CONNECTION_PLUGINS": os.fspath(_PLUGINS / "connection"),
         "ANSIBLE_PIPELINING": "true",
+        # Every image has `su`. As with sudo, whom a task becomes needs no shell of his own.
+        "ANSIBLE_BECOME_METHOD": "su",
+        "ANSIBLE_SU_FLAGS": "--shell /bin/sh",
         "ANSIBLE_HOME": os.fspath(private / "home"),
         "ANSIBLE_LOCAL_TEMP": os.fspath(private / "tmp"),
         "ANSIBLE_FORCE_COLOR": "false",

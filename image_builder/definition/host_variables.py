@@ -18,7 +18,7 @@ from image_builder.definition.model import (
     PreloadedImage,
     parse_builder_variables,
 )
-from image_builder.definition.values import VAULT_HINT, VAULT_KEY, Place, is_vaulted, join_path, strings
+from image_builder.definition.values import VAULT_HINT, Place, is_vaulted, join_path, stand_in, strings
 from image_builder.errors import Problem, VaultError
 from image_builder.text import did_you_mean
 
@@ -64,8 +64,9 @@ def read_host_variables(source: engine.Source, name: str) -> HostVariables:
         raise VaultError("\n".join(sorted(failures)), hint=VAULT_HINT)
     plain: dict[str, JSON] = {}
     for key, value in tagged.items():
-        vaulted_file = source.vaulted.digests.get(places[key].path)
-        plain[key] = {VAULT_KEY: vaulted_file} if vaulted_file else engine.plain(value)
+        plain[key] = engine.plain(value)
+        if vaulted_file := source.vaulted.digests.get(places[key].path):
+            plain[key] = stand_in(vaulted_file, plain[key], tagged.keys())
     plain["inventory_hostname"] = name
     plain["group_names"] = source.group_names(name)
     return HostVariables(MappingProxyType(plain), tagged, places)

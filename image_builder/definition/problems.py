@@ -81,7 +81,7 @@ def stage_problems(definition: ImageDefinition) -> list[Problem]:
     for layer in definition.layers:
         try:
             layer_needs(definition, layer)
-            problems += unlisted_roles(definition, layer)
+            problems += reading_problems(definition, layer)
         except DefinitionError as error:
             problems += error.problems
         except engine.UnreadableError as error:
@@ -89,11 +89,15 @@ def stage_problems(definition: ImageDefinition) -> list[Problem]:
     return problems
 
 
-def unlisted_roles(definition: ImageDefinition, layer: str) -> list[Problem]:
-    """Return roles that a layer's tasks bring, not its list, and whose packages or files would not be locked."""
+def reading_problems(definition: ImageDefinition, layer: str) -> list[Problem]:
+    """Return what a layer's tasks would stop at, and the roles that they bring, not its list.
+
+    The packages or files of such a role would not be locked.
+    """
     book = RoleBook(definition.roots)
-    problems = []
-    for name in layer_reading(definition, layer).unlisted:
+    reading = layer_reading(definition, layer)
+    problems = [Problem(where, f"layer {layer}", reason) for where, reason in reading.faults]
+    for name in reading.unlisted:
         if name in book.role_names:
             role = book.role(name)
             variables = {**role.defaults, **role.constants}

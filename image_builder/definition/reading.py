@@ -50,7 +50,8 @@ class PlaybookReading:
 
     ``files`` maps the name that a file counts under to where it is, ``variables`` are those of the inventory that are
     spoken of, ``values`` digests of what roles' variables come to. ``unknown`` are sentences about what only the play
-    can tell: there is no id for it. ``unlisted`` are the roles that tasks bring.
+    can tell: there is no id for it. ``unlisted`` are the roles that tasks bring, ``faults`` what the play would stop
+    at.
     """
 
     files: Mapping[str, Path]
@@ -58,6 +59,7 @@ class PlaybookReading:
     values: Mapping[str, JSON]
     unknown: tuple[str, ...]
     unlisted: tuple[str, ...]
+    faults: frozenset[engine.Fault]
 
 
 def layer_reading(definition: ImageDefinition, name: str) -> PlaybookReading:
@@ -142,6 +144,7 @@ class _Reader:
             self._values(),
             tuple(sorted(self.unknown)),
             unlisted,
+            play.faults,
         )
 
     def _role_files(self, name: str) -> list[Path]:
@@ -166,10 +169,11 @@ class _Reader:
 
     def _decrypted(self, file: Path) -> str:
         """Return what a file says, vaulted or not: for the names in it alone."""
-        with suppress(VaultError):  # a file that tasks send needs its password in the bake, not here
-            if engine.ciphertext_digest(file):
+        text = self._text(file)
+        if text.startswith("$ANSIBLE_VAULT"):
+            with suppress(VaultError):  # a file that tasks send needs its password in the bake, not here
                 return engine.decrypted_text(file)
-        return self._text(file)
+        return text
 
     def _variables(self, files: Iterable[Path]) -> dict[str, JSON]:
         """Return the inventory's variables that files speak of."""

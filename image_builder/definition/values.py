@@ -9,15 +9,17 @@ that is put together at run time (``lookup('vars', …)``, ``hostvars[…]``) es
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.canonical import JSON
 
-# A vaulted value is replaced by {VAULT_KEY: sha256 of its ciphertext}: a change shows, the secret does not.
+# A vaulted value is replaced by {VAULT_KEY: sha256 of its ciphertext}: a change shows, the secret does not. One of a
+# vaulted file may be a template: the names of variables in it stand under the other key.
 VAULT_KEY = "__vault__"
+_NAMED_KEY = "__named__"
 VAULT_HINT = "give the password with --vault-password-file FILE or ANSIBLE_VAULT_PASSWORD_FILE"
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -43,6 +45,13 @@ class Place:
 def is_vaulted(value: JSON) -> bool:
     """Tell whether ``value`` is, holds, or was made from the stand-in of a vaulted value."""
     return any(VAULT_KEY in text for text in strings(value))
+
+
+def stand_in(ciphertext_digest: str, secret: JSON, names: Collection[str]) -> dict[str, JSON]:
+    """Return what stands in for a value of a vaulted file: of the secret no more than which ``names`` it speaks of."""
+    named = {word for text in strings(secret) if is_template(text) for word in words(text)}
+    digest: dict[str, JSON] = {VAULT_KEY: ciphertext_digest}
+    return digest | ({_NAMED_KEY: sorted(named.intersection(names))} if named else {})
 
 
 def is_template(value: JSON) -> bool:

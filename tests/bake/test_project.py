@@ -45,16 +45,24 @@ class Project:
     def change(self, file: str, text: str) -> None:
         (self.path / file).write_text(text)
 
+BECOMING = """  become: true
+  pre_tasks:
+    - name: Become a user without a shell
+      ansible.builtin.command: id --user --name
+      become_user: games
+      register: site_user
+      changed_when: false
+      failed_when: site_user.stdout != "games"
+"""
+
 
 @pytest.fixture
 def project(minimal: Workplace, tmp_path: Path) -> Project:
     path = tmp_path / "images of the büro"
     shutil.copytree(init.TEMPLATE, path)
-    # As a layer says that is applied to live hosts, too. A bake is root, and asks no sudo: it would refuse the flag.
+    # As a layer says that is applied to live hosts, too. A bake is root, and the image has no sudo.
     layer = path / "playbooks/layers/site.yml"
-    layer.write_text(
-        layer.read_text().replace("  roles:", "  become: true\n  become_flags: --none\n  roles:")
-    )
+    layer.write_text(layer.read_text().replace("  roles:", BECOMING + "  roles:"))
     return Project(path, minimal.store, tmp_path / "output")
 
 

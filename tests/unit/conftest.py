@@ -16,5 +16,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def unread_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the check of what layers' tasks bring: for tests of values, which it takes most of the time of."""
-    monkeypatch.setattr(problems, "unlisted_roles", lambda *_: [])
+    """Leave out the check of what layers' tasks read: for tests of values, which it takes most of the time of."""
+    monkeypatch.setattr(problems, "reading_problems", lambda *_: [])

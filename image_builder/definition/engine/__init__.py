@@ -22,10 +22,10 @@ os.environ["ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED"] = "true"
 os.environ["ANSIBLE_LOCAL_TEMP"] = tempfile.gettempdir()
 
 from image_builder.definition.engine.configuration import init_plugin_loader, settings
+from image_builder.definition.engine.faults import Fault
 from image_builder.definition.engine.inventories import Source, read_inventory, undecryptable
 from image_builder.definition.engine.origins import (
     UnreadableError,
-    ciphertext_digest,
     decrypted_text,
     place_in,
     place_of,
@@ -58,6 +58,7 @@ __all__ = [
     "Evaluation",
     "EvaluationError",
     "Evaluator",
+    "Fault",
     "PlayReading",
     "Reads",
     "Source",
@@ -65,7 +66,6 @@ __all__ = [
     "UnreadableError",
     "argument_faults",
     "caller",
-    "ciphertext_digest",
     "collection_folders",
     "configured_inventories",
     "configured_plugins",

@@ -21,6 +21,7 @@ from ansible.plugins.loader import action_loader, add_all_plugin_dirs
 from ansible.vars.manager import VariableManager
 
 from image_builder.canonical import JSON
+from image_builder.definition.engine.faults import Fault, Faults
 from image_builder.definition.engine.origins import (
     UnreadableError,
     place_of,
@@ -57,6 +58,7 @@ class PlayReading:
     roles: set[str] = field(default_factory=set)
     lookups: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
+    faults: frozenset[Fault] = frozenset()
 
 
 def read_play(
@@ -191,7 +193,8 @@ class _Walk:
         self.play, self.loader, self.roles = play, loader, roles
         self.result = PlayReading()
         self.rounds = Rounds(play, loader, own_lookups)
-        self.sources = Sources(self.rounds, loader, self.result.sent, self.unknown)
+        self.faults = Faults(self.rounds)
+        self.sources = Sources(self.rounds, loader, self.result.sent, self.unknown, self.faults)
         self.included: set[str] = set()
 
     def reading(self, playbook: Path, written: Mapping[str, Any]) -> PlayReading:
@@ -205,6 +208,7 @@ class _Walk:
             self.blocks(role.get_handler_blocks(play=self.play))
         self.result.files |= self.loader.reads.files
         self.result.lookups |= self.rounds.own_lookups
+        self.result.faults = self.faults.found(certain=not self.result.unknown)
         for file in self.result.files | self.result.sent:
             for folder in self.roles:
                 if file.is_relative_to(folder):
@@ -281,6 +285,7 @@ class _Walk:
         )
 
     def task(self, item: Any) -> None:
+        self.faults.task(item)
         if item.loop_with and not is_predictable(item.loop_with):
             self.unknown(item, f"what `with_{item.loop_with}` gives is known only while a play runs")
         if is_template(item.action):

@@ -95,6 +95,10 @@ class Rounds:
             raise UnknownError
         return values
 
+    def surely_runs(self, item: Any, variables: Mapping[str, Any]) -> bool:
+        """Tell whether a task runs in a round, as far as its conditions say."""
+        return self._condition(item, variables) is True
+
     def _condition(self, item: Any, variables: Mapping[str, Any]) -> bool | None:
         """Return what a task's conditions come to, None where that isn't known."""
         result: bool | None = True

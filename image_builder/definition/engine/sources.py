@@ -12,6 +12,7 @@ import jinja2.meta
 from ansible.errors import AnsibleError
 from ansible.module_utils.parsing.convert_bool import boolean
 
+from image_builder.definition.engine.faults import Faults
 from image_builder.definition.engine.reads import NotingLoader
 from image_builder.definition.engine.rounds import Rounds, UnknownError
 from image_builder.definition.values import is_template, lookup_calls
@@ -38,9 +39,15 @@ class Sources:
     """Notes in ``sent`` and in the loader's reads what tasks read, and by ``unknown`` what can't be known."""
 
     def __init__(
-        self, rounds: Rounds, loader: NotingLoader, sent: set[Path], unknown: Callable[[Any, str], None]
+        self,
+        rounds: Rounds,
+        loader: NotingLoader,
+        sent: set[Path],
+        unknown: Callable[[Any, str], None],
+        faults: Faults,
     ) -> None:
         self.rounds, self.loader, self.sent, self.unknown = rounds, loader, sent, unknown
+        self.faults = faults
 
     def has(self, item: Any) -> bool:
         """Tell whether a task's module reads files."""
@@ -103,7 +110,8 @@ class Sources:
             folder = ""  # beside the file of tasks
         try:
             path = self.loader.sent_path(item.get_search_path(), folder, source)
-        except AnsibleError:  # there is none: the play will fail
+        except AnsibleError:
+            self.faults.missing_file(item, source, variables)
             return
         if module == "template":
             self._template(item, path, variables, set())

@@ -142,6 +142,8 @@ def test_facts_hold_what_roles_and_the_builder_own_and_nothing_else(root: Path) 
     edit("inventory/hosts.yml", '    mine_key: "{{ inventory_dir }}/key.asc"\n', "")(root)
     edit("inventory/hosts.yml", "    site_name: a\n", f"    site_name: a\n{more}")(root)
     (root / "inventory/ca.pem").write_text("s3cr3t\n")
+    (root / "roles/mine/files/a").mkdir()
+    (root / "roles/mine/files/a/key").touch()
     defined = definition(root)
     told = definition_facts(defined, **FACTS)["variables"]  # type: ignore[arg-type]
     assert isinstance(told, dict)

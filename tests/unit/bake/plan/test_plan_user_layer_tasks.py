@@ -409,7 +409,7 @@ def test_what_include_vars_brings_is_known(root: Path) -> None:
     ],
 )
 def test_what_reads_nothing_here_needs_no_warning(root: Path, task: str) -> None:
-    _with_task(root, ROLE, task)
+    _with_task(root, ROLE, task, {"roles/needed/files/site.sh": "exit 0\n"})
     first = plan(root)
     assert first.warnings == ()
     assert changed(first, plan(root)) == set()

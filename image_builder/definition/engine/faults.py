@@ -1,0 +1,69 @@
+"""What a play would stop at, known before it: files to send that there are not, handlers that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ansible.playbook.block import Block
+from ansible.playbook.handler import Handler
+
+from image_builder.definition.engine.origins import place_of
+from image_builder.definition.engine.rounds import Rounds
+from image_builder.definition.values import is_template
+
+Fault = tuple[str, str]
+"""A place and the reason."""
+
+
+class Faults:
+    """Notes the faults of a play's tasks. Only what is wrong for sure counts: a play knows more."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds = rounds
+        self._files: set[Fault] = set()
+        self._handlers: set[str] = set()
+        self._notified: dict[str, str] = {}
+
+    def missing_file(self, item: Any, source: str, variables: Mapping[str, Any]) -> None:
+        """Note that there is no file that a task sends, unless it may not run, or may fail."""
+        if self.rounds.surely_runs(item, variables) and not _may_fail(item):
+            self._files.add((_place(item), f"no such file on the machine that builds: `{source}`"))
+
+    def task(self, item: Any) -> None:
+        """Note whom a task notifies, or by what names a handler is known."""
+        if isinstance(item, Handler):
+            names = (item.get_name(include_role_fqcn=full) for full in (False, True))
+            self._handlers.update(str(name) for name in (item.name, *names, *(item.listen or [])))
+        for name in [item.notify] if isinstance(item.notify, str) else item.notify or []:
+            self._notified.setdefault(str(name), _place(item))
+
+    def found(self, *, certain: bool) -> frozenset[Fault]:
+        """Return all faults; none where it isn't ``certain`` what else the play does."""
+        if not certain:
+            return frozenset()
+        is_open = any(is_template(name) for name in self._handlers)
+        unheard = {
+            (place, f"notifies `{name}`: the play has no such handler")
+            for name, place in self._notified.items()
+            if name not in self._handlers and not is_template(name) and not is_open
+        }
+        return frozenset(self._files | unheard)
+
+
+def _may_fail(item: Any) -> bool:
+    forgiving = item.ignore_errors or item.failed_when or item.until or "never" in item.tags
+    return bool(forgiving) or any(block.rescue and child in block.block for block, child in _blocks(item))
+
+
+def _blocks(item: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the blocks around a task, and which part of each it is in."""
+    child, parent = item, item._parent
+    while parent is not None:
+        if isinstance(parent, Block):
+            yield parent, child
+        child, parent = parent, parent._parent
+
+
+def _place(item: Any) -> str:
+    return str(place_of(item.get_ds()) or item.get_path())

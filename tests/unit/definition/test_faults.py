@@ -1,0 +1,95 @@
+"""What `validate` tells of a user's tasks before the bake stops at it, and what it leaves to the play."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.definition.test_project_habits import LAYER, ROLE, problems, project, write
+
+__all__ = ["project"]
+
+TASKS = f"{ROLE}/tasks/main.yml"
+COPY = "ansible.builtin.copy: {src: absent.conf, dest: /etc/absent.conf, mode: '0644'}"
+
+
+def lines(text: str) -> str:
+    return f"---\n- name: Task\n  {COPY}\n" + text
+
+
+@pytest.mark.parametrize(
+    ("task", "absent"),
+    [
+        (COPY, "absent.conf"),
+        ("ansible.builtin.template: {src: absent.j2, dest: /etc/absent, mode: '0644'}", "absent.j2"),
+        ("ansible.builtin.include_vars: absent.yml", "absent.yml"),
+        ("ansible.builtin.script: absent.sh --quick", "absent.sh"),
+        (
+            COPY.replace("absent.conf,", "'{{ item }}',", 1) + "\n  loop: [there.conf, absent.conf]",
+            "absent.conf",
+        ),
+        (COPY + "\n  when: site_banner_owner is defined", "absent.conf"),
+    ],
+)
+def test_a_file_that_is_not_there_is_told_at_its_task(project: Path, task: str, absent: str) -> None:
+    write(project, f"{ROLE}/files/there.conf", "a\n")
+    write(project, TASKS, f"---\n- name: Task\n  {task}\n")
+    reason = f"layer site: no such file on the machine that builds: `{absent}`"
+    assert problems(project) == [f"{TASKS}:2 {reason}"]
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        lines("  when: false\n"),
+        lines("  when: ansible_facts.kernel is defined\n"),
+        lines("  ignore_errors: true\n"),
+        lines("  failed_when: false\n"),
+        lines("  tags: [never]\n"),
+        lines("").replace("absent.conf,", "absent.conf, remote_src: true,", 1),
+        f"---\n- name: Try\n  block:\n    - name: Task\n      {COPY}\n"
+        "  rescue:\n    - name: Other\n      ansible.builtin.debug: {msg: none}\n",
+        "---\n- name: Make it\n  ansible.builtin.command: make\n  delegate_to: localhost\n  changed_when: true\n"
+        + lines("").removeprefix("---\n"),
+    ],
+    ids=["off", "by a fact", "ignored", "never failed", "never", "in the image", "rescued", "made before"],
+)
+def test_a_file_that_may_not_be_needed_or_come_later_is_left_to_the_play(project: Path, tasks: str) -> None:
+    write(project, TASKS, tasks)
+    assert problems(project) == []
+
+
+def notifying(name: str) -> str:
+    return f"---\n- name: Task\n  ansible.builtin.command: 'true'\n  changed_when: true\n  notify: {name}\n"
+
+
+def test_a_handler_that_nobody_has_is_told_at_its_task(project: Path) -> None:
+    write(project, TASKS, notifying("Restart it"))
+    assert problems(project) == [f"{TASKS}:2 layer site: notifies `Restart it`: the play has no such handler"]
+
+
+@pytest.mark.parametrize(
+    ("name", "handler"),
+    [
+        ("Restart it", "name: Restart it"),
+        ("'site_banner : Restart it'", "name: Restart it"),
+        ("restart", "name: Restart it\n  listen: restart"),
+        ("'Restart {{ site_banner_owner }}'", "name: Restart root"),
+        ("Restart root", "name: 'Restart {{ site_banner_owner }}'"),
+    ],
+)
+@pytest.mark.parametrize("place", ["role", "play"])
+def test_handlers_are_known_by_each_of_their_names(
+    project: Path, place: str, name: str, handler: str
+) -> None:
+    written = f"- {handler}\n  ansible.builtin.command: 'true'\n  changed_when: true\n"
+    if place == "role":
+        write(project, f"{ROLE}/handlers/main.yml", f"---\n{written}")
+        write(project, TASKS, notifying(name))
+    elif "site_banner :" not in name:
+        nested = "".join(f"    {line}\n" for line in written.splitlines())
+        text = (project / LAYER).read_text().rstrip("\n") + f"\n  handlers:\n{nested}"
+        write(project, LAYER, text)
+        write(project, TASKS, notifying(name))
+    assert problems(project) == []
