@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from image_builder.cli.command import AsJson, register, show
+from image_builder.cli.command import AsJson, completion, register, show
 from image_builder.errors import UsageError
 from image_builder.settings import REPO_ROOT
 
@@ -29,7 +29,13 @@ def init(
         Path, typer.Argument(metavar="DIR", help="a directory that is empty or doesn't exist")
     ],
     ci: Annotated[
-        str, typer.Option("--ci", metavar="SERVICE", help=f"add a pipeline for {', '.join(SERVICES)}")
+        str,
+        typer.Option(
+            "--ci",
+            metavar="SERVICE",
+            help=f"add a pipeline for {', '.join(SERVICES)}",
+            autocompletion=completion(lambda _: SERVICES),
+        ),
     ] = "github",
     as_json: AsJson = False,
 ) -> int:

@@ -63,6 +63,7 @@ def _main(
             metavar="SERVICE",
             envvar="IMAGE_BUILDER_ANNOTATIONS",
             help="also annotate errors for a CI service, at file and line: github or azure",
+            autocompletion=command.completion(lambda _: get_args(ci.Service)),
         ),
     ] = None,
 ) -> None:

@@ -33,6 +33,8 @@ hosts_of_ours:
 """
 TYPED = {
     "image-builder val": "image-builder validate",
+    "image-builder init --ci az": "image-builder init --ci azure",
+    "image-builder --annotations gi": "image-builder --annotations github",
     "image-builder build --lock": "image-builder build --locked",
     "image-builder build mini": "image-builder build minimal",
     "image-builder build -i inven": "image-builder build -i inventory.yml",

@@ -45,6 +45,7 @@ class Project:
     def change(self, file: str, text: str) -> None:
         (self.path / file).write_text(text)
 
+
 BECOMING = """  become: true
   pre_tasks:
     - name: Become a user without a shell
