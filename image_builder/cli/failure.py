@@ -100,6 +100,15 @@ def _expected(error: OSError) -> ImageBuilderError | None:
 def guard(work: Callable[[], int], *, json_wanted: bool, command: str = "") -> int:
     """Run ``work`` and return its exit status; show what it raises. SystemExit passes."""
     try:
+        return _shown(work, json_wanted, command)
+    except BrokenPipeError:
+        # Who read our results has gone: `image-builder plan worker | head -3`. Nothing to add.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _shown(work: Callable[[], int], json_wanted: bool, command: str) -> int:
+    try:
         return work()
     except ImageBuilderError as error:
         return _show(error, json_wanted, command)
@@ -107,9 +116,7 @@ def guard(work: Callable[[], int], *, json_wanted: bool, command: str = "") -> i
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Who read our results has gone: `image-builder plan worker | head -3`. Nothing to add.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        raise
     except Exception as error:
         if isinstance(error, OSError) and (expected := _expected(error)):
             return _show(expected, json_wanted, command)
@@ -125,7 +132,7 @@ def _show(error: ImageBuilderError, json_wanted: bool, command: str) -> int:
     sys.stdout.flush()
     report(error, command, on_stdout=not json_wanted)
     if json_wanted:
-        print(json.dumps(as_json(error), indent=1))
+        print(json.dumps(as_json(error), indent=1), flush=True)
     return error.exit_code
 
 

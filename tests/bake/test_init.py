@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,23 @@ def test_a_ci_is_shown_the_file_and_the_line(tmp_path: Path) -> None:
         run("--annotations", "jenkins", "validate", cwd=tmp_path / "images").returncode
         == UsageError.exit_code
     )
+
+
+@pytest.mark.parametrize("options", [("images",), ("validate", "--json", "-i", "nowhere.yml")])
+def test_a_reader_that_has_gone_is_neither_a_bug_nor_the_error(
+    tmp_path: Path, options: Sequence[str]
+) -> None:
+    """As in `image-builder images | true`, also where the result is an error."""
+    assert run("init", "mine", cwd=tmp_path).returncode == 0
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as nobody:
+        done = subprocess.run(
+            [REPO_ROOT / "image-builder", *options],
+            cwd=tmp_path / "mine",
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 128 + signal.SIGPIPE and "Traceback" not in done.stderr, done.stderr
