@@ -1,17 +1,45 @@
-"""What `validate` tells of a user's tasks before the bake stops at it, and what it leaves to the play."""
+"""What is told of a user's tasks before the bake stops at it, and what is left to the play."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.unit.definition.test_project_habits import LAYER, ROLE, problems, project, write
+from image_builder.cli import init
+from image_builder.definition import load_inventory
+from image_builder.definition.engine import read_play
 
-__all__ = ["project"]
-
+ROLE = "roles/site_banner"
+LAYER = "playbooks/layers/site.yml"
 TASKS = f"{ROLE}/tasks/main.yml"
 COPY = "ansible.builtin.copy: {src: absent.conf, dest: /etc/absent.conf, mode: '0644'}"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A new repository of a user's."""
+    place = tmp_path / "images"
+    shutil.copytree(init.TEMPLATE, place)
+    return place
+
+
+def write(project: Path, file: str, text: str) -> None:
+    (project / file).parent.mkdir(exist_ok=True)
+    (project / file).write_text(text)
+
+
+def faults(project: Path) -> list[str]:
+    """Return what the layer would stop at."""
+    play = read_play(project / LAYER, [project / "roles"], {"site_banner_owner": "root"}, {}, frozenset())
+    return sorted(f"{Path(where).relative_to(project)} {reason}" for where, reason in play.faults)
+
+
+def test_validate_tells_all_of_them(project: Path) -> None:
+    write(project, TASKS, lines("  notify: Restart it\n"))
+    found = load_inventory([project / "inventories/site"], project=project).problems()
+    assert [(Path(p.where).name, p.path) for p in found] == [("main.yml:2", "layer site")] * 2
 
 
 def lines(text: str) -> str:
@@ -35,8 +63,7 @@ def lines(text: str) -> str:
 def test_a_file_that_is_not_there_is_told_at_its_task(project: Path, task: str, absent: str) -> None:
     write(project, f"{ROLE}/files/there.conf", "a\n")
     write(project, TASKS, f"---\n- name: Task\n  {task}\n")
-    reason = f"layer site: no such file on the machine that builds: `{absent}`"
-    assert problems(project) == [f"{TASKS}:2 {reason}"]
+    assert faults(project) == [f"{TASKS}:2 no such file on the machine that builds: `{absent}`"]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +84,7 @@ def test_a_file_that_is_not_there_is_told_at_its_task(project: Path, task: str, 
 )
 def test_a_file_that_may_not_be_needed_or_come_later_is_left_to_the_play(project: Path, tasks: str) -> None:
     write(project, TASKS, tasks)
-    assert problems(project) == []
+    assert faults(project) == []
 
 
 def notifying(name: str) -> str:
@@ -66,7 +93,7 @@ def notifying(name: str) -> str:
 
 def test_a_handler_that_nobody_has_is_told_at_its_task(project: Path) -> None:
     write(project, TASKS, notifying("Restart it"))
-    assert problems(project) == [f"{TASKS}:2 layer site: notifies `Restart it`: the play has no such handler"]
+    assert faults(project) == [f"{TASKS}:2 notifies `Restart it`: the play has no such handler"]
 
 
 @pytest.mark.parametrize(
@@ -92,4 +119,4 @@ def test_handlers_are_known_by_each_of_their_names(
         text = (project / LAYER).read_text().rstrip("\n") + f"\n  handlers:\n{nested}"
         write(project, LAYER, text)
         write(project, TASKS, notifying(name))
-    assert problems(project) == []
+    assert faults(project) == []
