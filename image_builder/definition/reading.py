@@ -19,7 +19,14 @@ from image_builder.definition import engine
 from image_builder.definition.evaluate import evaluated_playbook, play_variables, role_variables
 from image_builder.definition.model import ImageDefinition
 from image_builder.definition.roles import VARIABLES_BESIDE, Layer, RoleBook, RoleUse, read_layer
-from image_builder.definition.values import is_template, lookup_calls, referenced_names, strings, words
+from image_builder.definition.values import (
+    is_open,
+    is_template,
+    lookup_calls,
+    referenced_names,
+    strings,
+    words,
+)
 from image_builder.errors import VaultError
 from image_builder.system.trees import files_in
 
@@ -34,6 +41,7 @@ _ANY_VARIABLE = re.compile(
 )
 # What all variables that nothing names count under then.
 _OTHERS = "(others)"
+_VAULTED_LOOKUP = "what a vaulted template looks up is known only while the play runs"
 _YAML = (".yml", ".yaml", ".json")
 # The parts of a role that hold variables.
 _DECLARED = ("defaults", "vars", "meta")
@@ -206,14 +214,23 @@ class _Reader:
     def _lookups(self, files: Iterable[Path], scope: _Scope) -> None:
         """Run the lookups in files of variables."""
         for file in files:
-            if file.suffix in _YAML and file.name != "argument_specs.yml":
-                self._run_lookups(self._name(file), _uncommented(self._text(file)), scope)
+            if file.suffix not in _YAML or file.name == "argument_specs.yml":
+                continue
+            text = self._text(file)
+            if (readable := self._decrypted(file)) == text:
+                self._run_lookups(self._name(file), _uncommented(text), scope)
+            elif any(lookup_calls(readable)):  # which may name secrets
+                self.unknown.add(f"{self._name(file)}: {_VAULTED_LOOKUP}")
 
     def _variable_lookups(self, spoken: Mapping[str, JSON], scope: Mapping[str, JSON]) -> None:
         """Run the lookups in values of the inventory, which any role's files may be meant by."""
         roles = [str(self.book.role(use.name).path) for use in self.book.uses(self.layer)]
         scope = {**scope, "ansible_search_path": [*roles, str(self.layer.playbook.parent)]}
         for name, value in spoken.items():
+            if is_open(value):
+                self.unknown.add(
+                    f"{name}: what a vaulted template looks up is known only while the play runs"
+                )
             for text in strings(value):
                 if is_template(text):
                     self._run_lookups(name, text, lambda: scope)

@@ -17,9 +17,11 @@ from pathlib import Path
 from image_builder.canonical import JSON
 
 # A vaulted value is replaced by {VAULT_KEY: sha256 of its ciphertext}: a change shows, the secret does not. One of a
-# vaulted file may be a template: the names of variables in it stand under the other key.
+# vaulted file may be a template: the names of variables in it stand under the other key, and the words by which it may
+# reach more than it names.
 VAULT_KEY = "__vault__"
 _NAMED_KEY = "__named__"
+_REACHING = frozenset({"lookup", "query", "q", "vars", "hostvars", "groups"})
 VAULT_HINT = "give the password with --vault-password-file FILE or ANSIBLE_VAULT_PASSWORD_FILE"
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -51,7 +53,13 @@ def stand_in(ciphertext_digest: str, secret: JSON, names: Collection[str]) -> di
     """Return what stands in for a value of a vaulted file: of the secret no more than which ``names`` it speaks of."""
     named = {word for text in strings(secret) if is_template(text) for word in words(text)}
     digest: dict[str, JSON] = {VAULT_KEY: ciphertext_digest}
-    return digest | ({_NAMED_KEY: sorted(named.intersection(names))} if named else {})
+    return digest | ({_NAMED_KEY: sorted(named.intersection({*names, *_REACHING}))} if named else {})
+
+
+def is_open(value: JSON) -> bool:
+    """Tell whether ``value`` is the stand-in of a template that may reach more variables or files than it names."""
+    named = value.get(_NAMED_KEY) if isinstance(value, Mapping) else None
+    return isinstance(named, list) and not _REACHING.isdisjoint(named)
 
 
 def is_template(value: JSON) -> bool:

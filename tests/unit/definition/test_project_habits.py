@@ -208,23 +208,29 @@ def test_files_of_variables_may_be_vaulted_as_a_whole(
     assert file in {name.removeprefix("project/") for name in one.files}
     assert reading("there").variables != one.variables
 
+    write(project, file, vaulted("site_secret: \"{{ lookup('file', 'x') }}\"\n"))
+    (reason,) = reading("here").unknown
+    assert reason.endswith(f"{file}: what a vaulted template looks up is known only while the play runs")
+
 
 def test_what_a_vaulted_file_of_the_inventory_speaks_of_is_in_the_layers_that_name_it(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "password").write_text("swordfish\n")
     monkeypatch.setenv("ANSIBLE_VAULT_PASSWORD_FILE", os.fspath(tmp_path / "password"))
-    write(
-        project,
-        "inventories/site/host_vars/node.yml",
-        vaulted(f"site_secret: {SECRET} {{{{ site_place }}}}\n"),
-    )
+    secret = "inventories/site/host_vars/node.yml"
+    write(project, secret, vaulted(f"site_secret: {SECRET} {{{{ site_place }}}}\n"))
     write(project, f"{ROLE}/tasks/main.yml", "- ansible.builtin.debug: {msg: '{{ site_secret }}'}\n")
     definitions = [read(project, f"site_place={place}").define("node") for place in ("here", "there")]
     assert SECRET not in repr(definitions)
     one, other = (layer_reading(definition, "site").variables for definition in definitions)
     assert one["site_secret"] == other["site_secret"]
     assert (one["site_place"], other["site_place"]) == ("here", "there")
+
+    write(project, secret, vaulted("site_secret: \"{{ lookup('file', 'x') }}\"\n"))
+    definition = read(project).define("node")
+    (reason,) = layer_reading(definition, "site").unknown
+    assert reason == "site_secret: what a vaulted template looks up is known only while the play runs"
 
 
 def test_a_vaulted_file_of_tasks_says_where_it_may_be(
