@@ -221,6 +221,7 @@ class _Walk:
                 self.blocks([*item.block, *item.rescue, *item.always])
                 continue
             self.result.followed.add(Path(item.get_path().rpartition(":")[0]))
+            self.faults.task(item)
             if isinstance(item, TaskInclude):
                 for variables in self.rounds.of(item):
                     self.lookups(item, variables)
@@ -285,7 +286,6 @@ class _Walk:
         )
 
     def task(self, item: Any) -> None:
-        self.faults.task(item)
         if item.loop_with and not is_predictable(item.loop_with):
             self.unknown(item, f"what `with_{item.loop_with}` gives is known only while a play runs")
         if is_template(item.action):

@@ -120,3 +120,18 @@ def test_handlers_are_known_by_each_of_their_names(
         write(project, LAYER, text)
         write(project, TASKS, notifying(name))
     assert faults(project) == []
+
+
+def test_a_handler_may_be_an_include_or_that_of_a_needed_role(project: Path) -> None:
+    write(project, f"{ROLE}/handlers/main.yml", "- name: Restart all\n  include_tasks: all.yml\n")
+    write(project, f"{ROLE}/handlers/all.yml", "- name: One\n  ansible.builtin.debug: {msg: one}\n")
+    (project / ROLE / "meta").mkdir(exist_ok=True)
+    write(project, f"{ROLE}/meta/main.yml", "dependencies: [needed]\n")
+    (project / "roles/needed").mkdir()
+    write(
+        project,
+        "roles/needed/handlers/main.yml",
+        "- name: Reload\n  listen: needed\n  ansible.builtin.debug: {msg: needed}\n",
+    )
+    write(project, TASKS, notifying("[Restart all, needed, Reload]"))
+    assert faults(project) == []
