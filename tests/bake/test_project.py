@@ -49,11 +49,17 @@ class Project:
 BECOMING = """  become: true
   pre_tasks:
     - name: Become a user without a shell
-      ansible.builtin.command: id --user --name
       become_user: games
-      register: site_user
-      changed_when: false
-      failed_when: site_user.stdout != "games"
+      block:
+        - name: Copy a file
+          ansible.builtin.copy: {content: text, dest: /var/tmp/site, mode: "0600"}
+        - name: Look at it
+          ansible.builtin.command: stat --format %U /var/tmp/site
+          register: site_user
+          changed_when: false
+          failed_when: site_user.stdout != "games"
+        - name: Remove it
+          ansible.builtin.file: {path: /var/tmp/site, state: absent}
 """
 
 
