@@ -1,4 +1,4 @@
-"""The generated reference pages say what the program says; ``--update-golden`` writes them anew."""
+"""The generated reference pages say what the program says; ``--update-golden`` rewrites them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_page_is_current(name: str, page: object, repo_root: Path, request: pyte
     file = repo_root / "docs/reference" / name
     if request.config.getoption("--update-golden"):
         file.write_text(page(), encoding="utf-8")
-    assert file.read_text(encoding="utf-8") == page(), "write it anew: pytest tests/unit --update-golden"
+    assert file.read_text(encoding="utf-8") == page(), "rewrite it: pytest tests/unit --update-golden"
 
 
 def test_links_between_pages_lead_somewhere(repo_root: Path) -> None:

@@ -16,6 +16,6 @@ def test_the_reference_page_is_current(repo_root: Path, request: pytest.FixtureR
     if request.config.getoption("--update-golden"):
         file.write_text(with_tables(text), encoding="utf-8")
     text = file.read_text(encoding="utf-8")
-    assert text == with_tables(text), "write it anew: pytest tests/unit --update-golden"
+    assert text == with_tables(text), "rewrite it: pytest tests/unit --update-golden"
     assert text.count("| `same_share` |") == 1
     assert [kind for kind in CLASSES if f"`{kind}`" not in text] == []

@@ -1,4 +1,4 @@
-"""docs/reference/gpu-smoke.md says what the code and the tables say; ``--update-golden`` writes it anew."""
+"""docs/reference/gpu-smoke.md says what the code and the tables say; ``--update-golden`` rewrites it."""
 
 from __future__ import annotations
 
@@ -19,82 +19,86 @@ HEAD = """\
 # The GPU smoke test
 
 `node-agent gpu-smoke [--tier boot-quick|boot-full|periodic] [--seed N] [--json]` tests a node's GPUs; from a checkout,
-`python -m image_builder.node gpu-smoke`. It needs the driver and nothing else:
-[how to use it](../how-to/test-a-gpu-node.md).
+run `python -m image_builder.node gpu-smoke`. It needs only the driver: [how to use it](../how-to/test-a-gpu-node.md).
 
-The decisions are tested on recorded answers of real GPUs, and the whole has run on [an H200](gpu-results.md). Most
-floors below are other people's measurements or judgement, not this test's own, and no size was calibrated with this
-test's kernels yet. So by default the test observes: what the GPUs compute and how fast they are only warns, until
-[a calibration is on record](#settings) for size, driver and program. Missing GPUs, a fabric that is not up, remapping
-failures, uncorrected errors and fatal Xids hold the node back in any mode.
+Its decisions are tested against recorded answers from real GPUs, and the whole test has run on
+[an H200](gpu-results.md). Most floors below are other people's measurements or judgement, not results of this test, and
+no size has been calibrated with this test's kernels yet. By default, the test therefore observes: what the GPUs
+compute, and how fast, only causes warnings until [a calibration is on record](#settings) for the size, driver and
+program. Missing GPUs, a fabric that isn't up, remapping failures, uncorrected errors and fatal Xids hold the node back
+in any mode.
 
-The result is one JSON document ([schema](gpu-smoke.schema.json)) in `/run/node/gpu.json`, with `--json` also on
-standard output; people get the same in lines. While a test runs there is no such file.
+The result is one JSON document ([schema](gpu-smoke.schema.json)) in `/run/node/gpu.json`. Standard output gets the same
+result as text, or with `--json` the document itself. While a test runs, the file doesn't exist.
 """
 TIERS = """\
 ## Tiers
 
-| tier | the load may take | memory tested |
+| tier | time limit for the load | memory tested |
 |---|---|---|
 | `boot-quick` | 80 s | 25 % |
 | `boot-full`, `periodic` | 330 s | 95 % |
 
-The seed is another one each time and stands in the document; `--seed` repeats a run. What the driver never returns from
-is given up after that time, a minute for the platform, the wait for the NVLink fabric and 90 s.
+Every run draws a new seed and records it in the document; `--seed` repeats a run. A driver call may never return: the
+command gives up after the tier's time limit plus one minute for the platform's metadata, the longer of the waits for
+the NVLink fabric and for InfiniBand, and 90 s.
 """
 SETTINGS = """\
 ## Settings
 
-`/etc/node-agent/gpu.json`; every key has a default, an unknown one is refused.
+The settings are in `/etc/node-agent/gpu.json`. Every key has a default; unknown keys are rejected.
 
-| key | default | what |
+| key | default | meaning |
 |---|---|---|
-| `expect` | `gpus` | `none`: a pool without GPUs. Then none passes, and one is an error of the configuration |
-| `vm_size` | | asked of the platform's metadata where it is empty |
-| `count`, `allow_unknown_size` | | let a size pass that isn't in the table, with so many GPUs and without floors |
-| `driver_version`, `driver_flavour`, `kernel` | | what was baked; compared where given |
-| `mig` | `disabled` | the policy; `enabled`: such GPUs are not put under load, all else is checked |
-| `overrides` | `{}` | a floor by its key: `{"hbm_floor_gbps": {"value": 2400, "from": "why"}}`; judged as the table's |
-| `waived` | `{}` | a check by its id, with the reason: its failure warns. Not for answers, memory, ECC, Xids, GPUs |
-| `own_processes` | `["nvidia-persistenced"]` | may be on a GPU before the test |
+| `expect` | `gpus` | `none`: the pool has no GPUs. The test passes without GPUs, and any GPU is a configuration error |
+| `vm_size` | | if empty, the platform's metadata service is queried |
+| `count`, `allow_unknown_size` | | accept a size that isn't in the table, with this many GPUs and without floors |
+| `driver_version`, `driver_flavour`, `kernel` | | what was baked; checked if set |
+| `mig` | `disabled` | the pool's policy. `enabled`: the GPUs are not put under load; everything else is checked |
+| `overrides` | `{}` | floors by key: `{"hbm_floor_gbps": {"value": 2400, "from": "why"}}`; the table's limits apply |
+| `waived` | `{}` | checks by id, each with the reason: their failures only warn. \
+Checks of answers, memory, ECC, Xids and GPUs can't be waived |
+| `own_processes` | `["nvidia-persistenced"]` | processes that may use a GPU before the test |
 | `fabric_wait_seconds` | 180 | how long the NVLink fabric may take to come up |
 | `infiniband_wait_seconds` | 120 | how long all InfiniBand ports may take to come up, counted from the same moment |
-| `mode` | `observe` | `enforce`: what the GPUs compute gates the node without a calibration, floors still warn |
-| `calibrations` | `[]` | records that healthy machines passed: `size`, `driver`, `agent` (`tool_version`), `from` |
+| `mode` | `observe` | `enforce`: the load's results gate the node without a calibration; floors still only warn |
+| `calibrations` | `[]` | records of healthy machines that passed: `size`, `driver`, `agent` (`tool_version`), `from` |
 
-A floor counts where the table calls its size calibrated, where a record is about this size, driver and program, or
-where it is the pool's own (`overrides`); any other one warns.
+A missed floor fails the node only if the test enforces and the floor is confirmed: the table marks the size as
+calibrated, a record covers this size, driver and program, or the floor is the pool's own (`overrides`). Otherwise it
+only warns.
 
 ## The same finding on several GPUs
 
-A wrong answer that two or more GPUs give alike, one check that is wrong on all of several GPUs, and a signal that ends
-two or more workers are rather this test's fault than the GPUs': `answer.common` and `worker.common` are inconclusive
-(exit 3) with the action `reimage`, and never `replace`. So are workers that are all late, with no action: the machine
-may be busy.
+If two or more GPUs give the same wrong answer, if one check's answers are wrong on every GPU of several, or if a signal
+ends two or more workers, the test is more likely at fault than the GPUs. `answer.common` and `worker.common` are
+therefore inconclusive (exit 3) with the action `reimage`, never `replace`. If all workers are late, the result is
+inconclusive too, without an action: the machine may be busy.
 """
 FOOT = """\
-## What is not known
+## Limitations
 
-* The checks have not been run on every GPU of the table; what was recorded stands in `tests/data/gpu`, with its source.
-* `nvlink.active` and `gpu.inforom` are tested on answers that were made up in part: `nvidia-smi -q`, from whose output
-  the recordings are, doesn't print them.
-* A driver older than 560 tells no recovery action and no margin of temperature; the check is skipped, or made with the
-  GPU's fixed threshold.
-* Disk, network and maintenance events are the node's preflight's, not this test's.
+* The checks have not been run on every GPU in the table. `tests/data/gpu` has the recordings, with their sources.
+* `nvlink.active` and `gpu.inforom` are tested against answers that are partly made up: the recordings come from the
+  output of `nvidia-smi -q`, which lacks these values.
+* Drivers before 560 report neither a recovery action nor a temperature margin: the check is skipped, or uses the GPU's
+  fixed threshold.
+* The node's preflight checks disks, the network and maintenance events. This test doesn't.
 """
 
 
 def exit_codes() -> Iterator[str]:
     yield "## Exit codes\n\n| status | meaning |\n|---|---|"
     yield from (f"| {code} | {ending.meaning} |" for code, ending in ENDINGS.items())
-    yield "\n0 alone lets a node work. The worst wins: 5, 1, 2, 4, 3. Python's own 1 and 2 never leave this command:"
-    yield "a bug in it ends with 3 and the reason `internal`; only a wrong command line ends with argparse's 2."
+    yield "\nOnly 0 lets a node work. Of several statuses, the worst wins: 5, 1, 2, 4, 3. Python's own 1 and 2 never"
+    yield "leave this command: a bug ends it with 3 and the reason `internal`, only a usage error with argparse's 2."
 
 
 def checks() -> Iterator[str]:
-    yield "## Checks\n\nA check is `pass`, `warn`, `fail`, `skip` (not made, with the reason) or `error` (it should"
-    yield "have been made). A mandatory check that was not made is no pass: exit 3. `not-applicable` is a skip that the"
-    yield "node has no need of.\n\n| check | asks | under load | mandatory |\n|---|---|---|---|"
+    yield "## Checks\n\nA check's status is `pass`, `warn`, `fail`, `skip` (not made, with the reason) or `error`"
+    yield "(could not be made, but should have been). If a mandatory check was not made, the test doesn't pass: exit 3."
+    yield "The exception is a skip with the reason `not-applicable`: the node doesn't need that check.\n"
+    yield "| check | what it checks | under load | mandatory |\n|---|---|---|---|"
     for name, rule in RULES.items():
         mandatory = {0: "no", 2: "in the full tiers", 3: "yes"}[len(rule.mandatory)]
         yield f"| `{name}` | {rule.asks} | {'yes' if rule.active else ''} | {mandatory} |"
@@ -102,41 +106,48 @@ def checks() -> Iterator[str]:
 
 def codes() -> Iterator[str]:
     """Yield every reason that the rules can give, by the function that gives it."""
-    yield "## Reasons\n\n| reason | action |\n|---|---|"
+    yield "## Reasons\n\nA check that doesn't pass gives a reason, which leads to an action. *Not made*: the check"
+    yield "could not be made. *Warning*: the check only warns.\n\n| reason | action |\n|---|---|"
     actions: dict[str, set[str]] = {}
     for name in ("active", "gpu", "node"):
         text = (Path(rules.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
         for action, code in re.findall(r'\bbad\(\s*"(\w+)",\s*"([\w.-]+)"', text):
             actions.setdefault(code, set()).add(action)
         for kind, code in re.findall(r'\b(doubtful|broken|not_made)\(\s*"([\w.-]+)"', text):
-            actions.setdefault(code, set()).add({"doubtful": "warns"}.get(kind, "not made"))
+            actions.setdefault(code, set()).add({"doubtful": "warning"}.get(kind, "not made"))
         for code in re.findall(r'= _growth\(\s*"\w+",\s*"([\w.-]+)"', text):
-            actions[code] = {"replace", "warns"}
+            actions[code] = {"replace", "warning"}
     actions["answer.common"] = actions["worker.common"] = {"not made"}
-    actions["gpu.recovery-action"] = {"as the driver says"}
+    actions["gpu.recovery-action"] = {"as the driver recommends"}
     actions["not-run"] = {"not made"}
-    actions["xid.NUMBER"] = {"by its class"}
+    actions["xid.NUMBER"] = {"depends on its class"}
     actions["sxid.NUMBER"] = {"reboot"}
     actions["ib.down"] = actions["ib.rate"] = {"reboot", "not made"}
     for code in sorted(actions):
-        yield f"| `{code}` | {', '.join(sorted(actions[code]))} |"
-    yield "\nOf the whole run: `gpu.settings`, `gpu.sizes`, `gpu.xids`, `gpu.tier` (exit 4), `gpu.unexpected` (a GPU"
-    yield "where none is expected, 4), `internal` (3), `deadline` (124)."
+        yield f"| `{code}` | {' or '.join(sorted(actions[code]))} |"
+    yield "\nReasons for the whole run: `gpu.settings`, `gpu.sizes`, `gpu.xids`, `gpu.tier` (exit 4), `gpu.unexpected`"
+    yield "(a GPU where none is expected, 4), `internal` (3), `deadline` (124)."
 
 
 def gpus() -> Iterator[str]:
     table = sizes.load()
-    yield f"## Thresholds\n\nTable version {table.version}. GB/s are 10^9 bytes a second in one direction; a floor must"
-    yield "lie between 0.2 and 1.0 of the peak, or the table is refused.\n"
-    yield "| part | name | memory MiB | HBM peak GB/s | PCIe | NVLink peak, both ways | fp16 peak TFLOP/s | module |"
+    yield f"## Thresholds\n\nTable version {table.version}. GB/s means 10^9 bytes per second in one direction. Every"
+    yield "floor must lie between 0.2 and 1.0 of the peak, or the table is rejected.\n"
+    yield (
+        "| GPU | name | memory, MiB | HBM peak, GB/s | PCIe | NVLink peak, both directions, GB/s "
+        "| fp16 peak, TFLOP/s | kernel module |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
     for name, gpu in table.gpus.items():
         yield _gpu(name, gpu)
-    yield "\n| VM size | GPUs | h2d, d2h floor GB/s | HBM floor | p2p floor | NVLinks | InfiniBand Gb/s | NVMe |"
+    yield (
+        "\n| VM size | GPUs | h2d and d2h floor, GB/s | HBM floor, GB/s | p2p floor, GB/s | NVLinks "
+        "| InfiniBand, ports x Gb/s | local NVMe disks |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
     for size in table.sizes.values():
         yield _size(size)
-    yield "\nWhere each number is from stands beside it in `image_builder/node/gpu/sizes.json`."
+    yield "\n`-`: none, `?`: unknown. `image_builder/node/gpu/sizes.json` has the source of each number."
 
 
 def _gpu(name: str, gpu: GpuModel) -> str:
@@ -165,10 +176,10 @@ def _size(size: Size) -> str:
 def classes() -> Iterator[str]:
     catalogue = xids.load()
     yield f"## Xids\n\nTable version {catalogue.version}, from NVIDIA's catalogue (`image_builder/node/gpu/xids.json`)."
-    yield "Only this boot's are read, from the journal. An Xid that isn't listed is `UNKNOWN`. `unsettled` is"
-    yield "inconclusive, unless a wrong answer or a dead worker comes with it: our own program may have caused it."
-    yield "Of NVSwitches' SXids those count that the driver itself calls fatal.\n"
-    yield "| class | Xids | before the test | during it | action |\n|---|---|---|---|---|"
+    yield "The test reads only the Xids of the current boot, from the journal. An Xid that isn't listed is `UNKNOWN`."
+    yield "`unsettled` is inconclusive unless there is also a wrong answer or a dead worker: the test's own program may"
+    yield "have caused the Xid. NVSwitch SXids count only if the driver itself calls them fatal.\n"
+    yield "| class | Xids | before the test | during the test | action |\n|---|---|---|---|---|"
     for xid_class in catalogue.classes.values():
         numbers = sorted(catalogue.xids.get(xid_class.name, ()))
         levels = f"{xid_class.before} | {xid_class.during} | {xid_class.action}"
@@ -185,7 +196,7 @@ def test_page_is_current(repo_root: Path, request: pytest.FixtureRequest) -> Non
     file = repo_root / "docs/reference/gpu-smoke.md"
     if request.config.getoption("--update-golden"):
         file.write_text(page(), encoding="utf-8")
-    assert file.read_text(encoding="utf-8") == page(), "write it anew: pytest tests/unit --update-golden"
+    assert file.read_text(encoding="utf-8") == page(), "rewrite it: pytest tests/unit --update-golden"
 
 
 def test_the_page_has_every_check_and_size() -> None:
