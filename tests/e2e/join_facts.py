@@ -43,16 +43,18 @@ def _bootstrap(record: Mapping[str, Any]) -> Facts:
     requests = first["requests"]
     asked = requests[0] if requests else {}
     return {
-        "the broker was asked once, by this machine": [one["vm_id"] for one in record["wanted"]]
+        "the broker got one request, from this machine": [one["vm_id"] for one in record["wanted"]]
         == [joins.VM_ID],
-        "one certificate was asked for": len(requests) == 1,
-        "by a bootstrap token": str(asked.get("username")).startswith("system:bootstrap:")
+        "the node requested one certificate": len(requests) == 1,
+        "it authenticated that request with a bootstrap token": str(asked.get("username")).startswith(
+            "system:bootstrap:"
+        )
         and "system:bootstrappers" in asked.get("groups", []),
-        "for a kubelet": asked.get("signer") == SIGNER,
-        "the gate approved it, and the controller manager signed it": bool(asked.get("issued"))
+        "the request was for a kubelet's client certificate": asked.get("signer") == SIGNER,
+        "the gate approved the request, and the controller manager signed it": bool(asked.get("issued"))
         and asked.get("conditions") == [["Approved", "BoundToken"]],
         **_policy(record["refusal"]),
-        "the node registered with the taints of the pool and of the gate": {
+        "the node registered with the pool's taint and the gate's taint": {
             "node.example/team",
             gates.TAINT["key"],
         }
@@ -64,7 +66,7 @@ def _policy(refusal: str | None) -> Facts:
     """Return what the broker's account may not do; nothing of an API server without admission policies."""
     if refusal is None:
         return {}
-    return {"the broker's account gets bootstrap tokens and no other secret": POLICY in refusal}
+    return {"the broker's account can create bootstrap tokens and no other Secrets": POLICY in refusal}
 
 
 def _boot(record: Mapping[str, Any], seen: Mapping[str, Any]) -> Facts:
@@ -76,26 +78,32 @@ def _boot(record: Mapping[str, Any], seen: Mapping[str, Any]) -> Facts:
         "the local disk was blank": seen["disk"] == "format",
         "the node is Ready": node["conditions"].get("Ready") == "True",
         "it passed its preflight": node["conditions"].get(CONDITION) == "True",
-        "the gate took its taint away, and the pool's stays": taints == ["node.example/team"],
-        "it is in its pool": labels.get("node.example/pool") == POOL,
-        "in its zone": labels.get("topology.kubernetes.io/zone")
+        "the gate removed its taint, and the pool's taint is still there": taints == ["node.example/team"],
+        "its labels name its pool": labels.get("node.example/pool") == POOL,
+        "its labels name its zone": labels.get("topology.kubernetes.io/zone")
         == f"{compute['location']}-{compute['zone']}",
-        "of this image": labels.get("node-image/name") == record["image"]
+        "its labels name its image and build": labels.get("node-image/name") == record["image"]
         and bool(labels.get("node.example/build"))
         and labels.get("node.example/build") == labels.get("node-image/build"),
-        "it is the platform's machine": node["provider_id"].startswith("azure:///subscriptions/")
+        "its provider ID is the one of the platform's machine": node["provider_id"].startswith(
+            "azure:///subscriptions/"
+        )
         and node["provider_id"].endswith("/virtualMachines/17"),
-        "it has the platform's address": node["addresses"].get("InternalIP") == MACHINE,
-        "it takes as many pods as it was told": node["max_pods"] == str(wanted["max_pods"]),
-        "the pod has an address of the pods' network": ipaddress.ip_address(pod["ip"]) in PODS,
-        "the pod's image was there, and nothing was pulled": pod["pulling"] == 0
+        "its address is the one that the platform gave it": node["addresses"].get("InternalIP") == MACHINE,
+        "it accepts as many pods as its user data says": node["max_pods"] == str(wanted["max_pods"]),
+        "the pod has an address in the pod network": ipaddress.ip_address(pod["ip"]) in PODS,
+        "the pod's image was present, and nothing was pulled": pod["pulling"] == 0
         and any("already present" in words and software.LARGE_REFERENCE in words for words in pod["pulled"]),
-        "all phases of the joining went well": [phase["name"] for phase in told["phases"]] == list(PHASES)
+        "all phases of the join succeeded or were skipped": [phase["name"] for phase in told["phases"]]
+        == list(PHASES)
         and {phase["state"] for phase in told["phases"]} <= {"ok", "skipped"}
         and told["state"] == "ok",
-        "no unit failed": seen["failed_units"] == [],
+        "no systemd unit failed": seen["failed_units"] == [],
         "no token is left on the node": seen["token_is_in"] == [],
-        "another run of the agent changes no file of its own": seen["second_run"]["status"] == 0
+        "a second run of the agent changes none of its files and doesn't restart the kubelet": seen[
+            "second_run"
+        ]["status"]
+        == 0
         and seen["second_run"]["changed"] == []
         and not seen["second_run"]["kubelet_restarted"],
     }
@@ -104,20 +112,24 @@ def _boot(record: Mapping[str, Any], seen: Mapping[str, Any]) -> Facts:
 def _again(first: Mapping[str, Any], again: Mapping[str, Any]) -> Facts:
     skipped = {phase["name"] for phase in again["provision"]["phases"] if phase["state"] == "skipped"}
     return {
-        "second boot: another boot": first["node"]["info"]["bootID"] != again["node"]["info"]["bootID"],
-        "second boot: the same node": first["node"]["uid"] == again["node"]["uid"],
-        "second boot: a member still, with neither a token nor a certificate asked for": "join" in skipped
+        "second boot: it has a new boot ID": first["node"]["info"]["bootID"]
+        != again["node"]["info"]["bootID"],
+        "second boot: it is the same Node object": first["node"]["uid"] == again["node"]["uid"],
+        "second boot: it is still a member, and requested neither a token nor a certificate": "join"
+        in skipped
         and again["tokens"] == first["tokens"]
         and again["requests"] == first["requests"],
-        "second boot: another container": first["pod"]["container"] != again["pod"]["container"],
+        "second boot: the pod runs in a new container": first["pod"]["container"]
+        != again["pod"]["container"],
     }
 
 
 def _away(seen: Mapping[str, Any]) -> Facts:
     return {
-        "without the API server: the pod ran on": seen["container_ran_on"],
-        "after it: the node is heard of again and Ready, with its pool's taint alone": seen["taints"]
+        "without the API server: the pod kept running": seen["container_ran_on"],
+        "after the outage: the node reports again and is Ready, with only its pool's taint": seen["taints"]
         == ["node.example/team"],
-        "after it: the same container, never restarted": seen["same_container"] and seen["restarts"] == 0,
-        "after it: the same kubelet": not seen["kubelet_restarted"],
+        "after the outage: the pod has the same container, never restarted": seen["same_container"]
+        and seen["restarts"] == 0,
+        "after the outage: the kubelet was not restarted": not seen["kubelet_restarted"],
     }

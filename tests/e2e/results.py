@@ -10,13 +10,13 @@ def machine(record: Mapping[str, Any], node: Mapping[str, Any], more: str) -> st
     """Return when and on what it ran. ``node`` is the node's nodeInfo, ``more`` what else is worth a word."""
     emulated = ", emulated" if record["accelerator"] == "tcg" else ""
     return (
-        f"{record['date']}, {record['minutes']:.0f} minutes: a QEMU machine of 2 cores{emulated}, on a host of "
-        f"{record['cores']} cores with a load of {record['load']}. Kubelet {node['kubeletVersion']}, "
+        f"{record['date']}, {record['minutes']:.0f} minutes: a QEMU machine with 2 cores{emulated}, on a host with "
+        f"{record['cores']} cores and a load of {record['load']}. Kubelet {node['kubeletVersion']}, "
         f"{node['containerRuntimeVersion']}, {node['osImage']}{more}."
     )
 
 
 def held(what: str, facts: Mapping[str, bool]) -> list[str]:
-    """Return a table of facts in Markdown; ``what`` says what was asked."""
+    """Return a table of facts in Markdown; ``what`` is its heading."""
     rows = (f"| {words} | {'holds' if holds else '**does not hold**'} |" for words, holds in facts.items())
     return [f"| {what} | |", "|---|---|", *rows]

@@ -21,22 +21,25 @@ def facts(record: Mapping[str, Any]) -> dict[str, bool]:
     old, new = record["builds"]
     node = last["node"]
     return {
-        "the host ended as ok, verified by the whole suite": result["outcome"]["kind"] == "ok"
+        "the host ended as `ok`, verified by the whole suite": result["outcome"]["kind"] == "ok"
         and report["verified"] == 1,
-        "it returned with its old build once, and was reimaged again": record["swaps"] == 2,
-        "it told the old build, and tells the new one": f'"{old}"' in first["release"]
+        "it came back with its old build once, and was reimaged again": record["swaps"] == 2,
+        "it reported the old build before the roll, and reports the new one now": f'"{old}"'
+        in first["release"]
         and f'"{new}"' in last["release"],
-        "it has another boot, of which the API server knows": first["boot"] != last["boot"] == node["boot"],
-        "it has another host key, which only the host CA vouches for": first["host_key"] != last["host_key"],
-        "its local disk, which the old image made, is used as it is": last["disk"]["state"] == "ok"
+        "it has a new boot ID, which the API server shows": first["boot"] != last["boot"] == node["boot"],
+        "it has a new host key, which only the host CA vouches for": first["host_key"] != last["host_key"],
+        "its local disk, set up by the old image, is used unchanged": last["disk"]["state"] == "ok"
         and last["disk"]["action"] == "reuse"
         and record["file_kept"],
-        "it has joined, with the same Node object": last["provision"]["state"] == "ok"
+        "it has joined again, with the same Node object": last["provision"]["state"] == "ok"
         and first["node"]["uid"] == node["uid"],
-        "the gate has let it in, and no cordon or taint of the roll is left": not node["cordoned"]
+        "the gate has admitted it, and no cordon or taint from the roll is left": not node["cordoned"]
         and gates.TAINT["key"] not in node["taints"]
         and not any("roll" in taint for taint in node["taints"]),
-        "the scale set's model names the new version, its services run, and nobody holds it": record["model"]
+        "the scale set's model names the new version, its services run, and no claim on it is left": record[
+            "model"
+        ]
         == NEW
         and set(record["services"].values()) == {"Running"}
         and not record["tags"],

@@ -24,13 +24,13 @@ def facts(record: Mapping[str, Any]) -> Facts:
 def _asked(record: Mapping[str, Any]) -> Facts:
     conditions = record["node"]["conditions"]
     return {
-        "the commands and the Job are those of the page, word for word": record["commands"]
+        "the commands and the Job are word for word those of the page": record["commands"]
         == list(slices_howto.commands())
         and record["manifest"] == slices_howto.manifest(),
         "the node is a member of the cluster, Ready, and passed its preflight": conditions.get("Ready")
         == conditions.get(CONDITION)
         == "True",
-        "there are two slices or more, and one of them has the dead host": len(record["slices"]) > 1
+        "there are at least two slices, and one of them has the dead host": len(record["slices"]) > 1
         and [record["dead"] in names for names in record["slices"]].count(True) == 1,
     }
 
@@ -46,16 +46,19 @@ def _jobs(record: Mapping[str, Any]) -> Facts:
         )
         and {name for pod in pods.values() for name in pod["nodes"]}
         == {record["node"]["labels"]["kubernetes.io/hostname"]},
-        "the other slices are completed": job["completed"] == ",".join(well)
+        "the other slices completed": job["completed"] == ",".join(well)
         and all(ends[number][0]["status"] == 0 for number in well),
-        "the slice with the dead host is failed, with Ansible's status": job["failed"] == ",".join(dead)
+        "the slice with the dead host failed, with Ansible's exit status": job["failed"] == ",".join(dead)
         and all(ends[number][0]["status"] == 4 for number in dead),
-        "the Job is failed for that slice, and not before all have ended": ["Failed", "FailedIndexes"]
+        "the Job failed because of that slice, and only after all slices had ended": [
+            "Failed",
+            "FailedIndexes",
+        ]
         in job["conditions"]
         and job["last_end"] <= job["failed_at"],
-        "the last command says which slices failed": record["last_line"]
+        "the last command prints which slices failed": record["last_line"]
         == f"done: {job['completed']} failed: {job['failed']}",
-        "ansible-runner took in every stream to its end, with that same status": all(
+        "ansible-runner processed every stream to its end, with the same status": all(
             processed[number] == {"rc": str(end[0]["status"]), "status": _WORDS[end[0]["status"]]}
             for number, end in ends.items()
         ),
@@ -69,25 +72,25 @@ _WORDS = {0: "successful", 4: "failed"}
 def _hosts(record: Mapping[str, Any]) -> Facts:
     names = sorted(name for part in record["slices"] for name in part)
     return {
-        "the Job told every host once, and the dead one not": record["told_by_jobs"]
+        "the Job told every host to join once, except the dead one": record["told_by_jobs"]
         == {name: int(name != record["dead"]) for name in names},
-        "`pool run` of the same plan then told the dead one, which lives again, and nobody twice": record[
+        "`pool run` with the same plan then told the formerly dead host, and no host twice": record[
             "told_in_the_end"
         ]
         == dict.fromkeys(names, 1),
-        "and every host has ended well": record["ends"] == dict.fromkeys(names, "ok"),
+        "every host ended as `ok`": record["ends"] == dict.fromkeys(names, "ok"),
     }
 
 
 def _key(record: Mapping[str, Any]) -> Facts:
     disks = record["disks"]
     return {
-        "the stream and the directory that the key is unpacked to were in memory": record["volumes"]
+        "the stream, and the directory into which the key is unpacked, were in memory": record["volumes"]
         == ["tmpfs empty-dir work", "tmpfs secret streams"],
-        "no volume of the pods is left on the node, and no Secret in the cluster": record["left"] == [],
+        "none of the pods' volumes is left on the node, and no Secret in the cluster": record["left"] == [],
         "no line of the key and no piece of a stream is on the machine's disks": disks["secrets_wanted"] > 0
         and disks["secrets_found"] == 0,
-        "where what the pods said is found": disks["controls_found"]
+        "the same search does find the pods' output": disks["controls_found"]
         == disks["controls_wanted"]
         == len(record["slices"]),
     }

@@ -83,7 +83,8 @@ FOOT = """\
   output of `nvidia-smi -q`, which lacks these values.
 * Drivers before 560 report neither a recovery action nor a temperature margin: the check is skipped, or uses the GPU's
   fixed threshold.
-* The node's preflight checks disks, the network and maintenance events. This test doesn't.
+* Disks and the network are checked by the node's [preflight](node-agent.md), maintenance events by its
+  [health check](node-health.md), not by this test.
 """
 
 
