@@ -15,29 +15,29 @@ IMAGES = ("worker", "worker_current", "worker_current_docker")
 
 _HEAD = """# Boot matrix
 
-What happens to a node's local disk from its first boot on, and the required result. Each row boots an image (`worker`
-with Docker 26.1, `worker_current` with containerd 2.1, `worker_current_docker` with Docker 28.5) in QEMU, with NVMe
-disks that are files. The same OS disk with a blank local disk is a deallocation, a fresh OS disk with a used local disk
-a reimage; a power cut kills QEMU (SIGKILL), which honors the guest's flushes, and loses the guest's cache. Writes that
-QEMU acknowledged are kept: disks that lose those aren't covered.
+What can happen to a node's local disk from its first boot on, and the required result. Each row boots an image
+(`worker` with Docker 26.1, `worker_current` with containerd 2.1, `worker_current_docker` with Docker 28.5) in QEMU,
+with files as NVMe disks. A deallocation is the same OS disk with a blank local disk; a reimage is a fresh OS disk with
+a used local disk. A power cut kills QEMU (SIGKILL): what the guest flushed is kept, what the guest only cached is lost.
+Writes that QEMU acknowledged are also kept, so disks that lose acknowledged writes aren't covered.
 
 ```sh
 .venv/bin/python -m tests.boot.matrix [--image NAME] [--row NAME ...] [--update-docs]
 ```
 
-The host needs `xfsprogs` in addition to the builder's packages: some disks with foreign data are made there.
+In addition to the builder's packages, the host needs `xfsprogs`, to make some of the disks with foreign data.
 
-Every boot must end with systemd's state `running`, a clean console, the agent's status as in the row, and no broken
-links; `images run` means that a container of every preloaded image was started.
+Every boot must end with systemd in the state `running`, a clean console, the agent status that the row requires, and no
+broken links. `images run` means that a container of every preloaded image was started.
 
-CI runs `tests/disk/test_boot_worker.py` on today's worker: {cut}, then a boot with the whole booted suite, promotion to
-its end and every check's mutation. The night runs it on each of the workers, and `tests/disk/test_boot_local_disk.py`:
-{night}.
+CI runs `tests/disk/test_boot_worker.py` on `worker_current`: {cut}, then a boot with the whole booted suite, the
+promotion to its end, and every check's mutation. The nightly tests run it on each of the workers, and also
+`tests/disk/test_boot_local_disk.py`: {night}.
 
 ## Last results
 
-On {machine}; seconds are for the whole row, boots included. *Earlier* code: the code that decides the result has
-changed since, and the row was not run again.
+On {machine}. Seconds are for the whole row, including its boots. Code: *this* is the current code; *earlier* means that
+the code that decides the result has changed since, and the row was not run again.
 """
 
 
@@ -67,14 +67,14 @@ def _line(row: Row, found: Mapping[str, Any] | None, code: str) -> str:
 
 
 _WORDS = {
-    "formatted": "finished: {}",
-    "seeded": "seed finished: {}",
+    "formatted": "formatting finished: {}",
+    "seeded": "seeding finished: {}",
     "promoting": "still promoting: {}",
     "system": "system {}",
     "disk": "disk: {}",
-    "members": "{} members",
+    "members": "member disks: {}",
     "seed": "seed: {}",
-    "boot_seconds": "running after {} s",
+    "boot_seconds": "booted after {} s",
     "seed_seconds": "seeded in {} s",
     "images": "images {}",
     "promotion": "promotion: {}",
@@ -87,9 +87,9 @@ _WORDS = {
     "actions": "{}",
     "offsets": "{} offsets",
     "detected": "{} detected",
-    "two": "two: {}",
+    "two": "two matching disks: {}",
     "with_file": "with a file: {}",
-    "readme": "readme alone: {}",
+    "readme": "with only the readme: {}",
     "tainted": "tainted: {}",
     "ready": "ready: {}",
     "failed": "failed: {}",
