@@ -242,11 +242,11 @@ def main() -> int:
             lines += [
                 f"driver killed {len(points)} times in {rollouts} rollouts, {time.monotonic() - began:.0f} s:"
                 " none joined twice, none lost",
-                "  records of the journal then:",
+                "  journal records at each kill:",
                 textwrap.indent(
                     textwrap.fill(", ".join(str(len(records)) for records in points), 100), "    "
                 ),
-                "  the last one of them:",
+                "  the last record at each kill:",
                 *(f"  {number:3} {kind}" for kind, number in Counter(map(last_of, points)).most_common()),
             ]
     text = "\n".join(lines)
@@ -255,7 +255,7 @@ def main() -> int:
         before, _, rest = RESULTS.read_text().partition(BEGIN)
         date = time.strftime("%Y-%m-%d", time.gmtime())
         RESULTS.write_text(
-            f"{before}{BEGIN}{date}, of the code of that day:\n\n```\n{text}\n```\n{END}{rest.partition(END)[2]}"
+            f"{before}{BEGIN}{date}, with the code of that day:\n\n```\n{text}\n```\n{END}{rest.partition(END)[2]}"
         )
     return 0
 
