@@ -42,7 +42,7 @@ PROGRAM = [sys.executable, os.fspath(REPO / "tests/bench/gpu.py")]
 PACE = "0.02"
 RUNS = runs(float(PACE))
 # What makes no sense of a stand-in: how fast it is.
-SPEEDS = ("hbm_ratio", "h2d_ratio", "d2h_ratio", "mma_ratio", "side by side", "boot-quick", "compiler")
+SPEEDS = ("hbm_ratio", "h2d_ratio", "d2h_ratio", "mma_ratio", "at the same time", "boot-quick", "compiler")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def test_a_proposal_names_no_machine_and_can_be_replayed(
     assert [decode(Gpu, gpu).index for gpu in recording["gpus"]] == [0, 1]
     assert b"GPU-00000000-" in json.dumps(recording).encode()
     page = (into / "gpu-results.md").read_text()
-    assert "| a wrong bit in memory | noticed | done | holds |" in page
+    assert "| a wrong bit in memory | detected | done | holds |" in page
     # Nobody knows the size, and the run was short: no calibration, and why.
     calibration = read_json(into / "calibration.json")
     assert calibration["calibrations"] == [] and len(calibration["why_not"]) >= 2
@@ -290,7 +290,7 @@ def test_killed_at_any_moment_it_leaves_what_it_has(libraries: Path, tmp_path: P
     # And a proposal can be made of it.
     done = subprocess.run([*PROGRAM, "--propose", out], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
-    assert "not seen" in (out / "proposal/gpu-results.md").read_text()
+    assert "not observed" in (out / "proposal/gpu-results.md").read_text()
 
 
 def test_interrupted_it_ends_at_once(libraries: Path, tmp_path: Path) -> None:

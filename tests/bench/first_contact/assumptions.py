@@ -18,16 +18,16 @@ from tests.bench.first_contact.context import FACTS, RESULT, lines, read_json
 ANSWERS = ("kat.int", "kat.ffma", "kat.dfma", "kat.mma", "det.fp32", "mem.pattern")
 _SUMMARY = "summary.json"
 _DRILLS = {
-    "drill-result": "a wrong bit in what a kernel is given",
+    "drill-result": "a wrong bit in a kernel's operands",
     "drill-memory": "a wrong bit in memory",
     "drill-copy": "a wrong bit in copies",
     "drill-crash": "a worker that crashes",
     "drill-killed": "a worker that is killed",
     "drill-hang": "a kernel that doesn't end",
     "drill-full": "memory nearly full: no crash, no wrong answer",
-    "drill-in-use": "a process that holds the GPU: nothing is put under load",
-    "drill-xid-13": "Xid 13 of a store that isn't aligned",
-    "drill-xid-31": "Xid 31 of a store to no memory",
+    "drill-in-use": "a process that uses the GPU: no GPU is put under load",
+    "drill-xid-13": "Xid 13 from a misaligned store",
+    "drill-xid-31": "Xid 31 from a store to an unmapped address",
 }
 
 
@@ -152,10 +152,10 @@ def table(contact: Contact) -> str:
         f"## {len(contact.gpus)} x {', '.join(names)}, {contact.size or 'an unknown size'}\n\n"
         f"Driver {contact.driver or 'unknown'}, {contact.date}, program {contact.agent}. "
         f"{len(all_rows)} assumptions: {len(all_rows) - wrong - unseen} hold, **{wrong} don't**, "
-        f"{unseen} were not seen.\n\n"
-        "| what | assumed | seen | |\n| --- | --- | --- | --- |\n"
+        f"{unseen} were not observed.\n\n"
+        "| subject | assumed | observed | result |\n| --- | --- | --- | --- |\n"
     )
-    marks: dict[bool | None, str] = {True: "holds", False: "**differs**", None: "not seen"}
+    marks: dict[bool | None, str] = {True: "holds", False: "**differs**", None: "not observed"}
     return head + "".join(
         f"| {row.subject} | {row.assumed} | {_cell(row.measured)} | {marks[row.holds]} |\n"
         for row in all_rows
@@ -183,15 +183,13 @@ def _driver(contact: Contact) -> Iterator[Row]:
     reasons = "; ".join(f"{why}: {', '.join(sorted(names))}" for why, names in sorted(missing.items()))
     errors = [why for why in missing if why != "not-supported"]
     yield Row(
-        "NVML answers what is asked of it",
+        "NVML answers every query",
         "an answer, or not-supported",
         reasons or "all answered",
         not errors if contact.gpus else None,
     )
     nvml = contact.result("nvml")
-    yield Row(
-        "no call of NVML hangs", "0", str(nvml.get("hung", "")), nvml.get("hung") == 0 if nvml else None
-    )
+    yield Row("no NVML call hangs", "0", str(nvml.get("hung", "")), nvml.get("hung") == 0 if nvml else None)
     cuda = contact.result("cuda").get("gpus", [])
     same = [device["uuid"] for device in cuda] == [gpu["uuid"] for gpu in contact.gpus]
     yield Row(
@@ -204,7 +202,7 @@ def _driver(contact: Contact) -> Iterator[Row]:
         by_atomics = all(any(device["linked"]) for device in cuda)
         by_links = all(any(gpu.get("nvlinks") or ()) for gpu in contact.gpus)
         yield Row(
-            "NVLink is told from PCIe by native atomics between peers",
+            "native atomics between peers distinguish NVLink from PCIe",
             "as NVML's links say",
             f"by atomics: {by_atomics}; NVML has links up: {by_links}",
             by_atomics == by_links if contact.gpus else None,
@@ -245,7 +243,7 @@ def _answers(contact: Contact) -> Iterator[Row]:
         most = known_answer.BLOCKS_PER_SM[-1]
         yield Row(
             "every SM gets a block",
-            f"with at most {most} blocks an SM",
+            f"with at most {most} blocks per SM",
             f"with {least}" if whole else "with none that was tried",
             gpus == {measurement["gpu"] for measurement in covered},
         )
@@ -284,7 +282,7 @@ def _speeds(contact: Contact) -> Iterator[Row]:
         if way in together:
             part = together[way] / speed
             yield Row(
-                f"{way} of all GPUs side by side",
+                f"{way} of all GPUs at the same time",
                 "as alone, or half of it behind a shared switch",
                 f"{part:.2f} of {speed:.1f} GB/s",
                 part >= 0.4,
@@ -306,7 +304,7 @@ def _drills(contact: Contact) -> Iterator[Row]:
     for name, subject in _DRILLS.items():
         result = contact.result(name)
         if not result:
-            yield Row(subject, "noticed", "", None)
+            yield Row(subject, "detected", "", None)
             continue
         worker = result.get("worker") or {}
         outcome = str(worker.get("ended") or result.get("cuda") or f"exit status {result.get('exit_status')}")
@@ -314,7 +312,7 @@ def _drills(contact: Contact) -> Iterator[Row]:
             numbers = [str(xid["number"]) for xid in result["xids"] or ()]
             outcome += f"; Xids {', '.join(numbers) or 'none'} {result.get('kernel_log', '')}".rstrip()
         holds = None if result.get("kernel_log") else bool(result.get("caught"))
-        yield Row(subject, "noticed", outcome, holds)
+        yield Row(subject, "detected", outcome, holds)
 
 
 def _table(contact: Contact) -> Iterator[Row]:
@@ -343,9 +341,9 @@ def _table(contact: Contact) -> Iterator[Row]:
             first.get("remap_failure") is not None,
             _same,
         ),
-        ("a state of the fabric", model.fabric_state, first.get("fabric_state") is not None, _same),
+        ("the fabric has a state", model.fabric_state, first.get("fabric_state") is not None, _same),
         (
-            "driver's flavour",
+            "driver flavour",
             "/".join(model.driver_flavours),
             contact.machine.get("flavour", ""),
             lambda a, b: b in a,
