@@ -105,4 +105,7 @@ def note(record: Mapping[str, Any], subject: Subject) -> list[str]:
     """Return what a page says of a record of other code, in Markdown: nothing where it is of this code."""
     if record.get("code") == digest(subject):
         return []
-    return ["**From earlier code:** the code that decides these results has changed since, without a new run.", ""]
+    return [
+        "**From earlier code:** the code that decides these results has changed since, without a new run.",
+        "",
+    ]
