@@ -284,7 +284,7 @@ ENDINGS: Mapping[int, Ending] = {
         "fail",
         "reimage",
         "gpu.image",
-        "driver or image are defective: a new machine of this image won't help",
+        "the driver or the image is defective: a new machine of this image won't help",
     ),
     DEADLINE: Ending(
         "inconclusive", "reboot", "gpu.deadline", "the test itself didn't end in time: not a pass"

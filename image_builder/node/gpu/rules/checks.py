@@ -44,89 +44,100 @@ RULES: Mapping[str, Rule] = {
         node.driver_match, "driver, NVML, libcuda, libnvidia-ml and fabric manager have one version"
     ),
     "driver.nouveau": Rule(node.driver_nouveau, "nouveau is not loaded"),
-    "dev.nodes": Rule(node.dev_nodes, "the device nodes are there, a CDI spec names as many GPUs"),
-    "gpu.count": Rule(
-        node.gpu_count, "NVML and the PCI bus have as many GPUs as the size, of its model and memory"
+    "dev.nodes": Rule(
+        node.dev_nodes, "the device nodes exist, and the CDI specification has the same number of GPUs"
     ),
-    "gpu.lost": Rule(node.gpu_lost, "NVML opens every GPU, and still does after the load"),
+    "gpu.count": Rule(
+        node.gpu_count,
+        "NVML and the PCI bus show as many GPUs as the VM size has, of its model and with its memory",
+    ),
+    "gpu.lost": Rule(node.gpu_lost, "NVML can open every GPU, before and after the load"),
     "gpu.inforom": Rule(each(gpu.inforom), "the InfoROM is valid", mandatory=()),
     "gpu.recovery_action": Rule(
-        each(gpu.recovery_action), "the driver asks for no recovery (since driver 560)", mandatory=()
+        each(gpu.recovery_action), "the driver doesn't request a recovery (from driver 560)", mandatory=()
     ),
-    "ecc.mode": Rule(each(gpu.ecc_mode), "ECC is enabled, and stays so"),
+    "ecc.mode": Rule(each(gpu.ecc_mode), "ECC is enabled, also after the next reset"),
     "ecc.uncorrected.volatile": Rule(
         each(gpu.ecc_uncorrected),
-        "no uncorrected error since the driver was loaded, nor after the load",
+        "no uncorrected error since the driver was loaded, the load included",
     ),
     "ecc.sram.aggregate": Rule(
-        each(gpu.ecc_sram), "SRAM is below its threshold of uncorrected errors; any warns", mandatory=()
+        each(gpu.ecc_sram),
+        "uncorrected SRAM errors are below their threshold (one or more: warning)",
+        mandatory=(),
     ),
     "ecc.corrected.rate": Rule(
-        each(gpu.ecc_corrected), "no corrected error under load (warns), at most 1000"
+        each(gpu.ecc_corrected), "at most 1000 corrected errors under load (one or more: warning)"
     ),
     "remap": Rule(
         each(gpu.remap),
-        "rows (from A100): none failed to be remapped, none waits for a reset, no bank without spare rows "
-        "(warns); pages (V100, T4): fewer than 60 retired (warns from 15), none waits for a reset",
+        "rows (from A100): no remapping failed or waits for a reset, every bank has spare rows (else: warning); "
+        "pages (V100, T4): fewer than 60 are retired (15 or more: warning), none waits for a reset",
     ),
-    "xid.boot": Rule(node.xid_boot, "no Xid of this boot that NVIDIA's catalogue calls a fault"),
+    "xid.boot": Rule(node.xid_boot, "no Xid since boot that NVIDIA's catalogue lists as a fault"),
     "pcie.link": Rule(
-        each(active.pcie_link), "width and generation of the link under load; a hidden one warns"
+        each(active.pcie_link), "the link has its full width and generation under load (hidden: warning)"
     ),
-    "pcie.replay": Rule(each(gpu.pcie_replay), "at most 10 replays under load (warns), at most 80"),
+    "pcie.replay": Rule(each(gpu.pcie_replay), "at most 80 replays under load (more than 10: warning)"),
     "nvlink.active": Rule(
-        each(gpu.nvlink_active), "as many active links as the size uses, no new error on them"
+        each(gpu.nvlink_active), "as many links are active as the VM size uses, without new errors"
     ),
-    "fabric": Rule(node.fabric, "the fabric manager is active, each GPU has joined (H100, H200)"),
+    "fabric": Rule(
+        node.fabric, "the fabric manager is active, and each GPU has joined the fabric (H100, H200)"
+    ),
     "persistence": Rule(each(gpu.persistence), "persistence mode is enabled"),
-    "mig.mode": Rule(each(gpu.mig_mode), "MIG is as the pool says, now and after a reset"),
-    "procs": Rule(each(gpu.procs), "no foreign process, at most 1 GiB in use"),
+    "mig.mode": Rule(each(gpu.mig_mode), "MIG mode is as the pool's settings say, now and after a reset"),
+    "procs": Rule(each(gpu.procs), "no other process uses the GPU, and at most 1 GiB is in use"),
     "throttle": Rule(
-        each(active.throttle), "no slowdown by heat or power for over 1 s under load", active=True
+        each(active.throttle), "no thermal or power slowdown for more than 1 s under load", active=True
     ),
     "temp": Rule(
-        each(active.temperature), "at least 3 °C to slowdown under load (warns below 8)", active=True
+        each(active.temperature),
+        "at least 3 °C below the slowdown temperature under load (below 8: warning)",
+        active=True,
     ),
-    "worker": Rule(each(active.worker_ended), "the GPU's process ended by itself, in time", active=True),
+    "worker": Rule(each(active.worker_ended), "the GPU's test process ended by itself, in time", active=True),
     "kat.int": _answers("kat.int", "integer chains give the known answer"),
     "kat.ffma": _answers("kat.ffma", "single precision gives the known answer"),
     "kat.dfma": _answers("kat.dfma", "double precision gives the known answer"),
     "kat.mma": _answers("kat.mma", "tensor products give the known answer"),
-    "det.fp32": _answers("det.fp32", "order-dependent sums are, bit by bit, what IEEE 754 says, on each GPU"),
+    "det.fp32": _answers("det.fp32", "order-dependent sums equal those of IEEE 754 bit by bit, on each GPU"),
     "cover.sms": Rule(each(active.every_sm), "every SM computed", active=True),
     "mem.pattern": _answers("mem.pattern", "patterns are read back from memory as they were written"),
     "cover.memory": Rule(
         each(active.enough_memory),
-        "25 % (boot-quick) or 95 % of the free memory were tested",
+        "25 % (boot-quick) or 95 % of the free memory was tested",
         active=True,
     ),
     "bw.hbm": Rule(
-        each(active.hbm), "memory bandwidth: its floor, and 0.92 of the node's median", active=True
+        each(active.hbm), "memory bandwidth is at least its floor and 0.92 of the node's median", active=True
     ),
     "bw.h2d": _floor(
         "bw.h2d",
         "h2d_floor_gbps",
-        "copies to the GPU, one by one, from the best NUMA node: their floor, and the bytes arrive",
+        "copies to the GPU, one at a time, from the best NUMA node: at least the floor, and intact",
     ),
     "bw.d2h": _floor(
-        "bw.d2h", "d2h_floor_gbps", "copies from the GPU, likewise: their floor, and the bytes arrive"
+        "bw.d2h", "d2h_floor_gbps", "copies from the GPU, in the same way: at least the floor, and intact"
     ),
     "bw.p2p": Rule(
         each(active.links),
-        "copies between linked GPUs: their floor, the bytes arrive",
+        "copies between linked GPUs: at least the floor, and intact",
         active=True,
         mandatory=_FULL,
     ),
     "perf.mma": Rule(
         each(active.mma),
-        "tensor products: 0.90 of the node's median, 0.85 of the model's reference where it has one",
+        "tensor products: at least 0.90 of the node's median, and 0.85 of the model's reference if it has one",
         active=True,
         mandatory=_FULL,
     ),
-    "ib.links": Rule(node.ib_links, "InfiniBand ports: as many as the size has, up, at their rate"),
-    "nvme.local": Rule(node.nvme_local, "local NVMe disks: as many as the size has", mandatory=()),
+    "ib.links": Rule(node.ib_links, "as many InfiniBand ports as the VM size has are up, at their full rate"),
+    "nvme.local": Rule(node.nvme_local, "as many local NVMe disks as the VM size has", mandatory=()),
     "mem.host": Rule(
-        node.mem_host, "the machine has 0.90 of the size's memory (warns below 0.97)", mandatory=()
+        node.mem_host,
+        "the machine has at least 0.90 of the VM size's memory (below 0.97: warning)",
+        mandatory=(),
     ),
 }
 
