@@ -76,6 +76,7 @@ _WORDS = {
     "seed": "seed: {}",
     "boot_seconds": "booted after {} s",
     "seed_seconds": "seeded in {} s",
+    "deleted": "deleted: {}",
     "images": "images {}",
     "promotion": "promotion: {}",
     "links": "{} links into the store",
