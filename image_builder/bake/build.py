@@ -29,7 +29,7 @@ from image_builder.definition import ImageDefinition
 from image_builder.errors import LockError, UsageError
 from image_builder.events import Monitor
 from image_builder.settings import Settings
-from image_builder.system import cgroups, process
+from image_builder.system import cgroups, host, process
 from image_builder.system.sandbox import Root
 
 
@@ -83,6 +83,7 @@ def obtain_lock(
     if earlier and not needs.misfit(earlier):
         lock = earlier
     else:
+        host.check_writable(settings.store)  # what the lock names is fetched into it
         lock = resolve_lock(definition, needs, settings, monitor, earlier)
         if earlier:  # another package is no reason to ask again what a tag means
             images = _still_meant(earlier, lock, extensions.supplier)

@@ -97,8 +97,10 @@ class Memory:
         except NodeError as error:
             self._tell(f"the bad hosts: {error.message}")
             return
-        for name in entries.keys() - (current or {}).keys():
-            self._tell(f"remembered: {entries[name].words}")
-        for name in (current or {}).keys() - entries.keys():
-            self._tell(f"no longer known as bad: {name}")
+        before = self.known if advises and self.known is not None else current or {}
+        would = "would be " if advises else ""
+        for name in entries.keys() - before.keys():
+            self._tell(f"{would}remembered: {entries[name].words}")
+        for name in before.keys() - entries.keys():
+            self._tell(f"{would}forgotten: {name} is no longer bad")
         self.known = entries

@@ -27,7 +27,7 @@ from image_builder.definition.values import Place
 from image_builder.settings import REPO_ROOT, VaultId
 
 INVENTORIES = REPO_ROOT / "inventories"
-VAULT_PASSWORD = INVENTORIES / "azure_vmss" / "demo-vault-password"
+VAULT_PASSWORD = INVENTORIES / "azure_vmss" / "demo-vault-password.txt"
 ROLES = list(RoleBook((REPO_ROOT,)).roles())
 
 

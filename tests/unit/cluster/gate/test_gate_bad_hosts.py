@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from image_builder.cluster.gate.bad_hosts import judged, on_known, step
+from image_builder.cluster.gate.bad_hosts import Memory, judged, on_known, step
 from image_builder.cluster.gate.health import Ailment, Health
 from image_builder.cluster.gate.model import Node, Rules
 from image_builder.cluster.gate.policy import HOST_CONDITION, HOST_REASON, Policy, Rule
 from image_builder.cluster.gate.triage import Step, plan, step_of
+from image_builder.drain import hosts
 from image_builder.drain.hosts import BadHost
 from image_builder.drain.quarantine import Record
 from image_builder.node.preflight import model
@@ -53,6 +54,16 @@ def test_the_host_of_a_node_that_leaves_is_remembered() -> None:
         [node("new", reported=NOW)],
     ):
         assert step(nodes, known, NOW, POLICY) == known
+
+
+def test_who_only_advises_says_once_what_would_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(hosts, "read", lambda _: {})
+    monkeypatch.setattr(hosts, "write", lambda *_: pytest.fail("nothing is written"))
+    memory = Memory(None, POLICY, lines.append)  # type: ignore[arg-type]
+    for nodes in ([out()], [out()], []):
+        memory.turn(nodes, NOW, advises=True)
+    assert lines == [f"would be remembered: {BAD.words}", "would be forgotten: A is no longer bad"]
 
 
 @pytest.mark.parametrize(
