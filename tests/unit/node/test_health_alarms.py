@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from image_builder.definition.engine import Evaluator
 from image_builder.node.errors import NodeError
 from image_builder.node.health import alarms, command, memory, report
 from image_builder.node.health import settings as health_settings
@@ -230,7 +231,8 @@ def test_role_writes_the_agents_names_and_defaults() -> None:
     names = yaml.safe_load((role / "vars/main.yml").read_text())["__node_health_settings"]
     assert set(Settings.__dataclass_fields__) - set(names) == {"node_name", "connect_seconds"}
     defaults = yaml.safe_load((role / "defaults/main.yml").read_text())
-    assert parse({name: defaults[f"node_health_{name}"] for name in names}) == Settings()
+    values = Evaluator(defaults).evaluate({name: defaults[f"node_health_{name}"] for name in names})
+    assert parse(values) == Settings()
 
 
 def test_every_check_has_an_interval_and_a_choice_in_the_role() -> None:
