@@ -231,8 +231,8 @@ def test_role_writes_the_agents_names_and_defaults() -> None:
     names = yaml.safe_load((role / "vars/main.yml").read_text())["__node_health_settings"]
     assert set(Settings.__dataclass_fields__) - set(names) == {"node_name", "connect_seconds"}
     defaults = yaml.safe_load((role / "defaults/main.yml").read_text())
-    values = Evaluator(defaults).evaluate({name: defaults[f"node_health_{name}"] for name in names})
-    assert parse(values) == Settings()
+    evaluate = Evaluator(defaults).evaluate
+    assert parse({name: evaluate(defaults[f"node_health_{name}"]) for name in names}) == Settings()
 
 
 def test_every_check_has_an_interval_and_a_choice_in_the_role() -> None:
