@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+from image_builder.cli import init
 from image_builder.definition import Inventory, load_inventory
 from image_builder.settings import VaultId
 
@@ -135,6 +137,14 @@ def load(tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
         return load_inventory([root], vault, repo_root=repo)
 
     return go
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A repository as `init` makes it, in a place whose name needs quotes."""
+    place = tmp_path / "images of the büro"
+    shutil.copytree(init.TEMPLATE, place)
+    return place
 
 
 def lines(inventory: Inventory) -> list[str]:

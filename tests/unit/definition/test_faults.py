@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from image_builder.cli import init
 from image_builder.definition import load_inventory
 from image_builder.definition.engine import read_play
 
@@ -15,14 +13,6 @@ ROLE = "roles/site_banner"
 LAYER = "playbooks/layers/site.yml"
 TASKS = f"{ROLE}/tasks/main.yml"
 COPY = "ansible.builtin.copy: {src: absent.conf, dest: /etc/absent.conf, mode: '0644'}"
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A new repository of a user's."""
-    place = tmp_path / "images"
-    shutil.copytree(init.TEMPLATE, place)
-    return place
 
 
 def write(project: Path, file: str, text: str) -> None:

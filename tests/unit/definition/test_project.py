@@ -11,7 +11,6 @@ import pytest
 from image_builder import settings
 from image_builder.bake.lock.model import Lock, LockedGroup
 from image_builder.bake.plan.resolve import requirements, resolve
-from image_builder.cli import init
 from image_builder.cli.command import extensions
 from image_builder.definition import Inventory, layer_reading, load_inventory, published_variables
 from image_builder.errors import DefinitionError, UsageError
@@ -19,14 +18,6 @@ from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT, project_root
 
 ROLE = "roles/site_banner"
 NO_COMMANDS = "must be a list of commands, each a text, or a mapping of `break` and `mend`"
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A repository as `init` makes it, in a place whose name needs quotes."""
-    place = tmp_path / "images of the büro"
-    shutil.copytree(init.TEMPLATE, place)
-    return place
 
 
 def read(project: Path, *extra: str, checkout: Path = REPO_ROOT) -> Inventory:

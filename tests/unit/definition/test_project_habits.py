@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from ansible.parsing.vault import VaultLib, VaultSecret
 
-from image_builder.cli import init
 from image_builder.definition import Inventory, layer_needs, load_inventory, published_variables
 from image_builder.definition.reading import PlaybookReading, layer_reading
 from image_builder.definition.roles import RoleBook
@@ -23,13 +22,6 @@ class FilterModule:
     def filters(self):
         return {"shout": str.upper}
 """
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    place = tmp_path / "images"
-    shutil.copytree(init.TEMPLATE, place)
-    return place
 
 
 def write(project: Path, file: str, text: str | bytes) -> None:
