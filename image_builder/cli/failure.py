@@ -109,7 +109,9 @@ def guard(work: Callable[[], int], *, json_wanted: bool, command: str = "") -> i
 
 def _shown(work: Callable[[], int], json_wanted: bool, command: str) -> int:
     try:
-        return work()
+        status = work()
+        sys.stdout.flush()  # at exit it would be too late to say anything about it
+        return status
     except ImageBuilderError as error:
         return _show(error, json_wanted, command)
     except KeyboardInterrupt:

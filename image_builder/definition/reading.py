@@ -228,9 +228,7 @@ class _Reader:
         scope = {**scope, "ansible_search_path": [*roles, str(self.layer.playbook.parent)]}
         for name, value in spoken.items():
             if is_open(value):
-                self.unknown.add(
-                    f"{name}: what a vaulted template looks up is known only while the play runs"
-                )
+                self.unknown.add(f"{name}: {_VAULTED_LOOKUP}")
             for text in strings(value):
                 if is_template(text):
                     self._run_lookups(name, text, lambda: scope)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -92,14 +93,20 @@ def test_a_ci_is_shown_the_file_and_the_line(tmp_path: Path) -> None:
     )
 
 
-def test_a_reader_that_has_gone_is_no_bug_where_an_error_is_shown(tmp_path: Path) -> None:
-    """As in `image-builder validate --json | true`."""
+@pytest.mark.parametrize("options", [("images",), ("validate", "--json", "-i", "nowhere.yml")])
+def test_a_reader_that_has_gone_is_neither_a_bug_nor_the_error(
+    tmp_path: Path, options: Sequence[str]
+) -> None:
+    """As in `image-builder images | true`, also where the result is an error."""
+    assert run("init", "mine", cwd=tmp_path).returncode == 0
     reader, writer = os.pipe()
     os.close(reader)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with os.fdopen(writer, "w") as nobody:
         done = subprocess.run(
-            [REPO_ROOT / "image-builder", "validate", "--json", "-i", "nowhere.yml"],
-            cwd=tmp_path,
+            [REPO_ROOT / "image-builder", *options],
+            cwd=tmp_path / "mine",
+            env=environment,
             stdout=nobody,
             stderr=subprocess.PIPE,
             text=True,
