@@ -86,7 +86,9 @@ def interactive(shell: str, home: Path) -> Iterator[Shell]:
         running.type(f"exit{ENTER}")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    "shell", ["bash", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("zsh", "fish"))]
+)
 def test_a_shell_completes(shell: str, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/image-builder").symlink_to(LAUNCHER)

@@ -31,7 +31,7 @@ INVENTORY = REPO_ROOT / "inventories"
 @pytest.mark.parametrize(
     "image",
     [
-        "lab/worker",
+        pytest.param("lab/worker", marks=pytest.mark.nightly),
         pytest.param("lab/worker_containerd", marks=pytest.mark.nightly),
         "azure_vmss/worker_h100",
     ],

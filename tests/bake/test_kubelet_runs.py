@@ -90,7 +90,7 @@ def live(lab: Lab, version: str, path: str) -> Result:
     ("version", "engine"),
     [
         ("1.31.14", "containerd"),
-        ("1.35.6", "containerd_2"),
+        pytest.param("1.35.6", "containerd_2", marks=pytest.mark.nightly),
         ("1.36.2", "containerd_2"),
         pytest.param("1.31.14", "containerd_2", marks=pytest.mark.nightly),
         pytest.param("1.35.6", "containerd", marks=pytest.mark.nightly),
@@ -428,6 +428,7 @@ def test_a_pod_has_the_network_that_is_baked_into_the_image(
     assert found["ended"], "its address is free again"
 
 
+@pytest.mark.nightly
 def test_an_archive_without_a_declared_plugin_ends_the_bake(
     bake_network: Callable[[Sequence[str]], tuple[Workplace, Ended]],
 ) -> None:

@@ -174,7 +174,8 @@ def test_each_service_of_the_command_is_tested() -> None:
     assert sorted(SHELLS) == init.SERVICES
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.nightly
+@pytest.mark.parametrize("service", SHELLS)
 def test_a_blank_runner_takes_up_where_the_last_run_ended(
     service: str, runner: Callable[[str], Runner], cache: Path
 ) -> None:

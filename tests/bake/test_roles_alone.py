@@ -23,17 +23,13 @@ from tests.support.images.builds import REPO, Workplace, offered_packages
 from tests.support.images.fixtures import WHOLE
 from tests.support.nodes.booted import BootedHost, booted
 
-pytestmark = [pytest.mark.root, pytest.mark.image(WHOLE), programs.needs_programs]
+pytestmark = [pytest.mark.root, pytest.mark.nightly, pytest.mark.image(WHOLE), programs.needs_programs]
 
 PROGRAMS = "/run/programs"
 ELSEWHERE = {"image_seal", "nvidia"}
-# What every commit shows: a package, units, a handler.
-EVERY_COMMIT = "network_accounting"
-ROLES = [
-    pytest.param(path.name, marks=[] if path.name == EVERY_COMMIT else pytest.mark.nightly)
-    for path in sorted((REPO / "roles").iterdir())
-    if path.is_dir() and path.name not in ELSEWHERE
-]
+ROLES = sorted(
+    path.name for path in (REPO / "roles").iterdir() if path.is_dir() and path.name not in ELSEWHERE
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +78,6 @@ def test_readmes_play(role: str, host: BootedHost) -> None:
     converge(host, readme_play(role), *settings(host))
 
 
-@pytest.mark.nightly
 @pytest.mark.image("worker")
 def test_image_preload_with_docker(minimal: Workplace, worker: Workplace, tmp_path: Path) -> None:
     """Its README's play for the other engine, of Debian's archive, as the comment there has it."""
@@ -116,7 +111,6 @@ def converge(host: BootedHost, text: str, *argv: str) -> None:
     assert changes[-1] == 0, changes
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("role", ["container_runtime", "kubelet", "nvidia"])
 def test_check_mode_before_a_repository(role: str, host: BootedHost) -> None:
     """A repository that a first check mode doesn't add offers nothing yet; any other failure of apt is one."""
@@ -143,7 +137,6 @@ def test_check_mode_before_a_repository(role: str, host: BootedHost) -> None:
     assert done.status != 0 and "broken.list" in done.output, done.output
 
 
-@pytest.mark.nightly
 def test_layers_of_a_worker(host: BootedHost) -> None:
     """On a host of no image: all layers of a worker that joins a cluster, as its group of the lab has them."""
     groups = {

@@ -421,6 +421,7 @@ def test_a_changed_last_layer_needs_no_mirror(runner: Workplace, exported: Path)
     assert [stage["name"] for stage in built.result["stages"] if not stage["cached"]] == ["system"]
 
 
+@pytest.mark.nightly
 def test_an_import_that_was_killed_is_gone_on_with(runner: Workplace, exported: Path) -> None:
     child = subprocess.Popen(_store(runner, "import", exported), stdout=subprocess.DEVNULL)
     objects = runner.store / "objects"

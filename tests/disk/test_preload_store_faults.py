@@ -135,6 +135,7 @@ def _left(here: Node) -> list[str]:
     )
 
 
+@pytest.mark.nightly
 def test_damage_without_the_check_is_what_the_check_is_for(worker: Workplace) -> None:
     found = isolated(damage_unchecked, worker, "docker", seconds=600)
     assert found["whole"] == "ok" and found["left"] == []

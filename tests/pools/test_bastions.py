@@ -226,6 +226,7 @@ def test_a_rollout_goes_through_the_bastion_as_the_inventory_says(pool: Fleet, t
     assert outcomes(verified) == {2: "ok", 3: "ok", OTHER: "auth"}
 
 
+@pytest.mark.nightly
 def test_a_bastion_that_dies_in_mid_run_costs_attempts_and_no_host(pool: Fleet, tmp_path: Path) -> None:
     run = plan(pool, tmp_path, retries=9, retry_seconds=1)
     with run.start(**_INVENTORY) as child:

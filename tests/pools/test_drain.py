@@ -342,6 +342,7 @@ def test_a_host_of_another_run_is_left_alone(fleet: Fleet, hosts: list[str]) -> 
     assert fleet.run("free", hosts[0], "--run", "roll-7")[hosts[0]]["state"] == "freed"
 
 
+@pytest.mark.nightly
 def test_an_api_server_that_is_away(fleet: Fleet, hosts: list[str], space: str) -> None:
     """R18."""
     workloads.create(fleet.admin, space, workloads.pod("lone", hosts[0]))

@@ -38,7 +38,11 @@ pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_
 
 REBOOT, REIMAGE = "POST /virtualMachines/0/restart", "POST /virtualMachines/0/reimage"
 EACH_REMEDY = pytest.mark.parametrize(
-    ("remedy", "request_line"), [("reboot", REBOOT), ("reimage", REIMAGE)], ids=["reboot", "reimage"]
+    ("remedy", "request_line"),
+    [
+        pytest.param("reboot", REBOOT, id="reboot", marks=pytest.mark.nightly),
+        pytest.param("reimage", REIMAGE, id="reimage"),
+    ],
 )
 Fault = Answer | Literal["drop", "lose"]
 used: set[str] = set()
@@ -189,6 +193,7 @@ def test_an_operation_that_fails_is_not_repeated(place: Clinic, pool: Pool) -> N
     assert place.sent(pool) == [REIMAGE]
 
 
+@pytest.mark.nightly
 def test_a_node_that_does_not_come_back_is_named(place: Clinic, pool: Pool) -> None:
     (name,) = pool.names
     pool.ask(name, "reboot")
@@ -289,6 +294,7 @@ def test_what_the_breaker_holds_is_not_sent(place: Clinic, pool: Pool) -> None:
     admin.request("DELETE", hold.PATH)
 
 
+@pytest.mark.nightly
 def test_a_second_run_at_the_same_time_sends_nothing(place: Clinic, pool: Pool) -> None:
     (name,) = pool.names
     pool.ask(name, "reboot")
@@ -302,6 +308,7 @@ def test_a_second_run_at_the_same_time_sends_nothing(place: Clinic, pool: Pool) 
     assert place.sent(pool) == [REBOOT]
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_terminated_leaves_the_rest_to_the_next(place: Clinic, pool: Pool) -> None:
     (name,) = pool.names
     pool.ask(name, "reboot")

@@ -214,6 +214,7 @@ def test_fifty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kills == KILLS
 
 
+@pytest.mark.nightly
 def test_a_rollback_takes_models_first_and_then_every_host(fleet: World) -> None:
     """One host failed with the new version and was left cordoned, one has a job that is waited for."""
     rolled = plan(fleet, **GENEROUS)
@@ -284,6 +285,7 @@ def test_a_run_sends_what_its_plan_says(fleet: World) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_second_roll_is_refused_and_leaves_nothing(fleet: World) -> None:
     """R23: by the Lease, which names the holder. Where that is gone, its Lease runs out."""
     rolled = plan(fleet, **GENEROUS)

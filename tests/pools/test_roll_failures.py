@@ -105,7 +105,7 @@ def at_first_reimage(fleet: World, act: Callable[[str], None]) -> Fault:
     return fault
 
 
-@pytest.mark.parametrize("effect", ["lose", "drop"])
+@pytest.mark.parametrize("effect", ["lose", pytest.param("drop", marks=pytest.mark.nightly)])
 def test_lost_requests(fleet: World, effect: Literal["drop", "lose"]) -> None:
     """R5, R6: one was accepted, one never arrived; each host gets its image once."""
     rolled = plan(fleet, **GENEROUS)
@@ -194,6 +194,7 @@ def test_a_host_that_failed_and_has_a_pod_does_not_go_back(fleet: World) -> None
     fleet.require_invariants(rolled)
 
 
+@pytest.mark.nightly
 def test_a_pod_that_is_bound_after_the_last_look_never_starts(fleet: World) -> None:
     """R15: the taint keeps it off the empty host, so nothing is lost with the disk."""
     rolled = plan(fleet, **GENEROUS)
@@ -281,6 +282,7 @@ def test_a_driver_that_is_lost_with_its_journal(fleet: World) -> None:
     invariants.require(fleet.log(rolled), but="I1")
 
 
+@pytest.mark.nightly
 def test_a_host_that_a_lost_roll_left_with_the_new_image_takes_pods_again(fleet: World) -> None:
     """Its plan is lost, too: another one finds the host with the version, under a cordon of the other name."""
     host = fleet.hosts[0]
@@ -361,6 +363,7 @@ def test_a_second_roll_of_a_set_is_refused(fleet: World) -> None:
     fleet.require_invariants(rolled)
 
 
+@pytest.mark.nightly
 def test_instances_that_are_scaled_out_meanwhile_are_named(fleet: World) -> None:
     """R24: one before the model changed, one after; the first one has the old version, and is no success."""
     rolled = plan(fleet, **GENEROUS)

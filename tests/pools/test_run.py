@@ -99,6 +99,7 @@ def test_one_failure_too_many_stops_the_run_before_the_next_host(rollout: Callab
     assert run.left() == []
 
 
+@pytest.mark.nightly
 def test_killed_anywhere_nobody_joins_twice_and_nobody_is_lost(rollout: Callable[..., Rollout]) -> None:
     """SIGKILL of the driver, at moments from the first question to the last host: resumed, it comes to the end."""
     run = rollout(*range(SOUND), agent="seconds=2\n")
@@ -134,6 +135,7 @@ def _is_verified(report: Mapping[str, Any], number: int) -> bool:
     return "verify" in report["results"][f"host-{number}"]["seconds"]
 
 
+@pytest.mark.nightly
 def test_what_breaks_in_the_middle_of_a_task_is_one_hosts_business(rollout: Callable[..., Rollout]) -> None:
     """Who was cut off at one of three moments is looked at, not told again; where sudo hangs, nobody is ever told."""
     others = (0, 4)

@@ -56,6 +56,7 @@ def test_where_the_image_does_it_all_nobody_is_told(rollout: Callable[..., Rollo
     assert run.left() == []
 
 
+@pytest.mark.nightly
 def test_a_control_plane_that_falls_behind_holds_the_next_wave(
     rollout: Callable[..., Rollout], cluster: Cluster
 ) -> None:

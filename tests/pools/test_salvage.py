@@ -34,6 +34,7 @@ RUN = "roll-000000000000"
 OFTEN = Settings(namespace=NAMESPACE, duration=20.0, deadline=15.0, pause=2.0)
 
 
+@pytest.mark.nightly
 def test_only_who_has_the_image_from_before_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with world(1, 6, tmp_path) as fleet:
         found_by(fleet.served.environment, monkeypatch)

@@ -176,6 +176,7 @@ def test_a_killed_driver_leaves_nothing_on_the_worker(rollout: Callable[..., Rol
     wait(lambda: not run.running())
 
 
+@pytest.mark.nightly
 def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice(
     rollout: Callable[..., Rollout], pool: Fleet
 ) -> None:

@@ -67,7 +67,7 @@ class Ran:
         return found
 
 
-@pytest.fixture(scope="module", params=sorted(RELEASES))
+@pytest.fixture(scope="module", params=[pytest.param("bookworm", marks=pytest.mark.nightly), "trixie"])
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     docker, containerd, names = RELEASES[request.param]
     work = tmp_path_factory.mktemp(request.param)

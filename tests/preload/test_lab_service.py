@@ -71,6 +71,7 @@ def test_two_that_are_started_at_once_are_one(worker: Workplace) -> None:
     assert ups[0].stdout == ups[1].stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_lab")
 def test_one_that_was_killed_is_not_taken_for_a_running_one(own: Workplace) -> None:
     state = json.loads(_lab("up", store=own.store).stdout)

@@ -193,6 +193,7 @@ def fall_silent(lab: Lab) -> Result:
     return result
 
 
+@pytest.mark.nightly
 def test_a_manifest_that_never_comes_behind_a_login_is_given_up(worker: Workplace, engine: str) -> None:
     found = with_each_engine(fall_silent, worker, engine)
     assert found["locked"].startswith(f"{REGISTRY}/team/mute:1: {REGISTRY} can't be reached"), found["locked"]

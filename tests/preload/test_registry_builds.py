@@ -80,7 +80,7 @@ def build_from_a_company(lab: Lab, command: str) -> Result:
         pytest.param(
             "worker_current",
             {"refused": ("login refused",), "cut": (f"{REGISTRY} can't be reached", "Connection refused")},
-            marks=needs_programs,
+            marks=[needs_programs, pytest.mark.nightly],
         ),
     ],
 )
