@@ -64,8 +64,12 @@ def boot(
         bool, typer.Option("--keep", help="with --verify: keep the machine running until Ctrl-C")
     ] = False,
     secure_boot: Annotated[
-        bool, typer.Option("--secure-boot", help="use firmware that enforces Secure Boot")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--secure-boot/--no-secure-boot",
+            help="whether the firmware enforces Secure Boot  [default: as image_secure_boot declares]",
+        ),
+    ] = None,
     local_disk: LocalDisks = None,
     no_local_disk: Annotated[bool, typer.Option("--no-local-disk", help="boot without local disks")] = False,
     facts: Facts = None,

@@ -17,6 +17,7 @@ from image_builder.bake.lock.model import Lock, LockedGroup
 from image_builder.cli import failure
 from image_builder.cli.main import app
 from image_builder.settings import REPO_ROOT
+from image_builder.verify import boot as booting
 from tests.support.azure.attested import SUBSCRIPTION
 
 COMMANDS = [
@@ -162,6 +163,24 @@ def test_a_wrong_command_line(argv: list[str], words: str) -> None:
     status, _, err = _run(*argv)
     assert status == errors.UsageError.exit_code
     assert words in err
+
+
+@pytest.mark.parametrize(
+    ("options", "secure_boot"), [((), None), (("--secure-boot",), True), (("--no-secure-boot",), False)]
+)
+def test_an_image_is_booted_with_the_firmware_that_it_declares(
+    options: tuple[str, ...], secure_boot: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[object] = []
+
+    def boot(_: Path, **settings: object) -> None:
+        taken.append(settings["secure_boot"])
+        raise errors.BootError("no machine here")
+
+    monkeypatch.setattr(booting, "boot", boot)
+    (tmp_path / "worker.raw").touch()
+    status, _, err = _run("boot", str(tmp_path / "worker.raw"), "--output", str(tmp_path), *options)
+    assert (status, taken) == (errors.BootError.exit_code, [secure_boot]), err
 
 
 def test_explain_says_of_no_stage_that_is_there_that_it_was_never_built(
