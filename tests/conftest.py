@@ -1,7 +1,7 @@
-"""What all tests share: the order of the parts, the guard of the unit tests, the list of allowed skips.
+"""Shared by all tests: the order of the parts, the guard of the unit tests, the list of allowed skips.
 
-A test lies in the folder of its part. One below tests/unit is a unit test: it can't start a process, open a socket or
-do what only root may. Any other says by a mark what it needs.
+A test is in the directory of its part. Those below tests/unit are unit tests, which can't start a process, open a
+socket or do anything that needs root. All others declare by a mark what they need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-# When they are imported, urllib3 tries out IPv6 and Ansible runs ldconfig: no unit test may, so it is done here.
+# On import, urllib3 tries IPv6 and Ansible runs ldconfig, which no unit test may do, so they are imported here.
 import image_builder.bake.lock.fetch
 import image_builder.definition.engine  # noqa: F401
 from image_builder.bake.store import Store
@@ -29,19 +29,19 @@ pytest_plugins = [
     "tests.support.images.toolkits",
     "tests.selftest.lane_plugin",
 ]
-# A machine may be busy: how long an example takes says nothing about it.
+# The machine may be busy, so the time of an example means nothing.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 TESTS = Path(__file__).parent
-# Folders, in the order in which a run without lanes takes them.
+# Directories, in the order of a run without lanes.
 PARTS = ("unit", "bake", "preload", "pools", "disk", "gpu")
 MARKS = ("root", "boot", "gpu")
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 
 
 def part_of(item: pytest.Item) -> str:
-    """Return the part that a test belongs to, by its folder; "" for none."""
+    """Return the part that a test belongs to, by its directory; "" for none."""
     folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
     return folder if folder in PARTS else ""
 
@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell's job in the background ignores Ctrl-C, and so would all that the tests start and interrupt.
+    # A shell's background job ignores Ctrl-C, and so would every process that the tests start and interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(_Parts(config), "image-builder-parts")
@@ -88,7 +88,7 @@ class _Parts:
 
     def __init__(self, config: pytest.Config) -> None:
         self.report: str | None = config.getoption("--parts")
-        # Of several lanes none knows what the others meet: each goes on to its end.
+        # A lane doesn't know about failures in other lanes, so each runs to its end.
         self.stops = bool(self.report) and not config.getoption("--lane")
         self.seconds: dict[str, float] = {}
         self.current = ""
@@ -148,7 +148,7 @@ class _Skips:
 
 @pytest.fixture(autouse=True)
 def _signals_as_they_were() -> Iterator[None]:
-    """A command that is called in the tests' own process sets handlers, as it may in one of its own."""
+    """Restore signal handlers: a command called in the tests' process sets them as it would in its own."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():

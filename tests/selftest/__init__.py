@@ -1,6 +1,6 @@
-"""This project's own checks, quick ones first: lint and types, the unit tests, then all that needs root.
+"""This project's own checks, fast ones first: lint and types, the unit tests, then everything that needs root.
 
-Here all is started, what it took is compared with the ceilings, and one closing line is printed last.
+This package starts them all, compares the times with the ceilings, and prints a single closing line.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def run(
 ) -> int:
     """Run the checks and return the exit status: 0 when all passed.
 
-    With ``arguments`` (for pytest) only pytest runs, once. ``fast`` leaves out what needs root, ``nightly`` takes along
-    what is too long for every commit, and without ``use_proofs`` what earlier runs have proven is run as well.
-    Everything is told on standard output, or on standard error when ``as_json`` wants that for the result.
+    With ``arguments`` (for pytest) only pytest runs, once. ``fast`` omits the tests that need root, ``nightly`` adds
+    those that take too long for every commit, and without ``use_proofs`` tests that earlier runs have proven run again.
+    Progress goes to standard output, or to standard error if ``as_json`` reserves standard output for the result.
     """
     if not fast and os.geteuid() != 0:
         raise UsageError("the whole suite needs root", hint="image-builder test --fast needs none")
@@ -67,7 +67,7 @@ def run(
     if not arguments:
         for line in durations.slowest(durations.files(surroundings.reports)):
             write(line)
-        # The night has no ceilings.
+        # Nightly runs have no ceilings.
         slowness = max(slowness, ceilings.slowness())
         judgement = ceilings.lines(minutes, whole, gigabytes, store_state, slowness)
         passed &= nightly or _write(judgement, write)
@@ -86,14 +86,14 @@ def run(
 
 
 def _add_minutes(minutes: dict[str, float], outcomes: Iterable[lanes.Outcome], *, with_units: bool) -> None:
-    """Add what lanes took, by part."""
+    """Add up the minutes of all lanes, by part."""
     for outcome in outcomes:
         for part, of_part in _minutes(outcome, with_units=with_units):
             minutes[part] = minutes.get(part, 0.0) + of_part
 
 
 def _write(judgement: Iterable[tuple[str, bool]], write: Callable[[str], None]) -> bool:
-    """Write what is said of each ceiling; return whether none is red."""
+    """Write a line about each ceiling; return whether none is exceeded."""
     reds = []
     for line, is_red in judgement:
         write(line)
@@ -104,7 +104,7 @@ def _write(judgement: Iterable[tuple[str, bool]], write: Callable[[str], None]) 
 def _of_today(
     store_state: str, minutes: Mapping[str, float], gigabytes: float, *, passed: bool
 ) -> durations.Run:
-    """Return the record of a whole run that ended now."""
+    """Return the record of a complete run that has just ended."""
     return durations.Run(
         day=datetime.now(UTC).date().isoformat(),
         store=store_state,
@@ -116,14 +116,14 @@ def _of_today(
 
 
 def _minutes(outcome: lanes.Outcome, *, with_units: bool) -> Iterator[tuple[str, float]]:
-    """Yield what each part took. Of all unit tests it is the time on the clock that counts, from lint on."""
+    """Yield the minutes of each part. For the unit tests, wall time counts, from the start of lint."""
     for part, seconds in outcome.parts.items():
         if with_units or part != "unit":
             yield "fast" if part == "unit" else part, seconds / 60
 
 
 def _proofs(cache: Path, write: Callable[[str], None]) -> Proofs:
-    """Return what earlier runs have proven, and say so."""
+    """Return the proofs of earlier runs, and report how many there are."""
     proofs = Proofs.look_up(cache / "proofs", lanes.REST + lanes.NOT_NIGHTLY)
     if proofs.days:
         number, since = len(proofs.days), min(proofs.days.values())
@@ -134,7 +134,7 @@ def _proofs(cache: Path, write: Callable[[str], None]) -> Proofs:
 
 
 def _rest(surroundings: lanes.Surroundings, *, nightly: bool, proofs: Proofs | None) -> list[lanes.Outcome]:
-    """Run what needs root. The night compiles what its store lacks; other runs take it from the cache directory."""
+    """Run the tests that need root. Nightly runs compile what their store lacks, others use the cache directory."""
     store, place = Store(surroundings.store), compiled.directory(surroundings.cache)
     store.prepare()
     if not nightly:

@@ -1,4 +1,4 @@
-"""What CI may take, on 2 processors and an empty store; a run that takes a fifth more than that has failed."""
+"""CI's time limits, for 2 processors and an empty store; a run that exceeds one by a fifth fails."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CEILINGS = {"fast": 2.2, "bake": 20.0, "preload": 15.0, "disk": 22.0, "gpu": 16.
 WHOLE = {"empty": 25.0, "filled": 21.0}
 CEILING_GB = 25.0
 _MARGIN = 1.2
-# Seconds that a fixed computation takes on the machine of these figures. It was not timed there: this is what it took
-# on a slower one, divided by how much longer the same unit tests took on that.
-# Hosts that share their memory's bandwidth with others are two or three times as slow, by the hour.
+# Seconds that a fixed computation takes on the machine of these figures. It wasn't timed there: this is its time on a
+# slower machine, divided by the ratio of the unit tests' times on both.
+# Hosts that share their memory bandwidth with others are two or three times as slow, depending on the hour.
 _KEYS, _SECONDS = 200_000, 0.17
 
 
 def slowness() -> float:
-    """Return how many times as slow as the machine of these figures this one is, between 1 and 2.5."""
+    """Return how many times slower this machine is than that of the ceilings, between 1 and 2.5."""
 
     def seconds() -> float:
         started = time.process_time()
@@ -39,8 +39,8 @@ def lines(
 ) -> Iterator[tuple[str, bool]]:
     """Return a line about each ceiling, and whether it is exceeded by more than the margin.
 
-    ``minutes`` has the parts that ran, ``store`` is `empty` or `filled`, as it was at the beginning. A machine of some
-    ``slowness`` may take that many times as long.
+    ``minutes`` has the parts that ran; ``store`` is `empty` or `filled`, as it was at the start. The ceilings are
+    multiplied by the machine's ``slowness``.
     """
     if slowness > _MARGIN:
         yield (

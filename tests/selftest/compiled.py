@@ -1,7 +1,7 @@
-"""Compiled stages, kept in the cache directory: a run on an empty store need not compile what an earlier one did.
+"""Compiled stages in the cache directory, so that a run with an empty store doesn't compile them again.
 
-A stage's id stands for all that decides its bytes, so what is kept under an id is what the stage would make. It is
-taken only as a whole: with every byte as its manifest says, from a directory that nobody else can write.
+A stage's id covers everything that determines its bytes, so the copy under an id equals what the stage would produce.
+It is used only if it is complete, every byte matches its manifest, and no other user can write to the directory.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from image_builder.bake.store import Store
 from image_builder.bake.tree_manifest import differences
 from image_builder.system.trees import remove_tree
 
-# The kind of stage that takes minutes of all processors, and whose inputs hardly ever change.
+# The kind of stage that occupies all processors for minutes and whose inputs rarely change.
 KIND = "go"
 
 
 def directory(cache: Path) -> Path:
-    """Return where stages are kept in a cache directory."""
+    """Return the directory of the stages in a cache directory."""
     return cache / "compiled"
 
 
 def restore(store: Store, place: Path) -> list[str]:
-    """Put kept stages into a store that lacks them; return their names, in order of their ids."""
+    """Copy cached stages into a store that lacks them; return their names, in order of their ids."""
     if not _is_private(place):
         return []
     restored = []
@@ -44,7 +44,7 @@ def restore(store: Store, place: Path) -> list[str]:
 
 
 def keep(store: Store, place: Path) -> None:
-    """Keep the newest stage of each name that was compiled in a store, and no other."""
+    """Cache the newest stage of each name that was compiled in a store, and no others."""
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_private(place):
         return
@@ -59,7 +59,7 @@ def keep(store: Store, place: Path) -> None:
         if kept.name not in wanted:
             remove_tree(kept)
     for stage_id in wanted - set(os.listdir(place)):
-        partial = place / f"{stage_id}.partial"  # of no id: the next call removes it where this one is killed
+        partial = place / f"{stage_id}.partial"  # not an id: if this call is killed, the next one removes it
         shutil.copytree(store.object(stage_id), partial, symlinks=True)
         partial.rename(place / stage_id)
 
@@ -73,7 +73,7 @@ def _is_private(place: Path) -> bool:
 
 
 def _sound_name(stage: Path) -> str:
-    """Return the name of a whole stage under its own id; "" for anything else."""
+    """Return the name of a complete stage that is stored under its own id; "" for anything else."""
     if differences(stage, contents=True):
         return ""
     meta = json.loads((stage / "meta.json").read_bytes())

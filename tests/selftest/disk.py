@@ -1,4 +1,4 @@
-"""How much of the disk a run needs at most."""
+"""The peak disk usage of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STEP_SECONDS = 2.0
 
 @contextmanager
 def peak_disk(places: Sequence[Path]) -> Iterator[list[float]]:
-    """Watch the filesystems that ``places`` are on; yields [bytes used at most beyond the start]."""
+    """Watch the filesystems of ``places``; yields [peak bytes used, beyond those at the start]."""
     devices = {}
     for place in places:
         there = nearest_existing(place)

@@ -1,7 +1,7 @@
-"""How long each file of tests takes: in the last run, and in the runs that the repository records.
+"""The time that each test file takes: in the last run, and in the runs that the repository records.
 
 A run keeps a JUnit file of each lane in the cache directory. ``.venv/bin/python -m tests.selftest.durations`` writes
-the last whole run's times to docs/reference; by these the lanes take the longest files first.
+the times of the last complete run to docs/reference; lanes use them to take the longest files first.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tests.selftest.surroundings import cache_directory
 RECORD = REPO_ROOT / "docs/reference/ci-durations.json"
 PAGE = REPO_ROOT / "docs/reference/benchmarks.md"
 SLOWEST = 30
-# The kind of run that is recorded: neither a choice of tests, nor the quick ones alone, nor the night.
+# The kind of run that is recorded: not a selection of tests, not only the fast ones, not a nightly run.
 WHOLE_RUN = "all"
 _BEGIN, _END = "<!-- ci-durations -->\n", "<!-- /ci-durations -->\n"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A whole run: its day, `empty` or `filled` for the store, whether all tests passed, what it took, its space."""
+    """A complete run: its day, the store (`empty` or `filled`), whether all tests passed, its times and disk usage."""
 
     day: str
     store: str
@@ -39,7 +39,7 @@ class Run:
 
 
 def reports(cache: Path, kind: str) -> Path:
-    """Return the directory of a run's JUnit files; what an earlier run of its kind left there is removed."""
+    """Return the directory of a run's JUnit files, without those of an earlier run of the same kind."""
     path = cache / "reports" / kind
     path.mkdir(parents=True, exist_ok=True)
     for old in path.iterdir():
@@ -48,7 +48,7 @@ def reports(cache: Path, kind: str) -> Path:
 
 
 def files(directory: Path) -> dict[str, float]:
-    """Return the seconds of each file of tests, the longest first, by the JUnit files in a directory."""
+    """Return the seconds of each test file, longest first, from the JUnit files in a directory."""
     seconds: dict[str, float] = {}
     for path in directory.glob("*.xml"):
         for case in ET.parse(path).getroot().iter("testcase"):
@@ -58,19 +58,19 @@ def files(directory: Path) -> dict[str, float]:
 
 
 def slowest(seconds: Mapping[str, float]) -> Iterator[str]:
-    """Return lines about the files that took longest."""
+    """Yield lines about the slowest files."""
     yield f"the {min(SLOWEST, len(seconds))} slowest files (seconds, with the images that they were the first to need):"
     for name, taken in list(seconds.items())[:SLOWEST]:
         yield f"{taken:8.1f}  {name}"
 
 
 def keep(directory: Path, run: Run) -> None:
-    """Keep what a whole run took beside its JUnit files."""
+    """Save the record of a complete run next to its JUnit files."""
     (directory / "run.json").write_text(json.dumps(asdict(run)), encoding="utf-8")
 
 
 def expected(record: Path = RECORD) -> dict[str, float]:
-    """Return the recorded seconds of each file; of a run on a filled store, where both are recorded."""
+    """Return the recorded seconds of each file, preferably from a run with a filled store."""
     runs = _recorded(record)
     times: dict[str, float] = {}
     for store in ("empty", "filled"):

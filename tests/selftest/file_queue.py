@@ -1,7 +1,7 @@
 """The queue of test files that several runs of pytest share: each lane takes the next file when it is free.
 
-The order is a pure function (``choose``) of the files, of what runs and of the lane that asks. What is taken is kept in
-one file, under a lock, since the lanes are processes of their own.
+The order is a pure function (``choose``) of the files, the state of all lanes and the asking lane. The state is kept in
+a file, under a lock, since each lane is a separate process.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-# Of a file that no run has timed yet.
+# For a file that no run has timed yet.
 UNKNOWN_SECONDS = 60.0
-# What only one lane may do at a time: an emulated machine computes all the time, and a pool's hosts fill the memory.
+# What only one lane may do at a time: an emulated machine occupies a processor, and a pool's hosts fill the memory.
 BOOT, HOSTS = "boot", "hosts"
 
 
 @dataclass(frozen=True)
 class TestFile:
-    """A file of tests: how long it took, and what it can't share.
+    """A test file: how long it took, and what it can't share.
 
-    ``turn`` is what only one lane may use at a time ("" for nothing). A file that is ``alone`` looks at the whole
-    machine: the first lane runs it before anything else, and beside it only machines are booted. One that is ``light``
-    waits about half of its time or longer. ``images`` are the baked images that it needs.
+    ``turn`` is what only one lane may do at a time ("" for nothing). A file that is ``alone`` inspects the whole
+    machine: the first lane runs it before anything else, while other lanes only boot machines. A file that is ``light``
+    waits for at least half of its time. ``images`` are the baked images that it needs.
     """
 
     __test__ = False  # pytest would collect it by its name
@@ -41,7 +41,7 @@ class TestFile:
 
 @dataclass(frozen=True)
 class Lane:
-    """A run of pytest: its place among all, and whether it takes others' files only where no light one is left."""
+    """A run of pytest: its number, and whether it prefers light files, taking others only when no light one is left."""
 
     number: int
     light: bool = False
@@ -49,7 +49,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class State:
-    """Files that run now, files that were run, the images that are baked by now; whether the first lane is over."""
+    """The running files, those that have ended, the images baked so far, and whether the first lane has ended."""
 
     running: frozenset[str] = frozenset()
     ended: frozenset[str] = frozenset()
@@ -58,7 +58,7 @@ class State:
 
 
 def choose(files: Sequence[TestFile], state: State, lane: Lane) -> TestFile | None:
-    """Return the file that a lane takes next; None where it has to wait, or where nothing is left for it."""
+    """Return the file that a lane takes next; None if it has to wait, or if nothing is left for it."""
     running = [file for file in files if file.name in state.running]
     waiting = [file for file in files if file.name not in state.running | state.ended]
     alone = [file for file in (*running, *waiting) if file.alone]
@@ -69,10 +69,10 @@ def choose(files: Sequence[TestFile], state: State, lane: Lane) -> TestFile | No
     turns = {file.turn for file in running if file.turn}
     waiting = [file for file in waiting if file.turn not in turns]
     if lane.light:
-        # An emulated machine computes all the time: it is for the lanes that do.
+        # An emulated machine occupies a processor, so it isn't for the light lanes.
         others = [file for file in waiting if file.turn != BOOT]
         waiting = [file for file in waiting if file.light] or others
-    # An image that another lane is baking would only be waited for.
+    # This lane would only wait for an image that another lane is baking.
     baked = state.images.union(*(file.images for file in files if file.name in state.ended))
     baking = frozenset().union(*(file.images for file in running)) - baked
     return min(
@@ -89,13 +89,13 @@ def choose(files: Sequence[TestFile], state: State, lane: Lane) -> TestFile | No
 
 
 def is_exhausted(files: Sequence[TestFile], state: State) -> bool:
-    """Return whether no lane need wait: whatever there was is taken."""
+    """Return whether no lane needs to wait, since every file has been taken."""
     return all(file.name in state.running | state.ended for file in files)
 
 
 @dataclass
 class _Record:
-    """What all lanes have noted: who took which file, which were run, which images there are."""
+    """The notes of all lanes: which process took which file, which files have ended, which images exist."""
 
     taken: dict[str, int] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
@@ -103,20 +103,20 @@ class _Record:
     first_is_over: bool = False
 
     def state(self) -> State:
-        """Return it as of now: a file has ended, too, if the process that took it has."""
+        """Return the current state: a file has also ended if the process that took it is gone."""
         ended = {name for name, pid in self.taken.items() if name in self.ended or not _is_alive(pid)}
         images = frozenset(self.images)
         return State(frozenset(self.taken) - ended, frozenset(ended), images, self.first_is_over)
 
 
 class Queue:
-    """What several processes take files from, kept in a directory."""
+    """A queue of files that several processes share, kept in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "queue.json"
 
     def take(self, files: Sequence[TestFile], lane: Lane) -> tuple[TestFile | None, bool]:
-        """Take the next file for a lane: None where there is none now; also return whether none will come any more."""
+        """Take the next file for a lane, None if there is none now; also return whether the queue is exhausted."""
         with self._record() as record:
             state = record.state()
             chosen = choose(files, state, lane)
@@ -125,17 +125,17 @@ class Queue:
             return chosen, not chosen and is_exhausted(files, state)
 
     def end(self, name: str) -> None:
-        """Note that a file was run."""
+        """Record that a file has ended."""
         with self._record() as record:
             record.ended.append(name)
 
     def have_image(self, name: str) -> None:
-        """Note that an image is baked."""
+        """Record that an image is baked."""
         with self._record() as record:
             record.images.append(name)
 
     def end_first_lane(self) -> None:
-        """Note that the first lane is over, however it ended: nobody waits for what it alone should have run."""
+        """Record that the first lane has ended, even if it failed: others don't wait for files that only it runs."""
         with self._record() as record:
             record.first_is_over = True
 
@@ -152,7 +152,7 @@ class Queue:
 
 def _is_alive(pid: int) -> bool:
     try:
-        # One that has ended and that nobody has waited for has no command line any more.
+        # A zombie has no command line.
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False

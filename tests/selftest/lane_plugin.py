@@ -1,7 +1,7 @@
-"""pytest's plugin of a lane: with ``--lane`` a run takes files from the queue that it shares with others.
+"""The pytest plugin of a lane: with ``--lane``, a run takes files from the queue that it shares with others.
 
-It leaves out what earlier runs have proven, and notes what it has proven itself.
-Fixtures of the session last as long as the run, whatever file follows: a lane bakes an image once.
+It skips the files that earlier runs have proven, and records those that it has proven itself.
+Session fixtures last for the whole run, regardless of the next file, so a lane bakes an image only once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from tests.selftest.file_queue import BOOT, HOSTS, UNKNOWN_SECONDS, Lane, Queue, TestFile
 from tests.selftest.proofs import Proofs
 
-# What is baked once: the images of the session's fixtures, and the programs of the lab's control plane.
+# Baked once: the images of the session fixtures, and the programs of the lab's control plane.
 IMAGES = frozenset(
     {
         *("minimal", "worker", "pulled_worker", "whole_worker"),
@@ -32,7 +32,7 @@ _STEP_SECONDS = 0.5
 
 
 def argument(directory: Path, lane: Lane) -> str:
-    """Return the option that makes a run of pytest a lane of the queue in a directory."""
+    """Return the option that makes a pytest run a lane of the queue in a directory."""
     return f"--lane={directory}:{lane.number}{':light' if lane.light else ''}"
 
 
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(eq=False)  # pytest keeps plugins in sets
 class _Runner:
-    """Runs the tests of the files that the queue gives to a lane."""
+    """Runs the tests of the files that a lane takes from the queue."""
 
     directory: Path
     lane: Lane
@@ -61,7 +61,7 @@ class _Runner:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed or session.config.getoption("collectonly"):
-            return None  # pytest's own loop knows what to do
+            return None  # pytest's own loop handles these
         proofs = Proofs.read(self.directory)
         items: dict[str, list[pytest.Item]] = {}
         for item in session.items:
@@ -99,14 +99,14 @@ class _Runner:
 
 
 class _BetweenFiles(pytest.Item):
-    """What pytest is told comes after the last test of a file: of its fixtures the session's alone are kept for it."""
+    """The next item that pytest sees after the last test of a file, so that it keeps only the session fixtures."""
 
     def runtest(self) -> None:
-        """It is never run."""
+        """Do nothing: this item is never run."""
 
 
 def _run(session: pytest.Session, item: pytest.Item, following: pytest.Item | None) -> None:
-    """Run a test as pytest's own loop does."""
+    """Run a test the way pytest's own loop does."""
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
@@ -119,7 +119,7 @@ def _name(nodeid: str) -> str:
 
 
 def _describe(name: str, tests: Sequence[pytest.Item], seconds: Mapping[str, float]) -> TestFile:
-    """Return what the queue must know of a file, by the marks and the fixtures of its tests."""
+    """Return the queue's description of a file, from the marks and fixtures of its tests."""
     marks = {mark.name for test in tests for mark in test.iter_markers()}
     fixtures = {fixture for test in tests for fixture in getattr(test, "fixturenames", ())}
     turn = BOOT if "boot" in marks else HOSTS if "hosts" in marks else ""

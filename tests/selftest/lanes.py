@@ -1,7 +1,7 @@
-"""pytest's runs: lanes that share a queue of test files, unit tests first, then what needs root.
+"""The pytest runs: lanes that share a queue of test files, unit tests first, then the tests that need root.
 
-Each lane takes the next file when it is free (``tests/selftest/file_queue.py`` has the rules). Lanes share the store,
-which has locks, and nothing else: temporary files of each but the first are below a directory of its own.
+Each lane takes the next file when it is free (``tests/selftest/file_queue.py`` has the rules). Lanes share only the
+store, which has locks: every lane but the first keeps its temporary files in its own directory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.selftest.surroundings import ANY, environment
 
 UNIT = "not root and not boot and not gpu"
 REST = "(root or boot) and not gpu"
-# What takes too long to be run on every commit.
+# Excludes the tests that take too long for every commit.
 NOT_NIGHTLY = " and not nightly"
-# Two processors: two lanes that compute, and one of what mostly waits, for as long as there is such.
+# For two processors: two lanes that compute, and one for files that mostly wait, as long as there are any.
 UNIT_LANES = (Lane(0), Lane(1))
 REST_LANES = (Lane(0), Lane(1), Lane(2, light=True))
 _CLOSING = re.compile(r"^(=+ )?(.*\d (passed|failed|error|skipped|deselected)|no tests ran).* in [\d.:]+")
-# pytest's order; without what a lane deselects, which is another lane's, or needs a GPU.
+# In pytest's order, without `deselected`: those tests belong to another lane, or need a GPU.
 _WORDS = ("failed", "passed", "skipped", "xfailed", "xpassed", "warnings", "errors")
 _SINGULAR = {"warning": "warnings", "error": "errors"}
 _WIDTH = 80
@@ -41,7 +41,7 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The store of the tests, what outlives them, the directory of their JUnit files, and where lines go."""
+    """The tests' store, the cache directory that outlives them, the directory for JUnit files, and the output."""
 
     store: Path
     cache: Path
@@ -51,7 +51,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run of pytest that ended: its status, the seconds of each part, its closing line ("" without one)."""
+    """A finished pytest run: its status, the seconds of each part, its closing line ("" if there was none)."""
 
     status: int
     parts: Mapping[str, float]
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def chosen(arguments: Sequence[str], surroundings: Surroundings, *, fast: bool) -> Outcome:
-    """Run what ``arguments`` say, in one lane; ``fast`` leaves out what needs root."""
+    """Run the tests that ``arguments`` select, in one lane; ``fast`` omits those that need root."""
     with _folder(surroundings) as folder:
         run = _Pytest("chosen", folder, surroundings, UNIT if fast else "not gpu", arguments)
         return _foreground(run, surroundings)
@@ -71,15 +71,15 @@ def unit(surroundings: Surroundings) -> list[Outcome]:
 
 
 def rest(surroundings: Surroundings, *, nightly: bool = False, proofs: Proofs | None = None) -> list[Outcome]:
-    """Run the other tests, but not those that need a GPU; ``nightly`` takes those along that are for the night.
+    """Run the other tests, except those that need a GPU; ``nightly`` includes the nightly tests.
 
-    What ``proofs`` have is not run again, and what passes is added to them.
+    Files that ``proofs`` contains don't run again; files that pass are added to it.
     """
     return _side_by_side("root", REST if nightly else REST + NOT_NIGHTLY, REST_LANES, surroundings, proofs)
 
 
 def closing_line(lanes: Sequence[Outcome], seconds: float) -> str:
-    """Return one closing line, as pytest's own, for all lanes; it names those that ended without one."""
+    """Return one closing line for all lanes, in pytest's format; it lists the lanes that ended without one."""
     if len(lanes) == 1 and lanes[0].closing:
         return lanes[0].closing
     counts: Counter[str] = Counter()
@@ -96,14 +96,14 @@ def closing_line(lanes: Sequence[Outcome], seconds: float) -> str:
 
 
 class _Reader:
-    """Passes lines on, but for the closing one."""
+    """Passes lines on, except the closing one."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
         self.closing = ""
 
     def read(self, line: str) -> None:
-        """Pass a line on; one that may be the closing one is kept until the next comes."""
+        """Pass a line on; hold back a possible closing line until the next line arrives."""
         if self.closing:
             self._write(self.closing)
             self.closing = ""
@@ -114,7 +114,7 @@ class _Reader:
 
 
 class _Pytest:
-    """One run of pytest, with a directory of its own that lasts as long as all runs."""
+    """One pytest run, with its own directory, which lasts until all runs have ended."""
 
     def __init__(
         self, name: str, folder: Path, surroundings: Surroundings, marks: str, arguments: Sequence[str] = ()
@@ -129,28 +129,28 @@ class _Pytest:
         self._options = [f"--parts={self._report}", f"--junitxml={junit}", "-m", marks, *arguments]
 
     def argv(self, cache: Path) -> list[str]:
-        """Return the command. Lines are coloured where a person reads them."""
+        """Return the command. The output is colored on a terminal."""
         colour = "yes" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "no"
-        # Of each of the runs the files of failed tests stay; the older form of JUnit names a test's file.
+        # Each run keeps the files of its failed tests; the older JUnit format includes a test's file name.
         settings = (f"cache_dir={cache / 'pytest'}", "tmp_path_retention_count=3", "junit_family=xunit1")
         options = [word for setting in settings for word in ("-o", setting)]
         return [sys.executable, "-m", "pytest", f"--color={colour}", *options, *self._options]
 
     def lines(self) -> list[str]:
-        """Return what it has said into its log."""
+        """Return the lines of its log."""
         return (
             self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
         )
 
     def outcome(self, status: int, reader: _Reader) -> Outcome:
-        """Return what became of the run."""
+        """Return how the run ended."""
         parts = json.loads(self._report.read_text()) if self._report.exists() else {}
         return Outcome(status, parts, reader.closing)
 
 
 @contextmanager
 def _folder(surroundings: Surroundings) -> Iterator[Path]:
-    """Yield a directory for all runs, beside what tests leave when they fail."""
+    """Yield a directory for all runs, next to the files that failed tests leave."""
     place = environment(surroundings.cache)["TMPDIR"]
     with tempfile.TemporaryDirectory(prefix="image-builder-test-", dir=place) as folder:
         yield Path(folder)
@@ -163,7 +163,7 @@ def _side_by_side(
     surroundings: Surroundings,
     proofs: Proofs | None = None,
 ) -> list[Outcome]:
-    """Run pytest once for each lane, all at once; the first one's lines are shown, then each other's as it ends."""
+    """Run pytest in all lanes at once; show the first lane's output live, and the others' when they end."""
     with _folder(surroundings) as folder:
         (folder / SECONDS_FILE).write_text(json.dumps(durations.expected()), encoding="utf-8")
         if proofs:
@@ -180,7 +180,7 @@ def _side_by_side(
                 Queue(folder).end_first_lane()
                 statuses = [wait() for wait in waits]
         finally:
-            # Also of a run that was interrupted: it may be why.
+            # Even after an interrupt: a failure may be its reason.
             for run, reader in zip(others, readers, strict=True):
                 surroundings.write(f"\n{shown.name} is through; beside it, {run.name}:\n")
                 for line in run.lines():
@@ -194,7 +194,7 @@ def _environment(surroundings: Surroundings) -> dict[str, str]:
 
 
 def _foreground(run: _Pytest, surroundings: Surroundings) -> Outcome:
-    """Run pytest to its end; its lines are passed on as they come."""
+    """Run pytest to its end and pass its lines on as they come."""
     reader = _Reader(surroundings.write)
     done = process.run(
         run.argv(surroundings.cache),
@@ -208,10 +208,10 @@ def _foreground(run: _Pytest, surroundings: Surroundings) -> Outcome:
 
 @contextmanager
 def _background(run: _Pytest, surroundings: Surroundings) -> Iterator[Callable[[], int]]:
-    """Run pytest beside the caller, its lines in ``run.log``; yields what waits for its exit status.
+    """Run pytest in the background, its output in ``run.log``; yields a function that waits for its exit status.
 
-    Temporary files are made in the run's directory: tests of what a killed build leaves look at the ordinary one.
-    pytest's own directory, which a failed test's files stay in, is where it always is.
+    Temporary files are created in the run's directory, because tests that look for leftovers of killed builds inspect
+    the usual one. pytest's own directory, which keeps the files of failed tests, stays in its usual place.
     """
     run.temporary.mkdir()
     env = _environment(surroundings)

@@ -20,14 +20,14 @@ _SHELL_SCRIPTS = ("image-builder", ".ci/run")
 
 @dataclass(frozen=True)
 class Linter:
-    """A program of the venv and its arguments; it says nothing when all is well."""
+    """A program of the venv and its arguments; it prints nothing if there are no findings."""
 
     name: str
     argv: tuple[str, ...]
 
 
 def linters(cache: Path) -> list[Linter]:
-    """Return the linters, the slow ones first; what they keep goes to ``cache``."""
+    """Return the linters, slow ones first; their caches are in ``cache``."""
     scripts = [*_SHELL_SCRIPTS, *sorted(os.fspath(p.relative_to(REPO_ROOT)) for p in _shell_files())]
     return [
         Linter("ansible-lint", ("ansible-lint", "--offline", "-q", "--nocolor")),
@@ -43,7 +43,7 @@ def linters(cache: Path) -> list[Linter]:
 
 
 def lint(cache: Path, write: Callable[[str], None]) -> bool:
-    """Run the linters, two at a time; tell what they say. Returns whether all were content."""
+    """Run the linters, two at a time, and print their output. Return whether all of them passed."""
     content = True
     with ThreadPoolExecutor(2) as pool:
         for linter, (status, output, seconds) in zip(

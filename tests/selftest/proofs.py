@@ -1,9 +1,9 @@
-"""Files of tests that this host has proven: all their tests passed with the same content of all they depend on.
+"""Test files that this host has proven: all their tests passed, and everything they depend on is unchanged.
 
-A proof is a small file in the cache directory, named by a digest over files of the checkout, the packages, kernel and
-programs of the host, and the choice of tests. What a file of tests surely does not depend on is left out
-(``depends_on``): other tests, documents, and the wings of the product that neither its imports nor its text lead to.
-A proof counts for a week, since Debian's mirrors move on; ``--no-proofs`` and the night look for none.
+A proof is a small file in the cache directory, named by a digest of the checkout's files, the host's packages, kernel
+and programs, and the selection of tests. Files that a test file certainly doesn't depend on are excluded
+(``depends_on``): other tests, documents, and the wings of the product that neither its imports nor its text refer to.
+A proof is valid for a week, since Debian's mirrors change; ``--no-proofs`` and nightly runs ignore proofs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from image_builder.system import process
 from image_builder.system.trees import code_digests
 
 SECONDS = 7 * 86400.0
-# What concerns only those tests that import something of it, or whose text has the pattern. Debian's archives have a
-# directory `pool/`, too.
+# Directories that matter only to tests that import from them or whose text matches the pattern. Debian's archives
+# contain a directory `pool/`, too.
 WINGS: Mapping[str, tuple[str, ...]] = {
     r"\bpools?\b(?!/)": ("image_builder/pool/", "image_builder/cli/pool/", "tests/support/pools/"),
     r"\bcluster\b": ("image_builder/cluster/", "image_builder/cli/gate.py", "tests/support/control_plane/"),
@@ -38,7 +38,7 @@ WINGS: Mapping[str, tuple[str, ...]] = {
     r"\bbench\b": ("tests/bench/",),
     r"\bdocs\b|\.md\b|README|CHANGELOG": ("docs/", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
 }
-# What another test is, and what is nobody's matter.
+# Other tests, and files that no test depends on.
 _OTHERS = re.compile(
     r"tests/unit/.*|tests/\w+/test_\w+\.py|tests/selftest/ceilings\.py|docs/reference/ci-durations\.json"
     r"|tests/boot/record\.json"
@@ -50,7 +50,7 @@ _FILE = "proofs.json"
 def depends_on(
     test_file: str, files: Mapping[str, str], imported: frozenset[str], text: str
 ) -> dict[str, str]:
-    """Return those ``files`` of the checkout, with their digests, that a file of tests may depend on.
+    """Return those ``files`` of the checkout, with their digests, that a test file may depend on.
 
     ``imported`` are the files that it imports, directly or not; ``text`` is its source.
     """
@@ -70,7 +70,7 @@ def depends_on(
 
 @dataclass(frozen=True)
 class Proofs:
-    """The proofs of a run: the folder of them all, their names by file of tests, and the days of those that count."""
+    """The proofs of a run: their directory, their names by test file, and the days of those that are valid."""
 
     folder: Path
     names: Mapping[str, str]
@@ -78,7 +78,7 @@ class Proofs:
 
     @classmethod
     def look_up(cls, folder: Path, choice: str, root: Path = REPO_ROOT) -> Proofs:
-        """Return what is proven of a ``choice`` of tests; proofs that no longer count are removed."""
+        """Return the proofs for a ``choice`` of tests; remove those that are no longer valid."""
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             if not 0 <= time.time() - path.stat().st_mtime < SECONDS:
@@ -94,7 +94,7 @@ class Proofs:
 
     @classmethod
     def read(cls, directory: Path) -> Proofs:
-        """Return what ``write`` has written into a directory; of nothing where it has not."""
+        """Return the proofs that ``write`` wrote into a directory; empty ones if it didn't."""
         path = directory / _FILE
         if not path.exists():
             return cls(Path(), {}, {})
@@ -102,12 +102,12 @@ class Proofs:
         return cls(Path(content["folder"]), content["names"], content["days"])
 
     def write(self, directory: Path) -> None:
-        """Write it for the lanes of a run."""
+        """Write the proofs for the lanes of a run."""
         content = {"folder": os.fspath(self.folder), "names": dict(self.names), "days": dict(self.days)}
         (directory / _FILE).write_text(json.dumps(content), encoding="utf-8")
 
     def add(self, test_file: str) -> None:
-        """Note that all tests of a file have passed."""
+        """Record that all tests of a file have passed."""
         if name := self.names.get(test_file):
             draft = self.folder / f"{name}.{os.getpid()}"
             day = time.strftime("%Y-%m-%d", time.gmtime())
@@ -116,7 +116,7 @@ class Proofs:
 
 
 def _names(test_files: Iterable[str], choice: str, root: Path) -> Iterator[str]:
-    """Yield the name of each file's proof; nothing where git doesn't know the checkout's files."""
+    """Yield the name of each file's proof; nothing if git can't list the checkout's files."""
     files = _checkout(root)
     host = _host()
     for test_file in test_files if files else ():
@@ -133,7 +133,7 @@ def _names(test_files: Iterable[str], choice: str, root: Path) -> Iterator[str]:
 
 
 def _checkout(root: Path) -> dict[str, str]:
-    """Map the files of a checkout to digests, without their comments and docstrings; empty where git has none."""
+    """Map the files of a checkout to digests that ignore comments and docstrings; empty if git can't list them."""
     argv: list[str | Path] = [
         "git",
         "-C",
@@ -150,7 +150,7 @@ def _checkout(root: Path) -> dict[str, str]:
 
 
 def _host() -> str:
-    """Return what the host's packages, kernel, Python and today's programs come to."""
+    """Return a digest of the host's packages, kernel, Python and today's programs."""
     programs = os.environ.get("IMAGE_BUILDER_PROGRAMS")
     sums = [Path(programs, "SHA256SUMS").read_text()] if programs else []
     packages = [_PACKAGES.read_text()] if _PACKAGES.exists() else []

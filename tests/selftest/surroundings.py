@@ -1,4 +1,4 @@
-"""What the checks see of the environment, and where they keep things."""
+"""The environment variables that the checks see, and the directory of their caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from image_builder.system.environment import environment as bare_environment
 
-# Every exit status that a child can have: what one says is told, not raised.
+# Any exit status of a child: its output is printed, and no error raised.
 ANY = tuple(range(-64, 256))
 _KEPT = (
     "CI",
@@ -25,18 +25,18 @@ _KEPT = (
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """Return what the checks see of our environment."""
+    """Return the environment variables that the checks see."""
     return {
         **{name: os.environ[name] for name in _KEPT if name in os.environ},
         "ANSIBLE_HOME": os.fspath(cache / "ansible"),
-        # A bake's tree doesn't belong on a tmpfs, which /tmp often is.
+        # /tmp is often a tmpfs, where the tree of a bake doesn't belong.
         "TMPDIR": os.environ.get("TMPDIR", "/var/tmp"),
         "PATH": f"{Path(sys.executable).parent}:{bare_environment()['PATH']}",
     }
 
 
 def cache_directory() -> Path:
-    """Return where the linters and pytest keep things: not in the checkout, which may be someone else's."""
+    """Return the cache directory of linters and pytest: not in the checkout, which may belong to another user."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(home) / "image-builder"
     path.mkdir(parents=True, exist_ok=True)
