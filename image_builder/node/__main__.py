@@ -1,4 +1,4 @@
-"""The node agent's command line. Each command imports what it needs: on a node every tenth of a second counts."""
+"""The node agent's command line. Each command imports only what it needs: at boot, every tenth of a second counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from image_builder.node.errors import NodeError
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options; ``command`` is one of the commands."""
+    """Return the parsed options; ``command`` is the command's name."""
     parser = argparse.ArgumentParser(prog="node-agent", description="What a baked node does at boot.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("disk", help="find, check, format and mount the local disk")
@@ -49,7 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what was asked for; raises NodeError."""
+    """Run the requested command and return its exit status. Raises NodeError."""
     match options.command:
         case "disk":
             from image_builder.node.disk.command import run as disk
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NodeError as error:
         sys.stderr.write(f"node-agent: FAILED: {error.code}: {error.message}\n")
         return 1
-    except TimeoutError as error:  # another agent has kept its lock
+    except TimeoutError as error:  # another agent process still holds the lock
         sys.stderr.write(f"node-agent: FAILED: {error}\n")
         return 1
 

@@ -1,8 +1,8 @@
-"""Programs that the agent runs: the node's one door to them.
+"""Running programs: the agent's only way to start them.
 
-``run`` waits for a program's end and returns its output. ``Child`` is one that runs while its caller watches it. Both
-end what is too late, and leave behind what can't be killed: a system call on a dead disk or in a driver ends with no
-signal.
+``run`` waits until a program ends and returns its output. ``Child`` is a program that runs while its caller watches it.
+Both kill a program that takes too long, and abandon one that can't be killed: no signal interrupts a system call that
+is stuck on a dead disk or in a driver.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import IO
 from image_builder.node.errors import ProgramError
 
 _TAIL_LINES = 20
-# Seconds that a killed program is waited for: longer, and it hangs in the kernel.
+# How long to wait for a killed program, in seconds: one that takes longer hangs in the kernel.
 END_SECONDS = 10.0
-# The exit status of a program that was too late, and of one that doesn't exist.
+# The exit status of a program that timed out, and of one that can't be started.
 LATE, ABSENT = 124, 127
 # Programs that could not be killed, kept so that Python doesn't wait for them either.
 _abandoned: list[subprocess.Popen[bytes]] = []
@@ -37,10 +37,10 @@ PIPE = subprocess.PIPE
 
 
 class Child:
-    """A running program. As a context manager it is ended, if need be by force, when the block is left.
+    """A running program. Used as a context manager, it is killed if it is still running when the block is left.
 
-    ``stdout`` and ``stderr`` are files or ``PIPE``; the environment is made from nothing. ``own_group``: the
-    program leads a process group, and what it has started is killed with it. Raises OSError where it can't be started.
+    ``stdout`` and ``stderr`` are files or ``PIPE``; no environment is inherited. ``own_group``: the program leads its
+    own process group, and its descendants are killed with it. Raises OSError if it can't be started.
     """
 
     def __init__(
@@ -77,44 +77,44 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Return its process id."""
+        """Return the process id."""
         return self._process.pid
 
     @property
     def status(self) -> int | None:
-        """Return the exit status that was reaped, negative for a signal; None before."""
+        """Return the exit status, negative for a signal; None until the program has been reaped."""
         return self._process.returncode
 
     @property
     def stdout(self) -> IO[bytes] | None:
-        """Return the end of its pipe to read from, if it has one."""
+        """Return the read end of its standard output's pipe, if it has one."""
         return self._process.stdout
 
     @property
     def stderr(self) -> IO[bytes] | None:
-        """Return the end of its pipe to read from, if it has one."""
+        """Return the read end of its standard error's pipe, if it has one."""
         return self._process.stderr
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit status; None where it still runs after that time."""
+        """Return the exit status; None if the program is still running after ``seconds``."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def communicate(self, data: bytes | None, seconds: float | None) -> tuple[bytes, bytes] | None:
-        """Write its input, read its pipes to their ends and reap it; None where that takes longer."""
+        """Write its input, read its pipes to the end and reap it; return None if that takes longer than ``seconds``."""
         try:
             return self._process.communicate(data, seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def has_ended(self) -> bool:
-        """Tell whether it has ended, without reaping it: until then its process group is still its own."""
+        """Return whether it has ended, without reaping it: until it is reaped, its process group id isn't reused."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def kill(self) -> None:
-        """Send SIGKILL, with ``own_group`` to all that it has started too; don't wait."""
+        """Send SIGKILL, with ``own_group`` to its whole process group; don't wait."""
         if self._own_group:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -122,9 +122,10 @@ class Child:
             self._process.kill()
 
     def end(self, seconds: float | None = None) -> bool:
-        """Kill it and tell whether it died within that time (``END_SECONDS``); one that didn't is left behind.
+        """Kill it and return whether it died within ``seconds`` (default ``END_SECONDS``); abandon it otherwise.
 
-        It is waited for, not what it started, which may keep its output open; and not for ever, as Python does.
+        Wait only for the program itself, not for its children, which may keep its output open; and not forever, as
+        Python does.
         """
         self.kill()
         try:
@@ -161,10 +162,11 @@ def run(
     timeout: float | None = 60,
     input: str | None = None,
 ) -> Completed:
-    """Run a program to its end, with an environment made from nothing.
+    """Run a program to completion, without inheriting the environment.
 
-    ``timeout`` is in seconds; what can't be killed then is left behind. Raises ProgramError with the command and the
-    last lines of its output: a status that is not in ``ok`` (127 where there is no such program), or too late (124).
+    ``timeout`` is in seconds; a program that can't be killed then is abandoned. Raises ProgramError with the command
+    and the last lines of its output if the status isn't in ``ok``, the program can't be started (127), or it timed out
+    (124).
     """
     pipe = subprocess.PIPE
     try:
@@ -193,12 +195,12 @@ def watch(
     interval: float,
     patience: float,
 ) -> None:
-    """Run a program of which only its progress says whether it will end, and report that every ``interval`` seconds.
+    """Run a program that has no time limit as long as it makes progress; report that every ``interval`` seconds.
 
-    ``progress`` gets the process id and returns a value that changes as the program gets further, and a text for
-    people. Raises ProgramError, also (status 124) where the value stayed the same for ``patience`` seconds.
+    ``progress`` is called with the process id and returns a value that changes as the program advances, and a text for
+    people. Raises ProgramError, also (status 124) if the value stays the same for ``patience`` seconds.
     """
-    import tempfile  # only here: it takes as long to load as all the rest
+    import tempfile  # only here: it takes as long to load as everything else together
 
     with tempfile.TemporaryFile() as output:
         try:
@@ -223,17 +225,17 @@ def watch(
 
 
 def cannot_start(argv: Sequence[str], error: OSError) -> ProgramError:
-    """Return the error of a program that could not be started."""
+    """Return the error for a program that could not be started."""
     return ProgramError(f"`{' '.join(argv)}`: {error.strerror}", ABSENT, "")
 
 
 def failed(argv: Sequence[str], status: int, output: str) -> ProgramError:
-    """Return the error of a program that ended with another status than it should have."""
+    """Return the error for a program that ended with an unexpected status."""
     lines = tail(output).splitlines()
     message = "\n  ".join([f"`{' '.join(argv)}` ended with {status}", *(lines or ["(no output)"])])
     return ProgramError(message, status, tail(output))
 
 
 def tail(output: str) -> str:
-    """Return the last lines of an output."""
+    """Return the last lines of a program's output."""
     return "\n".join(output.strip().splitlines()[-_TAIL_LINES:])

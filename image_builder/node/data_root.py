@@ -1,6 +1,6 @@
-"""An engine's data root: the names in it that lead into the store, its layers, and who uses it.
+"""An engine's data root: its links into the store, its layers, and what is using it.
 
-The seed makes the names, the promotion replaces them by copies.
+The seed creates the links; the promotion replaces them with copies.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from image_builder.node import files, mounts
 from image_builder.node.layout import LAYERS, MOUNT_POINT
 
-# containerd's snapshots by number and blobs by digest, Docker's records of layers by chain id.
+# containerd's snapshots by number and blobs by digest; Docker's layer records by chain id.
 SNAPSHOTS = Path("io.containerd.snapshotter.v1.overlayfs/snapshots")
 BLOBS = Path("io.containerd.content.v1.content/blobs/sha256")
 RECORDS = Path("image/overlay2/layerdb/sha256")
-# What containerd writes into its root before anybody pulls. A snapshotter's database is here only if its snapshots are
-# directories beside it.
+# Files that containerd writes into its root before the first pull. A snapshotter's database is listed only if its
+# snapshots are directories next to it.
 _FIRST_FILES = frozenset(
     Path(f"io.containerd.{name}")
     for name in (
@@ -29,13 +29,13 @@ _FIRST_FILES = frozenset(
         *(f"snapshotter.v1.{kind}/metadata.db" for kind in ("overlayfs", "native", "erofs", "blockfile")),
     )
 )
-# A directory for each layer, and the name of its files in it.
+# For each engine, the directory with one entry for each layer, and the name of the layer's files in that entry.
 _FOLDERS: Mapping[str, tuple[Path, str]] = {
     "docker": (Path("overlay2"), "diff"),
     "containerd": (SNAPSHOTS, "fs"),
 }
-# Databases that an engine keeps locked (flock, by bbolt) from its start to its end, below its data root. That says
-# more than an answer on its socket, which systemd may hold, and which does not name a data root.
+# Databases below its data root that an engine keeps locked (flock, by bbolt) for as long as it runs. A lock is better
+# evidence than an answer on the engine's socket, which systemd may hold and which doesn't identify a data root.
 _LOCKED: Mapping[str, Sequence[str]] = {
     "docker": ("volumes/metadata.db", "network/files/local-kv.db"),
     "containerd": ("io.containerd.metadata.v1.bolt/meta.db",),
@@ -44,9 +44,9 @@ _LOCKED: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Link:
-    """A name in the data root that leads into the store.
+    """A symbolic link in the data root that points into the store.
 
-    ``diff_id`` is empty where the name does not tell its layer. ``bytes`` is the size of a file, and of a directory
+    ``diff_id`` is empty if the link doesn't identify its layer. ``bytes`` is the size of a file, or of a directory
     whose layer is in no manifest; else 0.
     """
 
@@ -58,9 +58,9 @@ class Link:
 
 
 def find_links(engine: str, data_root: Path, store: Path = MOUNT_POINT) -> list[Link]:
-    """Return the links of a data root into the store that is mounted at ``store``, in no order.
+    """Return a data root's links into the store that is mounted at ``store``, in no particular order.
 
-    Only names where the seed makes links are looked at: a container's own files may hold any link. Raises OSError.
+    Looks only where the seed makes links: a container's own files may contain any link. Raises OSError.
     """
     folder, name = _FOLDERS[engine]
     places = [(layer / name, True) for layer in listed(data_root / folder)]
@@ -74,8 +74,8 @@ def find_links(engine: str, data_root: Path, store: Path = MOUNT_POINT) -> list[
 def is_new(root: Path) -> bool:
     """Return whether containerd's root is as its first start leaves it. Raises OSError.
 
-    Then it has its plugins' empty directories and databases, and nothing else: no content, snapshot, container or
-    file of anybody else's.
+    A new root has only the plugins' empty directories and databases: no content, snapshots or containers, and no
+    foreign files.
     """
     plugins = listed(root)
     if any(
@@ -92,7 +92,7 @@ def _is_new(place: Path, root: Path) -> bool:
 
 
 def listed(folder: Path) -> list[Path]:
-    """Return what is in a directory, in no order; nothing where there is none. Raises OSError."""
+    """Return a directory's entries, in no particular order; none if the directory doesn't exist. Raises OSError."""
     try:
         return [folder / name for name in os.listdir(folder)]
     except FileNotFoundError:
@@ -102,7 +102,7 @@ def listed(folder: Path) -> list[Path]:
 def _link(path: Path, directory: bool, store: Path) -> Link | None:
     try:
         target = Path(os.readlink(path))
-    except OSError:  # no link, nothing there, or gone meanwhile
+    except OSError:  # not a link, missing, or removed in the meantime
         return None
     if store not in target.parents:
         return None
@@ -114,14 +114,14 @@ def _link(path: Path, directory: bool, store: Path) -> Link | None:
 def _diff_id(path: Path, target: Path, store: Path) -> str:
     if target.parent == store / LAYERS:
         return f"sha256:{target.name}"
-    try:  # beside Docker's tar-split.json.gz lies a file with the diff id
+    try:  # next to Docker's tar-split.json.gz is a file with the diff id
         return (path.parent / "diff").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return ""
 
 
 def _size(target: Path) -> int:
-    """Return a file's bytes; 0 where the store can't be read, which the copy then finds out and tells."""
+    """Return a file's size in bytes; 0 if the store can't be read, an error that the copy will hit and report."""
     try:
         info = target.stat()
     except OSError:
@@ -134,10 +134,10 @@ def _size(target: Path) -> int:
 
 @dataclass(frozen=True)
 class Links:
-    """What a data root has: diff ids (hexadecimal) served by the store; of those, links that lead nowhere.
+    """A data root's layers: diff ids (hexadecimal) ``served`` by the store and, among these, ``broken`` links.
 
-    ``directories`` counts the layers that are on the local disk itself, those of containers included. ``local`` are
-    Docker's, by chain id (hexadecimal); None for containerd, whose records only it can read.
+    ``directories`` counts the layers on the local disk itself, including those of containers. ``local`` has Docker's
+    local layers by chain id (hexadecimal); it is None for containerd, whose records only containerd can read.
     """
 
     served: frozenset[str]
@@ -147,7 +147,7 @@ class Links:
 
 
 def scan(data_root: Path, engine: str) -> Links:
-    """Look at each layer's directory of a data root; nothing where there is none."""
+    """Return the layers of a data root; none if the data root doesn't exist or the engine is unknown."""
     if engine not in _FOLDERS:  # the image has no preload
         return Links(frozenset(), frozenset(), 0)
     served, broken, directories = set(), set(), 0
@@ -159,7 +159,7 @@ def scan(data_root: Path, engine: str) -> Links:
     for place in (layer / name for layer in layers):
         try:
             layer = os.readlink(place)
-        except OSError:  # no link, or none any more: the promotion goes on meanwhile
+        except OSError:  # not a link, or no longer one: the promotion may be running at the same time
             directories += os.path.isdir(place)
             continue
         served.add(os.path.basename(layer))
@@ -170,7 +170,7 @@ def scan(data_root: Path, engine: str) -> Links:
 
 
 def _docker_chains(root: Path) -> frozenset[str]:
-    """Return the chain ids of the layers that Docker has on record and on the local disk."""
+    """Return the chain ids of the layers that Docker has a record of and that are on the local disk."""
     chains = set()
     try:
         records = listed(root / RECORDS)
@@ -190,7 +190,7 @@ def _docker_chains(root: Path) -> frozenset[str]:
 
 
 def user(engine: str, data_root: Path) -> str:
-    """Return who uses a data root, as the end of a sentence; empty where nobody does. Raises OSError."""
+    """Return what is using a data root, as the end of a sentence; empty if nothing is. Raises OSError."""
     if any(_is_locked(data_root / name) for name in _LOCKED[engine]):
         return f"{engine} runs on it"
     real = os.path.realpath(data_root)

@@ -1,12 +1,13 @@
-"""JSON as dataclasses: nothing is converted, nothing unknown is accepted, and every problem is reported at once.
+"""JSON as dataclasses: no conversions, no unknown keys, and all problems are reported at once.
 
-A field's type decides what may stand for it: ``str``, ``int``, ``float`` (any number), ``bool``, ``Path`` (a string),
+A field's type decides which JSON it accepts: ``str``, ``int``, ``float`` (any number), ``bool``, ``Path`` (a string),
 ``Literal``, ``tuple[T, ...]`` (a list), ``Mapping[str, T]`` and dataclasses (an object), and unions of these with None
-or each other. ``field(metadata={"key": "from"})`` names another key than the field's;
-``field(metadata={"read": function})`` is for what no type says: ``function(value, path)`` returns the field's value.
+or each other. ``field(metadata={"key": "from"})`` sets a key other than the field's name;
+``field(metadata={"read": function})`` is for values that no type describes: ``function(value, path)`` returns the
+field's value.
 
 A dataclass may have a method ``problems()`` that yields the rules it breaks, each a sentence that begins with the path
-of a field: ``port must be at most 65535, not 70000``. Below are the rules that several need.
+of a field: ``port must be at most 65535, not 70000``. Shared rules are at the end of this module.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 class DecodeError(ValueError):
-    """A document isn't what its type says. ``problems`` are sentences, each beginning with a field's path."""
+    """A document doesn't match its type. ``problems`` are sentences, each beginning with a field's path."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
@@ -35,9 +36,9 @@ class DecodeError(ValueError):
 
 
 def decode(kind: type[T], value: Any, path: str = "") -> T:
-    """Return the value of this type that a JSON document stands for. Raises DecodeError with all problems.
+    """Return a JSON document as a value of this type. Raises DecodeError with all problems.
 
-    ``path`` is where the value is, as messages name it; empty for a whole document.
+    ``path`` is the value's location for messages; empty for a whole document.
     """
     return typing.cast(T, _decode(kind, value, path))
 
@@ -60,7 +61,7 @@ def _decode(kind: Any, value: Any, path: str) -> Any:
 
 
 def _is_of(kind: Any, value: Any) -> bool:
-    """Tell whether a value is of a type that holds no others."""
+    """Return whether a value is of a type that contains no other types."""
     if kind is Any:
         return True
     if typing.get_origin(kind) is Literal:
@@ -71,7 +72,7 @@ def _is_of(kind: Any, value: Any) -> bool:
 
 
 def _each(items: Iterator[tuple[Any, Any, str]]) -> list[Any]:
-    """Decode values, each with its type and path; raises DecodeError with the problems of all of them."""
+    """Decode values, each with its type and path. Raises DecodeError with the problems of all of them."""
     values, problems = [], []
     for kind, value, path in items:
         try:
@@ -119,7 +120,7 @@ def _dataclass(kind: Any, value: Any, path: str) -> Any:
             wrong += error.problems
             absent += [key] if _is_required(field) else []
     problems += wrong
-    # The rules are looked at even so, with the defaults in place of what can't be read: all problems at once.
+    # Check the rules anyway, with defaults for values that can't be read, so that all problems are reported at once.
     result = None if absent else kind(**values)
     if result is not None and hasattr(result, "problems"):
         problems += [_join(path, problem) for problem in result.problems()]
@@ -161,7 +162,7 @@ def _article(kind: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON has it, shortened for a message."""
+    """Return a value as JSON, shortened for a message."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
@@ -170,19 +171,19 @@ def shown(value: Any) -> str:
 
 
 def one_of(path: str, value: str, choices: Collection[str]) -> Iterator[str]:
-    """Yield a problem unless the value is one of the choices; an empty choice isn't listed."""
+    """Yield a problem unless the value is one of the choices; the message omits an empty choice."""
     if value not in choices:
         yield f"{path} must be one of {', '.join(filter(None, choices))}, not {shown(value)}"
 
 
 def within(path: str, value: float, least: float, most: float) -> Iterator[str]:
-    """Yield a problem unless the number is within these limits, both included."""
+    """Yield a problem unless the number is within these limits, inclusive."""
     if not least <= value <= most:
         yield f"{path} must be {least:g} to {most:g}, not {shown(value)}"
 
 
 def at_least(path: str, value: float, least: float) -> Iterator[str]:
-    """Yield a problem where the number is below the limit."""
+    """Yield a problem if the number is below the limit."""
     if not value >= least:
         yield f"{path} must be at least {least:g}, not {shown(value)}"
 

@@ -1,4 +1,4 @@
-"""The node agent's errors. Each has a code that names its kind, for programs and for people."""
+"""The node agent's errors. Each has a code that names its kind, for programs and people alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NodeError(Exception):
 
 
 class ProgramError(NodeError):
-    """A program ended with a status that its caller did not expect. ``tail`` is the end of what it said."""
+    """A program ended with a status that its caller did not expect. ``tail`` is the end of its output."""
 
     def __init__(self, message: str, status: int, tail: str) -> None:
         super().__init__("program", message)

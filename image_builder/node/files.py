@@ -1,6 +1,7 @@
-"""Files, directories and locks that survive a power cut, a killed agent and a second one.
+"""Files, directories and locks that survive a power cut, a killed agent and a second agent.
 
-The node's only writer by rename: what a reader finds under a name is whole. And the system calls that Python lacks.
+The node's only code that writes by rename, so that a reader never finds a partial file, and the system calls that
+Python lacks.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# What deleting an entry costs of a rate: its metadata are written, not its bytes.
+# The cost of deleting an entry, in bytes of a rate limit: its metadata is written, not its contents.
 ENTRY_COST = 4096
-# The longest path that a directory is opened by, in bytes: one name more is still below the kernel's 4096.
+# The longest path used to open a directory, in bytes: with one more name it is still below the kernel's 4096.
 LONGEST_PATH = 3072
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# What is done under a lock, a test or a new filesystem, ends within so many seconds.
+# The longest that work under a lock (a test, a new filesystem) takes, in seconds.
 LONGEST_WORK = 900.0
 _POLL_SECONDS = 0.05
 
@@ -38,7 +39,7 @@ Spend = Callable[[int], None]
 
 @contextmanager
 def descriptor(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> Iterator[int]:
-    """Yield the descriptor of a file or directory, which is closed in any ending. Raises OSError."""
+    """Yield the descriptor of a file or directory; it is always closed afterwards. Raises OSError."""
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         yield fd
@@ -50,13 +51,13 @@ def descriptor(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o600) ->
 
 
 def syncfs(path: Path) -> None:
-    """Write everything of the filesystem that holds ``path`` to its disk; raises OSError."""
+    """Flush the filesystem that contains ``path`` to its disk. Raises OSError."""
     with descriptor(path, os.O_DIRECTORY) as fd:
         mounts.check(_libc.syncfs(fd), "syncfs", path)
 
 
 def sync_directory(path: Path) -> None:
-    """Make what was renamed in a directory durable; raises OSError."""
+    """Make renames in a directory durable. Raises OSError."""
     with descriptor(path, os.O_DIRECTORY) as fd:
         os.fsync(fd)
 
@@ -70,12 +71,12 @@ def _renameat2(source: Path, target: Path, flags: int) -> None:
 
 
 def exchange(first: Path, second: Path) -> None:
-    """Exchange two names of one filesystem in one step; raises OSError."""
+    """Exchange two names on one filesystem atomically. Raises OSError."""
     _renameat2(first, second, _RENAME_EXCHANGE)
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Rename; raises FileExistsError where ``target`` exists."""
+    """Rename, but never over an existing ``target``. Raises FileExistsError if it exists."""
     _renameat2(source, target, _RENAME_NOREPLACE)
 
 
@@ -83,9 +84,9 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def write(path: Path, data: bytes, mode: int = 0o644, *, durable: bool = True) -> None:
-    """Replace a file: afterwards it holds ``data`` or, after a crash, what it held before. Raises OSError.
+    """Replace a file: afterwards it contains ``data`` or, after a crash, its old contents. Raises OSError.
 
-    ``durable`` False is for a memory filesystem, and where the caller syncs: a power cut may halve the file.
+    ``durable=False`` is for a memory filesystem, or if the caller syncs: a power cut may truncate the file.
     """
     draft = path.with_name(f".{path.name}.new")
     try:
@@ -106,12 +107,12 @@ def write(path: Path, data: bytes, mode: int = 0o644, *, durable: bool = True) -
 
 
 def write_json(path: Path, value: Mapping[str, Any], mode: int = 0o644, *, durable: bool = True) -> None:
-    """Replace a file by an object as JSON, as ``write`` does."""
+    """Replace a file with an object as JSON, as ``write`` does."""
     write(path, (json.dumps(value, indent=1) + "\n").encode(), mode, durable=durable)
 
 
 def write_changed(path: Path, data: bytes, mode: int = 0o644, *, durable: bool = True) -> bool:
-    """Replace a file, as ``write`` does, unless it holds that already with that mode; tell whether it was written."""
+    """Replace a file, as ``write`` does, unless its contents and mode already match. Return whether it was written."""
     try:
         if path.read_bytes() == data and stat.S_IMODE(path.stat().st_mode) == mode:
             return False
@@ -122,7 +123,7 @@ def write_changed(path: Path, data: bytes, mode: int = 0o644, *, durable: bool =
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; empty where there is none that is whole."""
+    """Return the JSON object in a file; empty if the file is missing, unreadable or not a JSON object."""
     try:
         return json_object(path.read_bytes())
     except OSError:
@@ -130,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """Return the JSON object that these bytes are; empty for anything else."""
+    """Return the JSON object that these bytes encode; empty for anything else."""
     try:
         document = json.loads(data)
     except ValueError:
@@ -139,10 +140,10 @@ def json_object(data: bytes) -> dict[str, Any]:
 
 
 def create(path: str | Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a file in place, with exactly this mode: for a directory that has no reader yet. Raises OSError."""
+    """Write a file in place, with exactly this mode: for a directory that has no readers yet. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
-        if mode & 0o077:  # which a umask may have taken away
+        if mode & 0o077:  # a umask may have cleared these bits
             os.fchmod(fd, mode)
         written = 0
         while written < len(data):
@@ -155,7 +156,7 @@ def create(path: str | Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def link(target: str | Path, path: str | Path) -> None:
-    """Make a symbolic link, in place of an older one."""
+    """Create a symbolic link, replacing an existing one."""
     try:
         os.symlink(target, path)
     except FileExistsError:
@@ -165,7 +166,7 @@ def link(target: str | Path, path: str | Path) -> None:
 
 
 def make_directory(path: Path, mode: int) -> None:
-    """Make a directory with exactly this mode; an existing one is left alone."""
+    """Create a directory with exactly this mode; leave an existing one alone."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
@@ -177,14 +178,14 @@ def make_directory(path: Path, mode: int) -> None:
 
 
 def free(_cost: int) -> None:
-    """Spend nothing: work as fast as it goes."""
+    """Spend nothing: work without a rate limit."""
 
 
 def remove_tree(path: Path, spend: Spend = free) -> None:
-    """Delete a directory of any depth and all below it, and follow no link; one that doesn't exist is no error.
+    """Delete a directory of any depth without following links; a missing one isn't an error.
 
-    ``spend`` is called with the cost of each entry before it goes, and may wait. Raises OSError, and NodeError
-    (``disk.busy``) when something is mounted on it or below it.
+    ``spend`` is called with the cost of each entry before the entry is deleted, and may wait. Raises OSError, and
+    NodeError (``disk.busy``) if something is mounted on the directory or below it.
     """
     if mount_points := mounts.below(path):
         raise NodeError("disk.busy", f"{path} is not deleted: {mount_points[0]} is a mount point")
@@ -207,9 +208,10 @@ def remove_tree(path: Path, spend: Spend = free) -> None:
 
 
 def _empty_directory(top: int, path: str, device: int, spend: Spend) -> list[str]:
-    """Delete a directory's entries but for its directories; return those, by path below ``top``.
+    """Delete a directory's entries except its subdirectories; return those, by path below ``top``.
 
-    One whose path gets too long for the kernel is moved up to ``top``: the program that made the tree needed no path.
+    A subdirectory whose path gets too long for the kernel is moved up to ``top``: the program that made the tree may
+    not have used full paths.
     """
     folder = os.open(path, _DIRECTORY, dir_fd=top)
     try:
@@ -219,7 +221,7 @@ def _empty_directory(top: int, path: str, device: int, spend: Spend) -> list[str
             entry = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if not stat.S_ISDIR(entry.st_mode):
                 os.unlink(name, dir_fd=folder)
-            elif entry.st_dev == device:  # else it was mounted a moment ago
+            elif entry.st_dev == device:  # else something has just been mounted there
                 below = f"{path}/{name}"
                 if len(os.fsencode(below)) > LONGEST_PATH:
                     below = f"./{os.urandom(16).hex()}"
@@ -231,10 +233,10 @@ def _empty_directory(top: int, path: str, device: int, spend: Spend) -> list[str
 
 
 def set_aside(path: Path, trash: Path, boot: str) -> None:
-    """Rename a directory into ``trash``, on the same filesystem, under a name that is free there.
+    """Rename a directory into ``trash``, on the same filesystem, under an unused name.
 
-    The name ends with the boot in which that happened: nothing is deleted before a later boot has succeeded. Raises
-    OSError, and NodeError (``disk.busy``) when something is mounted on it or below it.
+    The name ends with the id of this boot: nothing is deleted before a later boot has succeeded. Raises OSError, and
+    NodeError (``disk.busy``) if something is mounted on the directory or below it.
     """
     if mount_points := mounts.below(path):
         raise NodeError("disk.busy", f"{path} is not set aside: {mount_points[0]} is a mount point")
@@ -252,10 +254,10 @@ def set_aside(path: Path, trash: Path, boot: str) -> None:
 
 @contextmanager
 def lock(path: Path, seconds: float = LONGEST_WORK) -> Iterator[None]:
-    """Hold a file's lock, which the kernel takes back from a process however it ends. A missing file is made.
+    """Hold a file's lock, which the kernel releases however the process ends. A missing file is created.
 
-    Another holder is waited for, ``seconds`` at most: one that hangs in the kernel keeps it until the machine is
-    restarted. Raises OSError; TimeoutError when the time is over.
+    Wait for another holder for at most ``seconds``: one that hangs in the kernel keeps the lock until the machine is
+    restarted. Raises OSError; TimeoutError if the time runs out.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with descriptor(path, os.O_RDWR | os.O_CREAT) as fd:
@@ -265,12 +267,12 @@ def lock(path: Path, seconds: float = LONGEST_WORK) -> Iterator[None]:
         try:
             yield
         finally:
-            # A forked child has the same lock, and may outlive this process: closing alone would leave it held.
+            # A forked child shares the lock and may outlive this process: just closing the file would leave it held.
             fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def try_lock(fd: int, seconds: float) -> bool:
-    """Take the lock of an open file, waiting for another holder at most so long; tell whether it was taken."""
+    """Take the lock of an open file, waiting at most ``seconds`` for another holder. Return whether it was taken."""
     deadline = time.monotonic() + seconds
     while True:
         try:

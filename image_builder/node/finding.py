@@ -1,16 +1,16 @@
-"""The words that every check of a node shares: what would help against what it found, and a reason for Kubernetes."""
+"""Terms that all checks of a node share: the action that a finding calls for, and its reason in Kubernetes."""
 
 from __future__ import annotations
 
 import re
 from typing import Literal, get_args
 
-# What a person or a machine is to do with the node. ``inspect``: a person has to judge.
+# What a person or a machine should do with the node. ``inspect``: a person has to judge.
 Action = Literal["none", "reboot", "inspect", "config", "reimage", "replace"]
-# The mildest first.
+# Mildest first.
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
 def kubernetes_reason(code: str) -> str:
-    """Return a code as Kubernetes writes reasons: ``filesystem.read-only`` is ``FilesystemReadOnly``."""
+    """Return a code as a Kubernetes reason: ``filesystem.read-only`` becomes ``FilesystemReadOnly``."""
     return "".join(word.capitalize() for word in re.split(r"[^A-Za-z0-9]+", code))

@@ -1,4 +1,4 @@
-"""Paths on a node, and the engines. One place for both node and bake."""
+"""Paths on a node, and the engines: shared by the node and the bake."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Literal
 Engine = Literal["docker", "containerd"]
 ENGINES: tuple[Engine, ...] = ("docker", "containerd")
 
-# What a bake puts into the image.
+# Files that a bake puts into the image.
 LIST = Path("/opt/preloaded_docker_images.json")
 ARCHIVE = Path("/opt/preloaded_docker_images.tar")
 MANIFEST = Path("/opt/preload/store.json")
 REHEARSAL = Path("/opt/preload/rehearsal.json")
 STORE_FILE = Path("/opt/preload/store.erofs")
-# Where the preload store is mounted: outside of any data root, whose engine unmounts what is below it.
+# Where the preload store is mounted: outside any data root, because an engine unmounts everything below its own.
 MOUNT_POINT = Path("/var/lib/preload")
 LAYERS = "layers"
 
 
 def layer_path(diff_id: str, mount_point: Path = MOUNT_POINT) -> Path:
-    """Return where the store has a layer's files. ``diff_id`` begins with ``sha256:``."""
+    """Return the directory with a layer's files in the store. ``diff_id`` begins with ``sha256:``."""
     return mount_point / LAYERS / diff_id.removeprefix("sha256:")

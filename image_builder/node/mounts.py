@@ -1,4 +1,4 @@
-"""The kernel's list of mounts, and mount(2): a program for it would cost more than the mount."""
+"""The kernel's list of mounts, and mount(2), called directly: starting mount(8) would cost more than the mount."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 # The flags of mount(2) that are used here (linux/mount.h).
 RDONLY, NOSUID, NODEV, NOEXEC, NOATIME, BIND = 1, 2, 4, 8, 1024, 4096
-# For a look at what may be anybody's.
+# For looking at filesystems whose origin is unknown.
 READ_ONLY = RDONLY | NOSUID | NODEV | NOEXEC
-# How mountinfo writes a blank, a tab, a line's end, a backslash and a hash.
+# How mountinfo escapes a space, a tab, a newline, a backslash and a hash.
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = (*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p)
@@ -22,10 +22,10 @@ _libc.mount.argtypes = (*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p)
 
 @dataclass(frozen=True)
 class Mount:
-    """A line of mountinfo: ``device`` is ``major:minor``, ``root`` what of the filesystem is seen at ``target``.
+    """A line of mountinfo: ``device`` is ``major:minor``, ``root`` the part of the filesystem mounted at ``target``.
 
-    ``read_only`` is what the filesystem itself is: a bind mount, or the view of a sandboxed service, can be read-only
-    without that.
+    ``read_only`` is about the filesystem itself: a bind mount, or a sandboxed service's view, can be read-only while
+    the filesystem isn't.
     """
 
     device: str
@@ -37,7 +37,7 @@ class Mount:
 
 
 def listed(proc: Path = Path("/proc")) -> list[Mount]:
-    """Return what is mounted, as this process sees it."""
+    """Return the mounts that this process sees."""
     text = (proc / "self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     return [_parse(line) for line in text.splitlines()]
 
@@ -54,26 +54,26 @@ def _plain(word: str) -> str:
 
 
 def at(target: str | Path) -> Mount | None:
-    """Return what is mounted on a directory, the uppermost; None for nothing."""
+    """Return the topmost mount on a directory; None if nothing is mounted there."""
     matches = [mount for mount in listed() if mount.target == os.fspath(target)]
     return matches[-1] if matches else None
 
 
 def below(path: str | Path) -> list[str]:
-    """Return the mount points at a path and below it, links on the way followed."""
+    """Return the mount points at and below a path, after resolving symbolic links in it."""
     real = os.path.realpath(path)
     return [mount.target for mount in listed() if mount.target == real or mount.target.startswith(f"{real}/")]
 
 
 def check(result: int, call: str, path: str | Path) -> None:
-    """Raise OSError, with what was called and the path, where a function of the C library did not return 0."""
+    """Raise OSError, naming the call and the path, if a C library function did not return 0."""
     if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{call}: {os.strerror(code)}", os.fspath(path))
 
 
 def mount(source: str | Path, target: str | Path, filesystem: str, flags: int = 0, options: str = "") -> None:
-    """Mount a filesystem; raises OSError with the target's name."""
+    """Mount a filesystem. Raises OSError with the target's name."""
     result = _libc.mount(
         os.fsencode(source), os.fsencode(target), filesystem.encode(), flags, options.encode()
     )
@@ -81,18 +81,18 @@ def mount(source: str | Path, target: str | Path, filesystem: str, flags: int = 
 
 
 def bind(source: str | Path, target: str | Path) -> None:
-    """Show ``source`` at ``target`` too; raises OSError."""
+    """Bind-mount ``source`` at ``target``. Raises OSError."""
     mount(source, target, "", BIND)
 
 
 def unmount(target: str | Path) -> None:
-    """Unmount; raises OSError (EBUSY when something still uses it)."""
+    """Unmount. Raises OSError (EBUSY if the mount is still in use)."""
     check(_libc.umount2(os.fsencode(target), 0), "umount", target)
 
 
 @contextmanager
 def read_only(source: Path, filesystem: str, target: Path) -> Iterator[Path]:
-    """Mount a filesystem for a look at it, at a place that is made for that; raises OSError."""
+    """Mount a filesystem read-only for inspection; the mount point is created if needed. Raises OSError."""
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     mount(source, target, filesystem, READ_ONLY)
     try:

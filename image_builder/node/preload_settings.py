@@ -1,4 +1,4 @@
-"""The preload's settings, for seed, preload and promotion: ``preload.json``, as the role image_preload writes it."""
+"""The settings of seed, preload and promotion: ``preload.json``, as the role image_preload writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from image_builder.node.decode import DecodeError, absolute, at_least, decode, s
 from image_builder.node.errors import NodeError
 from image_builder.node.layout import Engine
 
-# Of a small OS disk's 200 MB/s this reads less than a tenth, the store being compressed: the rest is for containers.
+# The store is compressed, so this reads less than a tenth of a small OS disk's 200 MB/s: the rest is for containers.
 BYTES_PER_SECOND = 32 << 20
 
 
@@ -25,9 +25,9 @@ def _verity(value: Any, path: str) -> bool:
 class Preload:
     """The node's engine, its data root, and the local disk's mount point.
 
-    ``verity`` (``require`` or ``off``) False declares that the kernel can't check the store (dm-verity). ``pause`` is
-    the sandbox image, empty for none. ``namespace`` is containerd's. ``promote`` is decoded by the promotion: what is
-    wrong with it keeps no image from a node.
+    ``verity`` is ``require`` (True) or ``off`` (False), which declares that the kernel can't check the store with
+    dm-verity. ``pause`` is the sandbox image, empty for none. ``namespace`` is containerd's. ``promote`` is decoded
+    only by the promotion, so that a mistake in it doesn't cost a node its images.
     """
 
     engine: Engine
@@ -41,17 +41,17 @@ class Preload:
 
     @property
     def state(self) -> Path:
-        """Return the directory on the local disk that is the agent's own."""
+        """Return the agent's own directory on the local disk."""
         return self.mount_point / ".node"
 
     @property
     def marker(self) -> Path:
-        """Return the file that says what the data root was seeded from; written last."""
+        """Return the file that records what the data root was seeded from; it is written last."""
         return self.state / "seed" / f"{self.engine}.json"
 
     @property
     def trash(self) -> Path:
-        """Return the directory for what the seed sets aside, until a later boot has succeeded."""
+        """Return the directory where the seed sets things aside until a later boot has succeeded."""
         return self.state / "trash"
 
     def problems(self) -> Iterator[str]:
@@ -62,9 +62,9 @@ class Preload:
 
 @dataclass(frozen=True)
 class Promotion:
-    """``bytes_per_second`` 0 is as fast as it goes; ``reserve_percent`` of the filesystem stays free.
+    """The promotion's limits. ``bytes_per_second`` 0 is unlimited; ``reserve_percent`` of the filesystem stays free.
 
-    ``wait_seconds`` bounds the wait for the kubelet's ``healthz``, ``settle_seconds`` follow it.
+    ``wait_seconds`` limits the wait for the kubelet's ``healthz``; the promotion then waits another ``settle_seconds``.
     """
 
     enabled: bool = True
@@ -85,19 +85,19 @@ class Promotion:
 
 @dataclass(frozen=True)
 class Settings:
-    """Those of the preload and of the promotion. ``kubelet_healthz`` empty: the kubelet isn't waited for."""
+    """Settings of the preload and of the promotion. If ``kubelet_healthz`` is empty, nothing waits for the kubelet."""
 
     preload: Preload
     promotion: Promotion
 
     @property
     def staging(self) -> Path:
-        """Return where copies lie until they are whole. Nothing else uses it."""
+        """Return the directory that holds copies until they are complete. Nothing else uses it."""
         return self.preload.state / "staging" / "promote"
 
 
 def load(directory: Path = settings.DIRECTORY) -> Preload:
-    """Return the preload's settings, as the role image_preload wrote them. Raises NodeError (``settings``)."""
+    """Return the preload's settings as the role image_preload wrote them. Raises NodeError (``settings``)."""
     return settings.parse(Preload, settings.load("preload", directory), "preload")
 
 

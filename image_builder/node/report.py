@@ -1,6 +1,6 @@
-"""``node-agent status``: what happened since the node was booted, and where its images' layers are served from.
+"""``node-agent status``: what has happened since the node booted, and where its images' layers are served from.
 
-Starts no program: the status file, the store's description, and the names in the data root are all that is read.
+Starts no programs: it reads only the status file, the store's manifest, and the names in the data root.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from image_builder.node.store import Image, chain, read_manifest
 
 @dataclass(frozen=True)
 class Served:
-    """Where an image's layers come from: how many from the store, how many from the local disk."""
+    """Where an image's layers come from: how many from the store and how many from the local disk."""
 
     ref: str
     mode: str
@@ -32,7 +32,7 @@ class Served:
 def serve(image: Image, links: Links, preload: Mapping[str, Any]) -> Served:
     """Return where an image of the store is served from.
 
-    ``preload`` is the status section: it alone knows what was loaded from the archive and what is missing.
+    ``preload`` is the status section: only it knows which images were loaded from the archive and which are missing.
     """
     layers = [
         (layer.chain.removeprefix("sha256:"), layer.diff_id.removeprefix("sha256:"))
@@ -41,7 +41,7 @@ def serve(image: Image, links: Links, preload: Mapping[str, Any]) -> Served:
     promoted = links.local or frozenset()
     store = sum(diff_id in links.served and chain_id not in promoted for chain_id, diff_id in layers)
     broken = sum(diff_id in links.broken and chain_id not in promoted for chain_id, diff_id in layers)
-    # Of containerd's it is only known whether there are enough to be them.
+    # For containerd, only the number of local layers is known, not which layers they are.
     local_layers = (
         links.directories if links.local is None else sum(chain_id in promoted for chain_id, _ in layers)
     )
@@ -64,9 +64,9 @@ def serve(image: Image, links: Links, preload: Mapping[str, Any]) -> Served:
 
 
 def report(state: Mapping[str, Any], images: Iterable[Image], links: Links) -> dict[str, Any]:
-    """Return all that is known: the status, ``images`` and ``layers`` in the data root.
+    """Return everything that is known: the status, the ``images``, and the ``layers`` in the data root.
 
-    ``user_namespaces`` tells whether pods with ``hostUsers: false`` are supported: not while a layer is a link.
+    ``user_namespaces``: whether pods with ``hostUsers: false`` are supported. They are not while any layer is a link.
     """
     preload = state.get("preload", {})
     return {
@@ -77,13 +77,13 @@ def report(state: Mapping[str, Any], images: Iterable[Image], links: Links) -> d
             "broken": len(links.broken),
             "directories": links.directories,
         },
-        # containerd makes an idmapped mount of the directory that holds all layers, and a link leads out of it.
+        # containerd makes an idmapped mount of the directory that holds all layers, but a link points outside it.
         "user_namespaces": not links.served,
     }
 
 
 def text(document: Mapping[str, Any]) -> str:
-    """Return a report for people."""
+    """Return a report as text for people."""
     lines = ["ready" if document.get("ready") else "NOT READY", ""]
     rows = [("", "state", "seconds", "what and why")]
     rows += [_row(name, document[name]) for name in (*status.SECTIONS, *status.OPTIONAL) if name in document]
@@ -149,7 +149,7 @@ _DETAILS = {"disk": _disk, "preload": _preload, "promotion": _promotion}
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines whose columns begin under each other."""
+    """Return rows as lines with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -162,7 +162,7 @@ def run(
     store: Path = layout.MANIFEST,
     places: status.Places = status.Places(),  # noqa: B008 (frozen)
 ) -> int:
-    """Print the report; return 0 when the node is ready, else 1. Raises NodeError."""
+    """Print the report; return 0 if the node is ready, else 1. Raises NodeError."""
     chosen = settings.load("preload", places.etc)
     state = status.read(places.run)
     images = read_manifest(store).images if os.path.lexists(store) else ()

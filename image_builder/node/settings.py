@@ -1,9 +1,9 @@
-"""The node agent's settings: JSON files below ``/etc/node-agent``, which roles write.
+"""The node agent's settings: JSON files below ``/etc/node-agent``, written by roles.
 
 ``disk.json`` (role local_disk), ``preload.json`` (image_preload), ``kubelet.json`` (kubelet), ``gpu-driver.json``
 (nvidia), ``gpu.json`` and ``preflight.json`` (gpu_preflight), ``health.json`` and ``health-endpoint.json``
-(node_health), ``join.json`` (node_join). One is the agent's own: ``join-taints.json``, the taints that the node joined
-with.
+(node_health), ``join.json`` (node_join). The agent itself writes only ``join-taints.json``, the taints that the node
+joined with.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from image_builder.node.errors import NodeError
 
 DIRECTORY = Path("/etc/node-agent")
 RELEASE = Path("/etc/image-release")
-# Where a kubelet says that it is well, unless it was configured otherwise.
+# The kubelet's health endpoint, unless configured otherwise.
 HEALTHZ = "http://127.0.0.1:10248/healthz"
 
 T = TypeVar("T")
 
 
 def load(name: str, directory: Path = DIRECTORY) -> dict[str, Any]:
-    """Return a role's settings, empty where the role wrote none. Raises NodeError (``settings``)."""
+    """Return a role's settings; empty if the role wrote none. Raises NodeError (``settings``)."""
     path = directory / f"{name}.json"
     try:
         document = json.loads(path.read_bytes())
@@ -39,7 +39,7 @@ def load(name: str, directory: Path = DIRECTORY) -> dict[str, Any]:
 
 
 def parse(kind: type[T], document: Mapping[str, Any], name: str, *, code: str = "settings") -> T:
-    """Return a role's settings as a dataclass. Raises NodeError (``code``) that names the file and all its problems."""
+    """Return a role's settings as a dataclass. Raises NodeError (``code``) naming the file and all its problems."""
     try:
         return decode(kind, document)
     except DecodeError as error:
@@ -47,7 +47,7 @@ def parse(kind: type[T], document: Mapping[str, Any], name: str, *, code: str = 
 
 
 def build_id(path: Path = RELEASE) -> str:
-    """Return the id of the image that this node was booted from; empty where no bake made it."""
+    """Return the id of the image that this node was booted from; empty if no bake made it."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

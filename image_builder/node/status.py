@@ -5,9 +5,9 @@
      "seed": {...}, "preload": {...}, "promotion": {...}}
 
 Each section has ``state``: ``ok``, ``degraded`` (the node works, slower or with less room) or ``failed``. A state
-other than ``ok`` has a ``code`` and a ``reason``. The kubelet reads ``kubelet.env`` beside it: a label for
-each section, and a taint for each that failed. A node with a preflight (``preflight.json`` in its settings) registers
-with the preflight's taint whatever that found: the gate takes it away.
+other than ``ok`` has a ``code`` and a ``reason``. The kubelet reads ``kubelet.env`` next to it: a label for
+each section, and a taint for each that failed. A node with a preflight (``preflight.json`` in its settings) always
+registers with the preflight's taint, whatever the verdict: the gate removes it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ SECTIONS = ("disk", "seed", "preload", "promotion")
 # Sections that only some nodes have.
 OPTIONAL = ("preflight",)
 OK, DEGRADED, FAILED = "ok", "degraded", "failed"
-# Labels and taints of the kubelet: a prefix of our own, which NodeRestriction lets a kubelet set.
+# The prefix of the kubelet's labels and taints: our own, which NodeRestriction allows a kubelet to set.
 PREFIX = "image-builder"
 _LABELLED: Mapping[str, str] = {"disk": "local-disk", "seed": "seed", "preload": "preload"}
 PREFLIGHT_LABEL = f"{PREFIX}/preflight"
 PENDING = "pending"
-# The Node's annotation with the name of the physical machine under this virtual one.
+# The Node's annotation with the name of the physical machine that this virtual machine runs on.
 PHYSICAL_HOST = f"{PREFIX}/physical-host"
-# The boot that the node itself ended last. A reboot that somebody else ordered is a decision about the node.
+# Records the last boot that the node itself ended. A reboot ordered by anyone else is a decision about the node.
 REBOOT = Path("/var/lib/node-agent/reboot.json")
 
 
 @dataclass(frozen=True)
 class Places:
-    """What every command reads and writes: this boot's files (``run``), settings (``etc``), the image's and boot's ids.
+    """Paths that every command uses: this boot's files (``run``), settings (``etc``), the image's and the boot's id.
 
-    A command that needs more has a class of its own, with these in it.
+    A command that needs more has a subclass of its own.
     """
 
     run: Path = DIRECTORY
@@ -55,18 +55,18 @@ class Places:
 
 
 def boot_id(path: Path = BOOT_ID) -> str:
-    """Return this boot's id, the one that the kubelet reports as ``status.nodeInfo.bootID``. Raises OSError."""
+    """Return this boot's id, which the kubelet reports as ``status.nodeInfo.bootID``. Raises OSError."""
     return path.read_text(encoding="ascii").strip()
 
 
 def record_reboot(boot_id: str, path: Path = REBOOT) -> None:
-    """Note that this boot is ended by the node itself. Raises OSError."""
+    """Record that the node itself is ending this boot. Raises OSError."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     files.write_json(path, {"boot_id": boot_id})
 
 
 def is_reboot_own(boot_id: str, path: Path = REBOOT) -> bool:
-    """Tell whether a boot was ended by the node itself; of a note that can't be read, that it was."""
+    """Return whether the node itself ended a boot; True if the record can't be read."""
     try:
         return bool(json.loads(path.read_bytes())["boot_id"] == boot_id)
     except FileNotFoundError:
@@ -76,13 +76,13 @@ def is_reboot_own(boot_id: str, path: Path = REBOOT) -> bool:
 
 
 def tell(text: str) -> None:
-    """Write a line for people: to the journal, and to the console by the unit's StandardOutput."""
+    """Write a line for people: to the journal, and to the console where the unit's StandardOutput says so."""
     sys.stdout.write(f"node-agent: {text}\n")
     sys.stdout.flush()
 
 
 def read(directory: Path = DIRECTORY) -> dict[str, Any]:
-    """Return all that is known, also before anything was. A damaged file says nothing; the next update replaces it."""
+    """Return the status. A missing or damaged file counts as an empty status; the next update replaces it."""
     return files.read_json(directory / "status.json") or {"format": FORMAT, "ready": False}
 
 
@@ -93,10 +93,10 @@ def update(
     *,
     required: Sequence[str] | None = None,
 ) -> None:
-    """Set a section, and the kubelet's environment.
+    """Set a section, and update the kubelet's environment.
 
-    ``required`` are the sections without which the node is not ready, by default those that its settings call for.
-    Safe for several processes at once.
+    ``required`` are the sections without which the node isn't ready, by default those that its settings call for.
+    Several processes may call this at the same time.
     """
     run, etc = places.run, places.etc
     with files.lock(run / ".lock", 60):
@@ -108,9 +108,9 @@ def update(
 
 
 def _taints(directory: Path) -> list[str]:
-    """Return the taints that the kubelet is configured with: our flag replaces them, so it must repeat them.
+    """Return the taints that the kubelet is configured with: our flag overrides them, so it must repeat them.
 
-    Settings that can't be read fail the section ``disk``, and are none here.
+    Settings that can't be read fail the section ``disk``; here they count as having no taints.
     """
     try:
         return settings_files.kubelet_taints(directory)
@@ -119,9 +119,9 @@ def _taints(directory: Path) -> list[str]:
 
 
 def _gate(directory: Path) -> str:
-    """Return the taint that this node registers with because of its preflight; empty where it has none.
+    """Return the taint that this node registers with because of its preflight; empty if it has no preflight.
 
-    Settings that can't be read are no reason to register without: then it is the usual one.
+    Settings that can't be read are no reason to register without a taint: the default taint is used.
     """
     if not (directory / "preflight.json").exists():
         return ""
@@ -139,20 +139,20 @@ def wanted_sections(settings: Path, listed: Path = layout.LIST) -> list[str]:
 
 
 def is_ready(document: Mapping[str, Any], required: Sequence[str]) -> bool:
-    """Tell whether all that is wanted was done, and nothing failed."""
+    """Return whether all required sections are there and no section has failed."""
     states = {name: document[name]["state"] for name in (*SECTIONS, *OPTIONAL) if name in document}
     return all(name in states for name in required) and FAILED not in states.values()
 
 
 def label_of(state: str) -> str:
-    """Return the label's value for what a preflight came to: ``ok``, or ``failed``."""
+    """Return the label's value for a preflight's state: ``ok`` or ``failed``."""
     return OK if state == "passed" else FAILED
 
 
 def kubelet_environment(document: Mapping[str, Any], taints: Sequence[str] = (), gate: str = "") -> str:
-    """Return an environment file with the kubelet's further arguments.
+    """Return an environment file with additional kubelet arguments.
 
-    ``taints`` are those of its configuration, ``gate`` the preflight's, empty for none.
+    ``taints`` are those of the kubelet's configuration; ``gate`` is the preflight's taint, empty for none.
     """
     states = {
         label: (str(document[section]["state"]), str(document[section].get("code", "")))

@@ -1,10 +1,10 @@
-"""The preload store: one read-only EROFS with every layer that a node was baked with, and its manifest.
+"""The preload store: one read-only EROFS image with every layer that a node was baked with, and its manifest.
 
-    /layers/<hex of a diff id>/     a layer's files, as overlay wants them
-    /docker/, /containerd/          what each engine keeps beside them: ``records.json`` for what is small, and files
+    /layers/<hex of a diff id>/     a layer's files, in overlay's format
+    /docker/, /containerd/          the engine's metadata: ``records.json`` for small items, and files
 
-The file carries its dm-verity hash tree behind the filesystem. The kernel checks each block when it is read, so a
-damaged block is an I/O error and never a wrong byte, and nothing is hashed at boot.
+The file has its dm-verity hash tree appended to the filesystem. The kernel checks each block when it is read, so a
+damaged block causes an I/O error and never wrong data, and nothing is hashed at boot.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FORMAT = 1
 BLOCK = 4096
 _CHUNK = 1 << 20
 MAPPING = "image-builder-preload"
-# What says that the disk below the store failed, for now: the store itself may be sound.
+# Errors that say that the disk below the store failed for now: the store itself may be intact.
 _FOR_NOW = frozenset([errno.EIO, errno.ENOMEM, errno.EBUSY, errno.ENOSPC, errno.EAGAIN, errno.EINTR])
 
 
 @dataclass(frozen=True)
 class Verity:
-    """A hash tree: where it begins in the file (bytes), and what leads to it. Blocks are 4 KiB, hashes SHA-256."""
+    """A hash tree: its offset in the file (bytes), its root hash and salt. Blocks are 4 KiB, hashes SHA-256."""
 
     root_hash: str
     salt: str
@@ -50,11 +50,11 @@ class Verity:
 
 @dataclass(frozen=True)
 class Image:
-    """What a reference means, as the archive's list and the store's manifest have it. Digests begin with ``sha256:``.
+    """The image behind a reference, from the archive's list or the store's manifest. Digests begin with ``sha256:``.
 
-    ``digest`` may be an index's. ``size`` is in bytes, unpacked; layers that images share count for each. The store's
-    alone say how an image gets to the disk, ``mode``: ``reference`` (links, promoted later), ``copy`` (at boot) or
-    ``archive``; and whether it is ``required``.
+    ``digest`` may be that of an index. ``size`` is in bytes, unpacked; shared layers count for every image. Only the
+    store's manifest says how an image gets to the disk (``mode``: ``reference`` (links, promoted later), ``copy`` (at
+    boot) or ``archive``) and whether it is ``required``.
     """
 
     ref: str
@@ -73,12 +73,12 @@ class Image:
 
     @property
     def is_essential(self) -> bool:
-        """Tell whether a node must have it before others."""
+        """Return whether a node must have this image before others."""
         return self.pin or self.required
 
 
 def parse_image(value: Mapping[str, Any]) -> Image:
-    """Return an image of a document. Raises KeyError, TypeError or ValueError."""
+    """Return the image that an object of the manifest describes. Raises KeyError, TypeError or ValueError."""
     return Image(
         **{key: str(value[key]) for key in ("ref", "digest", "manifest", "id", "mode")},
         pin=bool(value["pin"]),
@@ -99,7 +99,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class BakedEngine:
-    """The engine that unpacked the layers: its version, and the program by path and size in bytes."""
+    """The engine that unpacked the layers: its version, and its program's path and size in bytes."""
 
     version: str
     binary: str
@@ -108,7 +108,7 @@ class BakedEngine:
 
 @dataclass(frozen=True)
 class Store:
-    """``store.json``. ``layers`` maps diff ids to the bytes of their files."""
+    """The contents of ``store.json``. ``layers`` maps diff ids to the total size of their files in bytes."""
 
     id: str
     file: Path
@@ -120,7 +120,7 @@ class Store:
 
 
 def chain(diff_ids: Iterable[str]) -> Iterator[Layer]:
-    """Yield an image's layers, the lowest first (OCI image specification, "Layer ChainID")."""
+    """Yield an image's layers, lowest first (OCI image specification, "Layer ChainID")."""
     parent = ""
     for diff_id in diff_ids:
         digest = hashlib.sha256(f"{parent} {diff_id}".encode()).hexdigest()
@@ -143,7 +143,7 @@ def read_manifest(path: Path = MANIFEST) -> Store:
 
 
 def parse_manifest(document: Mapping[str, Any]) -> Store:
-    """Return what a manifest says. Raises AttributeError, KeyError, TypeError or ValueError."""
+    """Return the contents of a manifest. Raises AttributeError, KeyError, TypeError or ValueError."""
     if document["format"] != FORMAT:
         raise ValueError(f"format {document['format']}, this program reads {FORMAT}")
     verity = document["verity"]
@@ -164,9 +164,9 @@ def parse_manifest(document: Mapping[str, Any]) -> Store:
 
 
 def open_store(store: Store, *, verity: bool, at: Path = MOUNT_POINT) -> None:
-    """Mount the store, checked by dm-verity; nothing happens when it is mounted already.
+    """Mount the store, checked by dm-verity, unless it is already mounted; compare it with its manifest.
 
-    ``verity`` False takes a store without the check, as the node's settings declare. Raises NodeError:
+    ``verity=False`` mounts it without that check, as the node's settings declare. Raises NodeError:
     ``store.truncated``, ``store.verity``, ``store.mount``, ``store.disagrees``, ``store.damaged``, ``store.io``.
     """
     was_mounted = mounts.at(at) is not None
@@ -189,18 +189,18 @@ def open_store(store: Store, *, verity: bool, at: Path = MOUNT_POINT) -> None:
         else:
             try:
                 _mount_verified(store.file, store.verity, at)
-            except ProgramError as error:  # the program is missing, or did not end
+            except ProgramError as error:  # the program is missing or timed out
                 raise NodeError("store.verity", f"{store.file} is not checked: {error.message}") from error
     try:
         _compare(store, at)
     except NodeError:
-        if not was_mounted:  # else an engine may use it
+        if not was_mounted:  # otherwise an engine may be using it
             close_store(at)
         raise
 
 
 def _mount_verified(file: Path, verity: Verity, at: Path) -> None:
-    # A mapping that a killed agent left; without one this fails, and that is all right.
+    # Remove a mapping that a killed agent left behind; if there is none, this fails, which is fine.
     run(["dmsetup", "remove", MAPPING], ok=range(256))
     if _is_mapped(verity):
         _mount_mapping(file, at)
@@ -215,7 +215,7 @@ def _mount_verified(file: Path, verity: Verity, at: Path) -> None:
 
 @contextmanager
 def _loop_device(file: Path) -> Iterator[str]:
-    """Yield a loop device for a file. Its last user takes it along. Raises NodeError (``store.io``)."""
+    """Yield a loop device for a file; it disappears with its last user. Raises NodeError (``store.io``)."""
     try:
         loop = run(["losetup", "--find", "--show", "--read-only", "--direct-io=on", os.fspath(file)])
     except ProgramError as error:
@@ -229,7 +229,7 @@ def _loop_device(file: Path) -> Iterator[str]:
 
 
 def _is_mapped(verity: Verity) -> bool:
-    """Tell whether this store is mapped, by containers that still use it after a release; it goes on being so."""
+    """Return whether this store is still mapped, in use by containers after its release; if so, keep it mapped."""
     table = run(["dmsetup", "table", MAPPING], ok=range(256)).stdout
     if verity.root_hash not in table:
         return False
@@ -245,7 +245,7 @@ def _mount_mapping(file: Path, at: Path) -> None:
 
 
 def _mount_file(file: Path, at: Path) -> None:
-    """Mount the file itself where the kernel can (6.12), else by a loop device."""
+    """Mount the file itself if the kernel can (6.12), otherwise through a loop device."""
     try:
         try:
             mounts.mount(file, at, "erofs", mounts.RDONLY | mounts.NODEV)
@@ -265,22 +265,22 @@ def _compare(store: Store, at: Path) -> None:
         engines = {name for name in os.listdir(at) if name != LAYERS}
     except OSError as error:
         raise unreadable(error, "store.damaged", f"{error.filename}: {error.strerror}") from error
-    # What nodes load from the archive is listed, and is not in the store.
+    # Images that nodes load from the archive are listed, but aren't in the store.
     needed = {diff_id for image in store.images if image.mode != "archive" for diff_id in image.diff_ids}
     if layers != set(store.layers) or not needed <= layers or engines != set(store.engines):
         raise NodeError("store.disagrees", f"{store.file} does not hold what its manifest lists")
 
 
 def unreadable(error: OSError, code: str, message: str) -> NodeError:
-    """Return the error of a store that can't be read: ``code``, or ``store.io`` where a retry may succeed."""
+    """Return the error for a store that can't be read: ``code``, or ``store.io`` if a retry may succeed."""
     return NodeError("store.io" if error.errno in _FOR_NOW else code, message)
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an error while the store is read into one that can't be taken for the disk's.
+    """Turn an error while reading the store into one that can't be mistaken for the local disk's.
 
-    Raises NodeError: ``store.io`` where a retry may succeed, else ``store.damaged``.
+    Raises NodeError: ``store.io`` if a retry may succeed, otherwise ``store.damaged``.
     """
     try:
         yield
@@ -298,7 +298,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def read_through(path: Path) -> None:
-    """Read a file, or all files below a directory, to their ends. Raises OSError."""
+    """Read a file, or all files below a directory, to the end. Raises OSError."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -321,7 +321,7 @@ def read_through(path: Path) -> None:
 
 
 def close_store(at: Path = MOUNT_POINT) -> None:
-    """Unmount the store. Containers that run keep what they use of it until they end. Raises NodeError."""
+    """Unmount the store. Running containers keep the parts they use until they end. Raises NodeError."""
     if mounts.at(at) is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""The kernel's files of devices, which come and go with these: /sys, read without an error."""
+"""Reading /sys without errors: the kernel's device files come and go with the devices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _DISPLAY = ("0x0300", "0x0302")  # VGA and 3D controllers, the first two bytes o
 
 @dataclass(frozen=True)
 class Port:
-    """A port of an InfiniBand device. ``state`` and ``physical`` are the kernel's words, ``ACTIVE`` and ``LinkUp``.
+    """A port of an InfiniBand device. ``state`` and ``physical`` are the kernel's words: ``ACTIVE``, ``LinkUp``.
 
-    ``rate_gbit`` is in Gbit/s. ``layer``: a device of that kind may be of Ethernet.
+    ``rate_gbit`` is in Gbit/s. ``layer`` is the link layer: the kernel lists Ethernet devices here, too.
     """
 
     device: str
@@ -37,7 +37,7 @@ class Port:
 
 
 def text(path: Path) -> str:
-    """Return a file's text without the line's end; empty where there is none or it can't be read."""
+    """Return a file's text, stripped; empty if the file doesn't exist or can't be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -45,13 +45,13 @@ def text(path: Path) -> str:
 
 
 def number(path: Path) -> int:
-    """Return a file's number, 0 where there is none."""
+    """Return the number in a file; 0 if there is none."""
     value = text(path)
     return int(value) if value.isdigit() else 0
 
 
 def nvidia_gpus(sys: Path) -> list[Path]:
-    """Return the devices of NVIDIA's GPUs on the PCI bus, named by their address, whether a driver has them or not."""
+    """Return the NVIDIA GPUs on the PCI bus, named by their address, whether or not a driver is bound to them."""
     return [
         entry
         for entry in sorted((sys / "bus/pci/devices").glob("*"))
@@ -60,7 +60,7 @@ def nvidia_gpus(sys: Path) -> list[Path]:
 
 
 def ports(sys: Path) -> tuple[Port, ...]:
-    """Return the ports of InfiniBand devices, those of their Ethernet kind too."""
+    """Return the ports of InfiniBand devices, including their Ethernet ports."""
     return tuple(_port(entry) for entry in sorted((sys / "class/infiniband").glob("*/ports/*")))
 
 

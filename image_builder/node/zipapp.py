@@ -1,8 +1,8 @@
-"""The node agent as one file: this package as a zip archive that Python runs.
+"""The node agent as a single file: this package as a zip archive that Python runs.
 
-``archive`` makes it from the sources and the data beside them, the same bytes everywhere. On the node
-``node-agent compile`` writes the file that is run: beside each source what the node's own Python compiles it to, so
-that a start need not. A later Python does not know that code and takes the sources.
+``archive`` builds it reproducibly from the sources and the data next to them. On the node, ``node-agent compile``
+writes the file that is actually run: it adds to each source its bytecode, compiled by the node's own Python, so that
+starting the agent compiles nothing. A later Python doesn't recognize that bytecode and uses the sources.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from pathlib import Path
 from image_builder.node import files
 
 _SHEBANG = b"#!/usr/bin/python3 -I\n"
-_DATE = (1980, 1, 1, 0, 0, 0)  # the first that a zip archive knows
+_DATE = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can represent
 _PACKAGE = "image_builder/node"
-# Code, tables, the GPU's kernels. What an editor leaves behind stays there.
+# Code, tables, GPU kernels. Files that an editor leaves behind are not packed.
 _PACKED = (".py", ".json", ".ptx")
 _MAIN = "import sys\n\nfrom image_builder.node.__main__ import main\n\nsys.exit(main())\n"
-# PEP 552: a compiled file that names its source's hash and is never checked against it. Nobody edits an archive.
+# PEP 552: a compiled file that contains its source's hash but is never checked against it. Nobody edits an archive.
 _UNCHECKED_HASH = 0b01
 
 
 def archive(package: Path | None = None) -> bytes:
-    """Return the agent as one executable file, nothing compiled. ``package`` is this package's directory."""
+    """Return the agent as one executable file, without bytecode. ``package`` is this package's directory."""
     root = package or Path(__file__).parent
     return packed(_sources(root))
 
 
 def compiled(source: bytes) -> bytes:
-    """Return an archive with what this Python compiles its sources to."""
+    """Return an archive with the bytecode that this Python compiles its sources to."""
     with zipfile.ZipFile(io.BytesIO(source)) as opened:
         entries = [(name, opened.read(name)) for name in opened.namelist() if not name.endswith(".pyc")]
     code = [(f"{name}c", _compile(name, text)) for name, text in entries if name.endswith(".py")]
@@ -42,7 +42,7 @@ def compiled(source: bytes) -> bytes:
 
 
 def install(source: Path, target: Path) -> bool:
-    """Write the compiled archive of ``source`` to ``target``, mode 0755; tell whether that changed it."""
+    """Write the compiled archive of ``source`` to ``target`` with mode 0755. Return whether that changed it."""
     return files.write_changed(target, compiled(source.read_bytes()), 0o755)
 
 
@@ -66,9 +66,9 @@ def _compile(name: str, text: bytes) -> bytes:
 
 
 def packed(entries: list[tuple[str, bytes]]) -> bytes:
-    """Return files, by their names, as an archive that Python runs: the same bytes everywhere."""
+    """Return named files as an archive that Python runs: the same bytes everywhere."""
     target = io.BytesIO()
-    # Stored: the file lies on a disk with room, and is read at each start.
+    # Not compressed: there is enough room on disk, and the file is read at each start.
     with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as writer:
         for name, data in entries:
             entry = zipfile.ZipInfo(name, _DATE)

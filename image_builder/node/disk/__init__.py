@@ -1,11 +1,12 @@
-"""The local disk: found, proven blank or ours, made ready and mounted. State is on the disk, never elsewhere.
+"""The local disk: found, proven blank or ours, prepared and mounted. State is on the disk, never elsewhere.
 
-settings   what the role wrote
-find       which disks are local ones                         (reads /sys and /dev/disk)
-probe      what is on them                                    (reads; mounts nothing foreign but the platform's)
-decide     what is to be done, a table                        (pure)
-apply      does it                                            (the only module that writes to a disk)
-layout     bytes on disks: superblocks, the page of an erasure that was begun
-arrays     several disks as one, and members that are missing
-azure      a disk as Azure hands it out; its readme is in ntfs's root directory
+settings   the settings that the role wrote
+find       which disks are local                              (reads /sys and /dev/disk)
+probe      what is on them                                    (reads; mounts nothing foreign)
+decide     what to do, as a table                             (pure)
+apply      carries the decision out                           (only it and arrays write to disks)
+layout     bytes on disks: superblocks, and the pages that mark an erasure or a format in progress
+arrays     several disks as one array, and missing members
+azure      a disk as Azure delivers it: with a readme
+ntfs       the names in an NTFS volume's root directory
 """

@@ -1,8 +1,8 @@
-"""Carry a decision out: the only module that writes to a disk.
+"""Carry a decision out: only this module and ``arrays`` write to disks.
 
-Each disk is looked at again, under a lock, right before the first byte is written. A crash at any moment leaves a
-disk that the next run knows for ours or for blank: an erasure and the making of a filesystem begin with a page that
-says so and end by taking it away, an array bears our UUID from its first sector on, and the marker comes last.
+Each disk is probed again, under a lock, right before the first byte is written. A crash at any moment leaves a
+disk that the next run recognizes as ours or as blank: erasing a disk and making a filesystem begin by writing a page
+that says so and end by removing it, an array has our UUID from its first superblock on, and the marker comes last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from image_builder.node.errors import NodeError
 
 _BLKRRPART, _BLKGETDISKSEQ = 0x125F, 0x80081280
 _PROJECT = 1
-# Making a filesystem writes a few hundred MB at most; a slow disk gets its time.
+# Making a filesystem writes a few hundred MB at most; allow for a slow disk.
 _MKFS_SECONDS = 600
 
 
@@ -37,7 +37,7 @@ def carry_out(
     places: Places,
     candidates: Callable[[], Sequence[Disk]],
 ) -> Volume:
-    """Format and mount, or mount; return the volume that is mounted. Raises NodeError, OSError."""
+    """Format the disks if needed, mount the volume and return it. Raises NodeError, OSError."""
     volume = decision.volume
     if volume is None:
         volume = _make(decision.disks, survey, settings, places, candidates)
@@ -57,19 +57,19 @@ def carry_out(
         try:
             _mark(decision, volume, settings, build)
         except BaseException:
-            # Files without a marker are foreign at the next boot: nobody may put any there.
+            # Files without a marker would be foreign at the next boot: don't let anything write any.
             mounts.unmount(root)
             raise
     return volume
 
 
 def options(settings: Settings) -> str:
-    """Return what the filesystem is mounted with; nothing is discarded while it runs, fstrim does that."""
+    """Return the mount options; without ``discard``, since fstrim does that."""
     return "prjquota" if settings.cache and settings.cache.quota_bytes else ""
 
 
 def _mark(decision: Decision, volume: Volume, settings: Settings, build: str) -> None:
-    """Write the marker, after all that it stands for is on the disk."""
+    """Write the marker, after everything that it vouches for is on the disk."""
     root = Path(settings.mount_point)
     state = root / ".node"
     state.mkdir(mode=0o700, exist_ok=True)
@@ -93,7 +93,7 @@ def _make(
     places: Places,
     candidates: Callable[[], Sequence[Disk]],
 ) -> Volume:
-    """Make one filesystem of disks; raises NodeError where one of them changed since it was looked at."""
+    """Make one filesystem from disks. Raises NodeError if any of them has changed since it was probed."""
     with ExitStack() as stack:
         for disk in disks:
             stack.enter_context(_held(disk))
@@ -118,7 +118,7 @@ def _make(
 
 
 def _check_same(disks: Sequence[Disk], candidates: Sequence[Disk]) -> None:
-    """Raise NodeError unless the selector still means these disks, and no others: names are given to others."""
+    """Raise NodeError unless the selector still matches exactly these disks: the kernel reuses names."""
 
     def identities(disks: Sequence[Disk]) -> set[tuple[object, ...]]:
         return {
@@ -136,7 +136,7 @@ def _check_same(disks: Sequence[Disk], candidates: Sequence[Disk]) -> None:
 def _again(
     disks: Sequence[Disk], settings: Settings, places: Places, arrays: Mapping[str, Array]
 ) -> list[Observation]:
-    """Look again at disks that are to be written to; raises NodeError unless each is still blank or ours."""
+    """Probe again the disks that will be written to. Raises NodeError unless each is still blank or ours."""
     observations = probe.observe_disks(disks, settings, places)
     for observation in observations:
         kind = nature(settings, observation, arrays)
@@ -153,9 +153,9 @@ def _is_blank(observation: Observation, settings: Settings) -> bool:
 
 @contextmanager
 def _held(disk: Disk) -> Iterator[None]:
-    """Keep udev from looking at a disk that changes (systemd, "Locking Block Device Access").
+    """Keep udev from probing a disk while it changes (systemd, "Locking Block Device Access").
 
-    Raises NodeError where the kernel has given the name to another disk.
+    Raises NodeError if the kernel has given the name to another disk.
     """
     with files.descriptor(disk.path) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -167,10 +167,10 @@ def _held(disk: Disk) -> Iterator[None]:
 
 
 def erase(observations: Sequence[Observation]) -> None:
-    """Make disks blank: their first 8 MiB and their last one, in an order that a crash makes nothing foreign of.
+    """Make disks blank: erase their first 8 MiB and their last MiB, in an order that leaves nothing foreign on a crash.
 
-    All of them say that they are being erased before the first is blank: a blank disk beside the rest of an array would
-    be one that lost a member. Raises OSError (EBUSY) where somebody uses one, before anything is written.
+    Mark all of them as being erased before the first is blank: a blank disk next to the rest of an array would look
+    like an array that lost a member. Raises OSError (EBUSY) if any disk is in use, before anything is written.
     """
     with ExitStack() as stack:
         opened = []
@@ -192,14 +192,14 @@ def _write(fd: int, offset: int, data: bytes) -> None:
 
 
 def _filesystem(disks: Sequence[Disk], settings: Settings, places: Places) -> Volume:
-    """Make the filesystem on disks that are blank, on an array of them where they are several."""
+    """Make the filesystem on blank disks; several disks become an array."""
     uuid = layout.new_uuid()
     if len(disks) == 1:
         with _announced(disks):
             _check_blank(disks[0].path, layout.making(disks[0].bytes)[1])
             child.run(mkfs(settings, uuid, disks[0].path), timeout=_MKFS_SECONDS)
         return Volume(disks[0].path, settings.filesystem, uuid, "empty")
-    # An array that bears our UUID on each of its members says what it is; before that the members must.
+    # Once each member's superblock has our UUID, the array identifies itself; until then the marks on the disks do.
     with _announced(disks):
         path = arrays.create(uuid, settings.label, disks, places)
     _check_blank(path)
@@ -208,9 +208,9 @@ def _filesystem(disks: Sequence[Disk], settings: Settings, places: Places) -> Vo
 
 
 def _check_blank(path: Path, tail: bytes = b"") -> None:
-    """Raise NodeError unless a device is blank but for what its last MiB begins with.
+    """Raise NodeError unless a device is blank, except that its last MiB begins with ``tail``.
 
-    mke2fs itself looks for a filesystem only on a terminal.
+    mke2fs itself checks for an existing filesystem only when run on a terminal.
     """
     with files.descriptor(path) as fd:
         size = os.lseek(fd, 0, os.SEEK_END)
@@ -222,25 +222,25 @@ def _check_blank(path: Path, tail: bytes = b"") -> None:
 
 @contextmanager
 def _announced(disks: Sequence[Disk]) -> Iterator[None]:
-    """Let blank disks say that something is being made of them, until it is; not taken back after an error."""
+    """Mark blank disks as having a filesystem made on them, until it is done; after an error the marks stay."""
     for disk in disks:
         offset, page = layout.making(disk.bytes)
         _change(disk, offset, bytes(len(page)), page, os.O_EXCL)
     yield
     for disk in disks:
         offset, page = layout.making(disk.bytes)
-        _change(disk, offset, page, bytes(len(page)))  # the array that it is in by now holds it
+        _change(disk, offset, page, bytes(len(page)))  # no O_EXCL: the array may hold it by now
 
 
 def _change(disk: Disk, offset: int, old: bytes, new: bytes, flags: int = 0) -> None:
-    """Write where something else is known to be, durably; what anybody else has put there stays. Raises OSError."""
+    """Replace ``old`` with ``new`` on the disk, durably; anything other than ``old`` is left alone. Raises OSError."""
     with files.descriptor(disk.path, os.O_RDWR | flags) as fd:
         if os.pread(fd, len(old), offset) == old:
             _write(fd, offset, new)
 
 
 def mkfs(settings: Settings, uuid: str, path: Path) -> list[str]:
-    """Return the command: never with force, since the device is blank. It isn't discarded, a new one has nothing."""
+    """Return the mkfs command: never with force, since the device is blank; no discard, since it holds no data."""
     if settings.filesystem == "xfs":
         argv = ["mkfs.xfs", "-q", "-K", "-L", settings.label, "-m", f"crc=1,uuid={uuid}", "-n", "ftype=1"]
     else:
@@ -250,7 +250,7 @@ def mkfs(settings: Settings, uuid: str, path: Path) -> list[str]:
 
 
 def furnish(settings: Settings, *, on_disk: bool) -> None:
-    """Make what others expect below the mount point, on the disk or on the OS disk; raises OSError, NodeError."""
+    """Create what programs expect below the mount point, on the local or the OS disk. Raises OSError, NodeError."""
     root = Path(settings.mount_point)
     root.mkdir(mode=0o755, parents=True, exist_ok=True)
     if not on_disk:
@@ -269,13 +269,13 @@ def furnish(settings: Settings, *, on_disk: bool) -> None:
 
 
 def _limit(root: Path, path: Path, quota: int) -> None:
-    """Give a directory a project of its own and the project a limit; what is in it already belongs to it."""
+    """Assign a directory to a quota project and set the project's limit; existing contents already belong to it."""
     commands = (f"project -s -d 0 -p {path} {_PROJECT}", f"limit -p bhard={quota} {_PROJECT}")
     child.run(["xfs_quota", "-x", *(word for text in commands for word in ("-c", text)), os.fspath(root)])
 
 
 def _bind(settings: Settings) -> None:
-    """Show directories of the disk where programs look for them, once."""
+    """Bind-mount directories of the disk where programs expect them, unless already done."""
     root = Path(settings.mount_point)
     mount_points = {mounted.target for mounted in mounts.listed()}
     for item in settings.binds:
@@ -286,7 +286,7 @@ def _bind(settings: Settings) -> None:
 
 
 def hidden_bytes(root: Path, most: int = 20_000) -> int:
-    """Return how many bytes lie in a directory that a mount will hide, of as many files as are looked at."""
+    """Return how many bytes a directory holds that a mount will hide; stop counting after about ``most`` entries."""
     if not root.exists():
         return 0
     device, total, names = root.stat().st_dev, 0, 0

@@ -1,8 +1,8 @@
-"""Several disks as one: RAID0 by mdadm, and members that are missing.
+"""Several disks as one: RAID0 by mdadm, and missing members.
 
-An array's kernel name is asked of the kernel, with or without udev's links. Whether an earlier boot missed the same
-members is in a note on the OS disk, since the disk that is missing can't hold it. The note decides nothing but this:
-one that was lost means that a node keeps its taint for one boot more.
+The kernel itself is asked for an array's name, so udev's links aren't needed. Whether an earlier boot missed the same
+members is recorded in a note on the OS disk, since the missing disk can't hold it. The note decides nothing else: if it
+is lost, the node keeps its taint for one more boot.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk, Places, Survey
 from image_builder.node.errors import NodeError
 
-# What is in mdadm.conf is for others: it keeps them from assembling anything.
+# Ignore mdadm.conf, which is for others: it keeps them from assembling anything.
 _OPTIONS = ("--config=none", "--run")
 
 
 def assemble(uuid: str, disks: Sequence[Disk], places: Places) -> str:
-    """Return the kernel's name of an array, which is assembled unless it is already. Raises NodeError."""
+    """Assemble an array unless it already is; return its kernel name. Raises NodeError."""
     if not holder(disks, places):
         argv = ("mdadm", "--assemble", _name(places), f"--uuid={_uuid(uuid)}", *_OPTIONS, *_paths(disks))
         child.run(argv)
@@ -30,19 +30,19 @@ def assemble(uuid: str, disks: Sequence[Disk], places: Places) -> str:
 
 
 def create(uuid: str, label: str, disks: Sequence[Disk], places: Places) -> Path:
-    """Make a RAID0 of disks that are blank, of any sizes; return its device, ends zero. Raises NodeError, OSError."""
+    """Make a RAID0 of blank disks of any sizes, zero its ends, and return its device. Raises NodeError, OSError."""
     child.run(
         [
             *("mdadm", "--create", _name(places), *_OPTIONS, "--quiet"),
             *("--level=0", f"--raid-devices={len(disks)}", "--metadata=1.2", "--chunk=512K"),
-            # Where the sizes differ, kernels since 5.4 ask which of two layouts it is.
+            # If the sizes differ, kernels since 5.4 require one of two layouts to be chosen.
             "--layout=alternate",
             *("--homehost=any", f"--name={label}", f"--uuid={_uuid(uuid)}"),
             *_paths(disks),
         ]
     )
     path = places.dev / _device(disks, places)
-    # An earlier array of ours may have begun at the same place; its filesystem is what mkfs would stop for.
+    # An earlier array of ours may have begun at the same offset: mkfs would refuse to overwrite its filesystem.
     with files.descriptor(path, os.O_RDWR | os.O_EXCL) as fd:
         size = os.lseek(fd, 0, os.SEEK_END)
         os.pwrite(fd, bytes(min(layout.HEAD, size)), 0)
@@ -52,12 +52,12 @@ def create(uuid: str, label: str, disks: Sequence[Disk], places: Places) -> Path
 
 
 def stop(device: str, places: Places) -> None:
-    """Take an array apart, its members stay as they are. Raises ProgramError."""
+    """Stop an array; its members stay as they are. Raises ProgramError."""
     child.run(["mdadm", "--stop", os.fspath(places.dev / device)])
 
 
 def holder(disks: Sequence[Disk], places: Places) -> str:
-    """Return the kernel's name of what is made of all of these disks, empty where there is no such."""
+    """Return the kernel name of a device built on all of these disks; empty if there is none."""
     holders = [
         {path.name for path in (places.sys / "block" / disk.name / "holders").glob("*")} for disk in disks
     ]
@@ -81,16 +81,16 @@ def _paths(disks: Sequence[Disk]) -> list[str]:
 
 
 def _uuid(uuid: str) -> str:
-    """Return an UUID as mdadm writes it."""
+    """Return a UUID in mdadm's notation."""
     digits = uuid.replace("-", "")
     return ":".join(digits[at : at + 8] for at in range(0, 32, 8))
 
 
-# -- members that are missing ----------------------------------------------------------------------------------
+# -- missing members -------------------------------------------------------------------------------------------
 
 
 def identities(survey: Survey) -> list[list[str | int]]:
-    """Return what identifies the disks that are here."""
+    """Return the identities of the disks that are present."""
     usable = [observation for observation in survey.observations if not observation.disk.system]
     return sorted(
         [
@@ -103,7 +103,7 @@ def identities(survey: Survey) -> list[list[str | int]]:
 
 
 def is_absence_old(survey: Survey, boot_id: str, note: Path, reboot: Path) -> bool:
-    """Note what this boot sees; tell whether an earlier one saw the same, and ended by another hand than the node's.
+    """Return whether an earlier boot saw the same disks and was not ended by the node itself; otherwise note them.
 
     Raises OSError.
     """

@@ -1,7 +1,7 @@
-"""A disk as Azure hands it out: one NTFS volume that holds a readme, which says that data on it will be lost.
+"""A disk as Azure delivers it: one NTFS volume with a readme that says that data on it will be lost.
 
-Where the disk is larger than 2 TB its table of partitions is a GPT, with Microsoft's reserved partition before the
-volume (cloud-init's DataSourceAzure, LP: #1686514).
+On a disk larger than 2 TB the partition table is a GPT, with Microsoft's reserved partition before the volume
+(cloud-init's DataSourceAzure, LP: #1686514).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from image_builder.node.disk.model import Observation
 Content = Literal["", "blank", "files", "unreadable"]
 
 README = "dataloss_warning_readme.txt"
-# Windows makes it on every volume; only the system may write there. cloud-init leaves it out, too.
+# Windows creates it on every volume; only the system may write there. cloud-init ignores it, too.
 _SYSTEM_FOLDER = "system volume information"
 _SECTOR = 512
 _MBR_NTFS, _MBR_GPT = 0x07, 0xEE
 _RESERVED = UUID("e3c9e316-0b5c-4db8-817d-f92df00215ae")
 _BASIC_DATA = UUID("ebd0a0a2-b9e5-4433-87c0-68b6b72699c7")
 _ENTRY_BYTES, _MOST_ENTRIES = 128, 128
-# Tables of partitions in the words of wipefs.
+# Partition tables as wipefs names them.
 _TABLES = (frozenset({"dos"}), frozenset({"gpt"}), frozenset({"gpt", "PMBR"}))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """In bytes. ``is_reserved``: Microsoft's, which holds nothing."""
+    """A partition, in bytes. ``is_reserved``: Microsoft's reserved partition, which holds nothing."""
 
     offset: int
     bytes: int
@@ -40,7 +40,7 @@ class Partition:
 
 
 def may_be(observation: Observation) -> bool:
-    """Tell whether a disk is worth a look: a local one, a table of partitions, nothing else, and nobody uses it."""
+    """Return whether a disk is worth a look: local, with a partition table and nothing else, and not in use."""
     kinds = frozenset(word.type for word in observation.signatures)
     return (
         observation.disk.local
@@ -53,13 +53,13 @@ def may_be(observation: Observation) -> bool:
 
 
 def content(read: ntfs.Read, observation: Observation) -> Content:
-    """Return what is on a disk: nothing (``blank``), ``files``, ``unreadable``; empty for no disk of Azure's.
+    """Return what is on a disk: nothing (``blank``), ``files``, ``unreadable``; empty if it isn't one of Azure's.
 
-    ``read`` reads from the disk's first byte on. Raises OSError where it fails.
+    ``read`` takes offsets from the disk's first byte. Raises OSError if it fails.
     """
     table = partitions(read, observation.disk.bytes)
     volumes = [partition for partition in table if not partition.is_reserved]
-    # A kernel that reads no tables of partitions shows none of them.
+    # A kernel that doesn't read partition tables shows no partitions.
     if len(volumes) != 1 or len(observation.partitions) not in (0, len(table)):
         return ""
     volume = volumes[0]
@@ -73,7 +73,7 @@ def content(read: ntfs.Read, observation: Observation) -> Content:
 
 
 def is_blank(entries: Iterable[ntfs.Entry]) -> bool:
-    """Tell whether a root directory holds Azure's readme, and nothing else that anybody could want."""
+    """Return whether a root directory contains Azure's readme, and nothing else that anybody could want."""
     plain = [entry for entry in entries if not entry.is_metafile]
     named = {entry.record for entry in plain if not entry.is_dos_name}
     names = [entry for entry in plain if not (entry.is_dos_name and entry.record in named)]
@@ -84,7 +84,7 @@ def is_blank(entries: Iterable[ntfs.Entry]) -> bool:
 
 
 def partitions(read: ntfs.Read, size: int) -> list[Partition]:
-    """Return the partitions of a disk of ``size`` bytes, where they are as Azure's; none otherwise. Raises OSError."""
+    """Return the partitions of a disk of ``size`` bytes if they look like Azure's, else none. Raises OSError."""
     first = read(0, _SECTOR)
     if first[510:] != b"\x55\xaa":
         return []
@@ -125,7 +125,7 @@ def _gpt(read: ntfs.Read, size: int) -> list[Partition]:
 
 
 def _within(partitions: list[Partition], size: int) -> list[Partition]:
-    """Return one volume, or one after the reserved partition; none where they overlap or leave the disk."""
+    """Return a single volume, or one after the reserved partition; none if they overlap or exceed the disk."""
     ordered = sorted(partitions, key=lambda partition: partition.offset)
     if [partition.is_reserved for partition in ordered] not in ([False], [True, False]):
         return []

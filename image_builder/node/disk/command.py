@@ -22,20 +22,20 @@ def run(
     places: Places = Places(),  # noqa: B008 (frozen)
     disks: Callable[[], Sequence[Disk]] | None = None,
 ) -> int:
-    """Make the local disk ready; return the exit status.
+    """Prepare the local disk; return the exit status.
 
-    0 where a decision was made and carried out, also the one that nothing is touched; 1 where a program or the
-    system failed on the way: the unit tries again. ``disks`` gives the candidates instead of the selector.
+    0 if a decision was made and carried out, even a decision to touch nothing; 1 if a program or the system failed on
+    the way, so that the unit tries again. ``disks`` returns the candidates in place of the selector.
     """
     began = time.monotonic()
     value: dict[str, Any]
     try:
-        # Without them a node that fails later would lose the taints that it was given.
+        # Fail now if these can't be read: a node that failed later would register without its configured taints.
         settings_files.kubelet_taints(places.etc)
         settings = parse(settings_files.load("disk", places.etc))
         look = disks or (lambda: find.candidates(settings.selector, places))
         of_size = find.disks_of_size(places.etc, places.cloud) if settings.selector.kind == "azure" else 0
-        # Another agent may be at it, and take as long as a filesystem takes to be made.
+        # Another agent may be at work, for as long as it takes to make a filesystem.
         with files.lock(places.run / "disk.lock"):
             waited = find.wait(settings, places, look, of_size)
             value = _settle(settings, waited, look, places)
@@ -44,7 +44,7 @@ def run(
     value["seconds"] = round(time.monotonic() - began, 3)
     status.update("disk", value, places)
     status.tell(f"disk: {sentence(value)}")
-    # The settings' own decision has an action; a failure has none.
+    # A decision has an action; a failure has none.
     return 0 if "action" in value else 1
 
 
@@ -54,7 +54,7 @@ def _settle(
     look: Callable[[], Sequence[Disk]],
     places: Places,
 ) -> dict[str, Any]:
-    """Decide and do it; return the status."""
+    """Decide, carry the decision out, and return the status."""
     survey = probe.observe_all(disks, settings, places)
     build = settings_files.build_id(places.release)
     decision = decide(settings, build, survey)
@@ -73,7 +73,7 @@ def _settle(
 
 
 def section(settings: Settings, decision: Decision, hidden: int = 0) -> dict[str, Any]:
-    """Return the status of a decision that was carried out. ``hidden`` bytes lie below the mount point."""
+    """Return the status of a decision that was carried out. ``hidden``: bytes that the mount hides on the OS disk."""
     state = status.OK
     if decision.action == "none":
         state = status.FAILED if settings.policy == "require" else status.DEGRADED

@@ -1,14 +1,15 @@
-"""What is to be done with the disks that were seen: a table, and no I/O.
+"""What to do with the disks that were observed: a table, and no I/O.
 
-Two things are proven before a byte is written: the disk is one that the selector means, and it is blank or ours.
+Two things are proven before a byte is written: the disk matches the selector, and it is blank or ours.
 
-* *Blank*: no signature by ``wipefs`` and ``blkid``, no partition table, no partitions, nothing made of it, not
-  mounted, no swap, its first and last MiB zero. What lies in the middle of a disk without any of these is not
-  looked for: nothing can name it.
-* *Ours*: a filesystem with our label and an UUID of our namespace (``layout.new_uuid``) and, before it is used
-  as it is, our marker with the same UUID. An array is ours by the UUID in the superblock of each member, and whole
-  with all its roles. So is a disk without any signature whose last MiB says that we were making a filesystem.
-* Anything else is foreign, and so is what can't be read.
+* *Blank*: no signature found by ``wipefs`` or ``blkid``, no partition table, no partitions, no holders, not mounted,
+  not swap, and its first and last MiB are zero. Data in the middle of such a disk isn't searched for: nothing could
+  identify it.
+* *Ours*: a filesystem with our label and a UUID from our namespace (``layout.new_uuid``) and, before it is used
+  as it is, our marker with the same UUID. An array is ours by the UUID in the superblock of each member, and complete
+  if all of its roles are present. Also ours: a disk without any signature whose last MiB says that we were making a
+  filesystem.
+* Anything else is foreign, including a disk that can't be read.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from image_builder.node.disk.settings import Settings
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. ``code`` is empty where all is as it should be."""
+    """A row of the table. ``code`` is empty if all is as it should be."""
 
     when: str
     action: Action
     code: str = ""
 
 
-# In the order in which they are looked at; the first that fits counts.
+# In the order in which they are checked; the first match counts.
 TABLE: Mapping[str, Row] = {
     "none": Row("no disk matches the selector", "none", "disk.none"),
     "system": Row("only disks match that the system runs from", "none", "disk.system"),
@@ -61,20 +62,20 @@ TABLE: Mapping[str, Row] = {
     "reuse": Row("ours, made by another image", "reuse"),
 }
 
-# What a disk can be. ``member``: of an array of ours. ``yielding``: foreign, but may be wiped.
+# Kinds of disks that are ours; ``member``: of an array of ours. (``yielding`` is foreign, but may be wiped.)
 _OURS = ("ours", "member", "unfinished")
 
 
 @dataclass(frozen=True)
 class Nature:
-    """What a disk is: ``kind``, and of a foreign one its content in the words of ``wipefs``."""
+    """What a disk is: its ``kind`` and, for a foreign disk, its content as ``wipefs`` names it."""
 
     kind: str
     content: str = ""
 
 
 def nature(settings: Settings, observation: Observation, arrays: Mapping[str, Array]) -> Nature:
-    """Return what one disk is."""
+    """Return the nature of one disk."""
     if observation.error:
         return Nature("error", observation.error)
     use = _use(settings, observation, arrays)
@@ -96,7 +97,7 @@ def nature(settings: Settings, observation: Observation, arrays: Mapping[str, Ar
         return Nature("blank" if observation.ends_zero else "unfinished")
     content = _content(observation)
     kinds = {word.type for word in observation.signatures} or {content}
-    # PMBR is half of a GPT; whoever lets that go means both.
+    # PMBR is half of a GPT: settings that allow wiping the GPT mean both.
     if (
         observation.disk.local
         and kinds - {"PMBR"} <= set(settings.wipe)
@@ -115,7 +116,7 @@ def _nature_of_volume(volume: Volume) -> Nature:
 
 
 def is_member(settings: Settings, observation: Observation) -> bool:
-    """Tell whether a disk belongs to an array of ours: nothing but its superblock is on it."""
+    """Return whether a disk belongs to an array of ours: its only content is the array's superblock."""
     raid = observation.raid
     return (
         raid is not None
@@ -128,7 +129,7 @@ def is_member(settings: Settings, observation: Observation) -> bool:
 
 
 def _use(settings: Settings, observation: Observation, arrays: Mapping[str, Array]) -> str:
-    """Return who uses a disk, nobody where that is us: our filesystem at its place, our array."""
+    """Return what is using a disk; empty for our own uses: our filesystem at its mount point, our array."""
     if observation.swap:
         return "it is swap"
     array = arrays.get(observation.raid.uuid) if observation.raid else None
@@ -154,7 +155,7 @@ def _content(observation: Observation) -> str:
 
 
 def decide(settings: Settings, build: str, survey: Survey) -> Decision:
-    """Return what is to be done. ``build`` is the id of the image that the node was booted from."""
+    """Return what to do. ``build`` is the id of the image that the node was booted from."""
     usable = [observation for observation in survey.observations if not observation.disk.system]
     names = _names([observation.disk for observation in usable])
     if not survey.observations:
@@ -182,7 +183,7 @@ def decide(settings: Settings, build: str, survey: Survey) -> Decision:
 
 
 def _same_disk(disks: Sequence[Disk]) -> str:
-    """Return what two disks have in common that no two disks have; empty where all are different."""
+    """Return which two disks share an identity that must be unique; empty if all are different."""
     for number, disk in enumerate(disks):
         for other in disks[:number]:
             if disk.wwid and other.wwid:
@@ -194,7 +195,7 @@ def _same_disk(disks: Sequence[Disk]) -> str:
 
 
 def _refused(natures: Sequence[tuple[Disk, Nature]]) -> Decision | None:
-    """Return the decision that nothing is touched, with every disk that is the reason."""
+    """Return the decision to touch nothing, with every disk that is a reason for it; None if there is none."""
     for kind in ("error", "busy", "foreign"):
         bad = [f"{disk}: {nature.content}" for disk, nature in natures if nature.kind == kind]
         if bad:
@@ -204,7 +205,7 @@ def _refused(natures: Sequence[tuple[Disk, Nature]]) -> Decision | None:
 
 
 def _broken(arrays: Mapping[str, Array]) -> Decision | None:
-    """Return the decision that nothing is touched because of what is on an array."""
+    """Return the decision to touch nothing because of an array's error or content; None if there is no reason."""
     for array in arrays.values():
         if array.error:
             return _made("error", f"array {array.uuid}: {array.error}")
@@ -217,7 +218,7 @@ def _broken(arrays: Mapping[str, Array]) -> Decision | None:
 
 @dataclass(frozen=True)
 class _Group:
-    """Disks that belong together: one with a filesystem of ours, or those of an array. ``lacks``: what is not there."""
+    """Disks that belong together: one with a filesystem of ours, or those of an array. ``lacks``: what is missing."""
 
     members: tuple[Observation, ...]
     volume: Volume | None = None
@@ -234,14 +235,14 @@ def _accepted(
     natures: Sequence[tuple[Disk, Nature]],
     arrays: Mapping[str, Array],
 ) -> Accepted:
-    """Return row, reason, the volume that stays and its disks, of disks that are all blank or ours."""
+    """Return the row, the reason, the volume to keep and its disks, for disks that are all blank or ours."""
     kinds = [nature.kind for _, nature in natures]
     if not set(kinds) & set(_OURS):
         row = "wipe" if "yielding" in kinds else "platform" if "platform" in kinds else "blank"
         return row, TABLE[row].when, None, usable
     groups = _groups(usable, kinds, arrays)
     lacking = [group.lacks for group in groups if group.lacks]
-    # What we were at when the power went held nothing any more.
+    # Disks that we were erasing or formatting when the power failed no longer held any data.
     is_begun = any(observation.erasing or observation.making for observation in usable)
     begun = is_begun and len(lacking) == len(groups)
     if begun or not groups:
@@ -269,7 +270,7 @@ def _accepted(
 
 
 def _apart(settings: Settings, groups: Sequence[_Group], usable: Sequence[Observation]) -> Accepted:
-    """Return row and reason for disks that aren't one filesystem. Only the settings may give up one that is whole."""
+    """Return the row and reason for disks that aren't one filesystem. Only the settings may sacrifice a whole one."""
     reasons = [
         group.lacks or f"a whole filesystem: {_names([observation.disk for observation in group.members])}"
         for group in groups
@@ -281,9 +282,9 @@ def _apart(settings: Settings, groups: Sequence[_Group], usable: Sequence[Observ
 
 
 def _used_again(row: str, marker: Marker, members: Sequence[Observation]) -> str:
-    """Return the reason for a filesystem that is used as it is; disks that look otherwise than before are told of.
+    """Return the reason for a filesystem that is used as it is; it mentions disks that look different than before.
 
-    The UUID in superblock and marker is the proof. What a disk is called, and by whom, changes with the host and the
+    The UUID in the superblock and the marker is the proof. A disk's model and serial may change with the host and the
     kernel.
     """
     reason = TABLE[row].when if row == "current" else f"made by image {marker.image or 'without an id'}"
@@ -295,7 +296,7 @@ def _used_again(row: str, marker: Marker, members: Sequence[Observation]) -> str
 
 
 def _groups(usable: Sequence[Observation], kinds: Sequence[str], arrays: Mapping[str, Array]) -> list[_Group]:
-    """Return what belongs together of disks that are ours; those that are empty belong to nothing."""
+    """Return the groups that our disks form; disks without content belong to no group."""
     groups = [
         _Group((observation,), observation.volume)
         for observation, kind in zip(usable, kinds, strict=True)

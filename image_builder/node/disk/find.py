@@ -1,10 +1,10 @@
-"""Which disks are local ones: what the platform says of them, never the kernel's name.
+"""Which disks are local: decided by what the platform says, never by the kernel's name.
 
 Azure (azure-vm-utils, and the rules of the role azure_guest): a local NVMe disk has the model ``Microsoft NVMe
 Direct Disk`` (with `` v2`` from the sixth generation on) and links below ``/dev/disk/azure/local``, ``by-index``
 from the sixth generation on, ``by-serial`` always. A remote disk has the model ``MSFT NVMe Accelerator`` and is
-never taken, whatever links to it. The SCSI resource disk has the link ``/dev/disk/azure/resource`` and a known
-``device_id``; it is taken where there is no local NVMe disk.
+never used, whatever links to it. The SCSI resource disk has the link ``/dev/disk/azure/resource`` and a known
+``device_id``; it is used if there is no local NVMe disk.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from image_builder.node.gpu import sizes
 
 LOCAL_MODELS = ("Microsoft NVMe Direct Disk", "Microsoft NVMe Direct Disk v*")
 REMOTE_MODELS = ("MSFT NVMe Accelerator*",)
-# Of a SCSI disk of Hyper-V: the first generation's second IDE channel, the second generation's controller.
+# Where Hyper-V's resource disk is: on a generation 1 VM's second IDE channel, or on a generation 2 VM's controller.
 _RESOURCE_IDE = "00000000-0001-"
 _RESOURCE_SCSI, _RESOURCE_LUN = "f8b3781a-1e82-4818-a1c3-63d806ec15bb", "1"
 _SYSTEM_PLACES = ("/", "/usr", "/boot", "/boot/efi", "/efi")
 _NVME_CLASS = "0x0108"
-# Of Hyper-V's bus, by the kernel's hyperv.h: disks (SCSI, IDE), and what is passed through (PCI).
+# Device classes on Hyper-V's bus, from the kernel's hyperv.h: disks (SCSI, IDE), and passed-through devices (PCI).
 _VMBUS_DISKS = ("ba6163d9-04a1-4d29-b605-72e2ffb1dc7f", "32412632-86cb-44a2-9b5c-50d1417354f5")
 _VMBUS_PCI = "44c4f61d-4444-4400-9d52-802e27ede19f"
-# How long disks that must be there are waited for.
+# How long to wait for disks that must be there.
 MEMBER_SECONDS = 60.0
 _MOST_MEMBERS = 64
 _POLL_SECONDS, _SLOW_POLL_SECONDS = 0.05, 0.5
@@ -44,7 +44,7 @@ _POLL_SECONDS, _SLOW_POLL_SECONDS = 0.05, 0.5
 
 @dataclass(frozen=True)
 class _Links:
-    """Kernel names of disks by the links that lead to them."""
+    """Links to disks, by the disks' kernel names."""
 
     index: Mapping[str, str] = field(default_factory=dict)
     serial: Mapping[str, str] = field(default_factory=dict)
@@ -59,10 +59,11 @@ def wait(
     of_size: int = 0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Sequence[Disk]:
-    """Return the candidates that ``look`` gives, after the kernel and udev have found all there is.
+    """Return the candidates that ``look`` returns, after the kernel and udev have found all disks.
 
-    Without one, or with something unsettled, that takes at most ``wait_seconds``. Where it is known how many there
-    must be, by the settings, by the superblock of an array or ``of_size``, they have ``MEMBER_SECONDS``, or longer.
+    Without any candidate, or with devices still settling, wait at most ``wait_seconds``. If the number of disks is
+    known, from the settings, an array's superblock or ``of_size``, wait at most the longer of that and
+    ``MEMBER_SECONDS``.
     """
     began = time.monotonic()
     while True:
@@ -84,9 +85,9 @@ def wait(
 
 
 def disks_of_size(etc: Path, cloud: Path) -> int:
-    """Return how many local NVMe disks this size of machine has; 0 where the size or its number of disks isn't known.
+    """Return how many local NVMe disks this VM size has; 0 if the size or its number of disks isn't known.
 
-    ``cloud`` is cloud-init's answer of the metadata service: there is no network yet.
+    ``cloud`` is the metadata service's answer as saved by cloud-init: there is no network yet.
     """
     try:
         size = sizes.load().find(str(settings_files.load("gpu", etc).get("vm_size") or _size(cloud)))
@@ -106,21 +107,21 @@ def _size(cloud: Path) -> str:
 
 
 def devices_of(disk: Disk, label: str) -> int:
-    """Return how many members the array of ours has that a disk says it belongs to; 0 for none."""
+    """Return the number of members of our array that this disk's superblock says it belongs to; 0 for none."""
     try:
         with files.descriptor(disk.path) as fd:
             raid = layout.raid(os.pread(fd, 2 * layout.PAGE, 0))
     except OSError:
         return 0
     is_ours = raid is not None and raid.name == label and raid.level == 0 and layout.is_ours(raid.uuid)
-    # A number that no machine has is no number of disks.
+    # Ignore a number of disks that no machine has.
     return raid.devices if raid and is_ours and raid.devices <= _MOST_MEMBERS else 0
 
 
 def is_settled(places: Places) -> bool:
-    """Tell whether all controllers have shown their disks and udev has nothing left to do.
+    """Return whether all controllers have presented their disks and udev has nothing left to do.
 
-    An NVMe disk that Hyper-V passes through is a device of its bus first; hv_pci then gives it a PCI device.
+    An NVMe disk that Hyper-V passes through first appears on Hyper-V's bus; hv_pci then creates its PCI device.
     """
     if places.udev_queue.exists():
         return False
@@ -139,7 +140,7 @@ def is_settled(places: Places) -> bool:
 
 
 def candidates(selector: Selector, places: Places) -> list[Disk]:
-    """Return the disks that the selector means, in an order that stays the same, the system's among them."""
+    """Return the disks that match the selector, in a stable order, including the system's disks."""
     links = _links(places)
     system = system_disks(places)
     matches = []
@@ -149,14 +150,14 @@ def candidates(selector: Selector, places: Places) -> list[Disk]:
             chosen = _by_configuration(disk, selector, links, places)
         if chosen and not _is_remote(disk) and disk.bytes >= selector.minimum_bytes:
             matches.append(replace(chosen, system=disk.name in system))
-    # The resource disk of a machine that has local NVMe disks too is small and slow: it is left alone.
+    # On a machine that also has local NVMe disks, the resource disk is small and slow: leave it alone.
     if any(disk.transport == "nvme" and not disk.system for disk in matches) and selector.kind == "azure":
         matches = [disk for disk in matches if disk.transport == "nvme"]
     return sorted(matches, key=lambda disk: (disk.order, disk.serial, disk.name))
 
 
 def disks(places: Places) -> list[Disk]:
-    """Return all whole disks that are of hardware: loops, RAM disks, mappings and arrays have no device."""
+    """Return all whole hardware disks: loop devices, RAM disks, mappings and arrays have no ``device`` link."""
     hardware = []
     for entry in sorted((places.sys / "block").iterdir()):
         device = entry / "device"
@@ -186,7 +187,7 @@ def _disk(entry: Path, device: Path, size: int, places: Places) -> Disk:
 
 
 def _vendor(device: Path) -> Iterable[str]:
-    """Yield a SCSI disk's vendor; what virtio and NVMe have at that place is a number."""
+    """Yield a SCSI disk's vendor; virtio and NVMe devices have a number in this file."""
     vendor = sysfs.text(device / "vendor")
     if vendor and not vendor.startswith("0x"):
         yield vendor
@@ -221,7 +222,7 @@ def _by_configuration(disk: Disk, selector: Selector, links: _Links, places: Pla
     )
     if not all(conditions):
         return None
-    # Whether it is ephemeral is for the platform to say, not for who chose it.
+    # Whether it is ephemeral is for the platform to say, not for the configuration that selected it.
     local = _by_platform(disk, links, places) is not None
     return replace(disk, local=local, found_by="configuration", order=f"serial {disk.serial}")
 
@@ -231,7 +232,7 @@ def _matches(word: str, patterns: Iterable[str]) -> bool:
 
 
 def _is_resource(device: Path) -> bool:
-    """Tell whether a SCSI disk is Hyper-V's resource disk, by the ``device_id`` of the bus above it."""
+    """Return whether a SCSI disk is Hyper-V's resource disk, by the ``device_id`` of the bus above it."""
     if not _target(device / "subsystem").startswith("scsi"):
         return False
     where = device.resolve()
@@ -272,7 +273,7 @@ def system_disks(places: Places) -> frozenset[str]:
 
 
 def whole_disks(entry: Path) -> set[str]:
-    """Return the names of the disks below a block device of sysfs, its own where it is one."""
+    """Return the names of the disks below a block device in sysfs, its own if it is a disk."""
     where = entry.resolve()
     below = list((where / "slaves").glob("*"))
     if below:
@@ -285,7 +286,7 @@ def _target(link: Path) -> str:
 
 
 def _page_80(path: Path) -> str:
-    """Return a SCSI disk's serial, from its page of vital product data (SPC: four bytes before it)."""
+    """Return a SCSI disk's serial, from its vital product data page 0x80 (SPC: after a four-byte header)."""
     try:
         return path.read_bytes()[4:].decode("ascii", errors="replace").strip(" \0")
     except OSError:

@@ -1,4 +1,4 @@
-"""Bytes on disks: the UUIDs that are ours, superblocks, the pages of what was begun and is not done."""
+"""Bytes on disks: our UUIDs, superblocks, and the pages that mark unfinished work."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from image_builder.node.disk.model import Raid
 
 MIB = 1 << 20
 PAGE = 4096
-# The namespace: an UUID of version 8 (RFC 9562: the maker's own) whose first eight bytes are these is one that
-# this program made. What follows is random. So one superblock alone, also that of an array's last member, tells
-# that nobody else made what it heads.
+# The namespace: a version 8 UUID (RFC 9562: custom format) that begins with these eight bytes was made by this program.
+# The rest is random. So a single superblock, even that of an array's last member, is enough to show that this program
+# made it.
 _NAMESPACE = bytes.fromhex("6e6f64652d648000")
 _VERSION_8 = 0x80
-# The first bytes of a disk that is being erased, until the very end of that.
+# The first bytes of a disk that is being erased, until the erasure is complete.
 _ERASING = b"node-agent: this disk is being erased\n"
-# What the last MiB of a disk begins with while a filesystem is made on it. mkfs.ext4 writes its superblock last: cut
-# short it leaves blocks that nothing names. Of that MiB it writes the last 64 KiB alone.
+# The beginning of a disk's last MiB while a filesystem is being made on it. mkfs.ext4 writes its superblock last: if
+# interrupted, it leaves blocks that nothing identifies. Of that MiB it writes only the last 64 KiB.
 _MAKING = b"node-agent: a filesystem is being made on this disk\n"
-# What is erased at the begin: the second header of a LUKS2 volume lies at up to 4 MiB (libcryptsetup, luks2.h).
+# How much is erased at the beginning: a LUKS2 volume's second header may be at up to 4 MiB (libcryptsetup, luks2.h).
 HEAD = 8 * MIB
-# linux/raid/md_p.h, version 1.2: 4 KiB from the begin.
+# linux/raid/md_p.h, version 1.2: 4 KiB from the beginning.
 _RAID_OFFSET, _RAID_MAGIC = 4096, 0xA92B4EFC
 
 
@@ -35,7 +35,7 @@ def new_uuid() -> str:
 
 
 def is_ours(text: str) -> bool:
-    """Tell whether an UUID is one of ours, however it is written."""
+    """Return whether a UUID is one of ours, in any notation."""
     try:
         parsed = uuid.UUID(text.replace(":", "").replace("-", ""))
     except ValueError:
@@ -44,15 +44,15 @@ def is_ours(text: str) -> bool:
 
 
 def normal(text: str) -> str:
-    """Return an UUID as RFC 9562 writes it; mdadm has colons at other places."""
+    """Return a UUID in RFC 9562's notation; mdadm writes colons, in other places."""
     return str(uuid.UUID(text.replace(":", "").replace("-", "")))
 
 
 def erasure(size: int) -> list[tuple[int, bytes]]:
     """Return the writes, as offset and data, that make a disk blank; each must be durable before the next.
 
-    The first says that the disk is being erased, in one sector, so no half of it is ever written. The last takes
-    that away.
+    The first marks the disk as being erased; the mark fits in one sector, so it is never half written. The last write
+    removes it.
     """
     return [
         (0, _ERASING.ljust(PAGE, b"\0")),
@@ -67,7 +67,7 @@ def is_erasing(head: bytes) -> bool:
 
 
 def making(size: int) -> tuple[int, bytes]:
-    """Return the write, as offset and data, that says that a filesystem is being made on a disk."""
+    """Return the write, as offset and data, that marks a disk as having a filesystem made on it."""
     return max(PAGE, size - MIB), _MAKING.ljust(PAGE, b"\0")
 
 
@@ -76,9 +76,9 @@ def is_making(tail: bytes) -> bool:
 
 
 def raid(head: bytes) -> Raid | None:
-    """Return what the superblock of a RAID member says, None where there is none of version 1.2.
+    """Return the contents of a RAID member's superblock; None if there is none of version 1.2.
 
-    ``head`` begins with the disk's first byte and is 8 KiB or longer.
+    ``head`` begins with the disk's first byte and is at least 8 KiB long.
     """
     data = head[_RAID_OFFSET : _RAID_OFFSET + PAGE]
     if len(data) < PAGE:
@@ -98,10 +98,10 @@ def raid(head: bytes) -> Raid | None:
 
 
 def is_superblock_whole(filesystem: str, head: bytes) -> bool:
-    """Tell whether the superblock in the first 4 KiB of a filesystem has the sum that it should have.
+    """Return whether the superblock in the first 4 KiB of a filesystem has the right checksum.
 
-    xfs: big-endian, its own length at 102, the sum at 224 (xfs_format.h); ext4: the sum is its last field, and made
-    with the feature metadata_csum alone (ext4.h).
+    xfs: big-endian, its own length at 102, the checksum at 224 (xfs_format.h); ext4: the checksum is the last field,
+    written only with the feature metadata_csum (ext4.h).
     """
     if filesystem == "xfs" and head[:4] == b"XFSB" and len(head) >= PAGE:
         (size,) = struct.unpack_from(">H", head, 102)
@@ -119,7 +119,7 @@ def is_superblock_whole(filesystem: str, head: bytes) -> bool:
 
 
 def crc32c(data: bytes) -> int:
-    """Return Castagnoli's CRC, before it is inverted."""
+    """Return the CRC-32C (Castagnoli), before its final inversion."""
     value = 0xFFFFFFFF
     for byte in data:
         value ^= byte

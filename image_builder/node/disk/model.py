@@ -1,4 +1,4 @@
-"""Disks, observations and decisions as values. Nothing here does anything."""
+"""Disks, observations and decisions as values, without any behavior."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Action = Literal["format", "mount", "reuse", "rebuild", "none"]
 
 @dataclass(frozen=True)
 class Places(status.Places):
-    """And where the kernel and the system keep things; tests have trees of their own.
+    """Also paths of the kernel and the system; tests use their own trees.
 
-    ``absence`` and ``reboot`` are the agent's notes on the OS disk. ``cloud`` is what cloud-init's first stage was
-    told by the metadata service in this boot; units start after it.
+    ``absence`` and ``reboot`` are the agent's notes on the OS disk. ``cloud`` is the metadata service's answer to
+    cloud-init's first stage in this boot; units start after it.
     """
 
     sys: Path = Path("/sys")
@@ -31,12 +31,12 @@ class Places(status.Places):
 
 @dataclass(frozen=True)
 class Disk:
-    """A whole disk. ``name`` is the kernel's and good for messages alone: it changes from boot to boot.
+    """A whole disk. ``name`` is the kernel's and fit only for messages: it changes from boot to boot.
 
-    ``found_by`` says what made it a candidate, ``order`` sorts candidates. ``local``: the platform says that its
+    ``found_by`` says what made it a candidate; ``order`` sorts candidates. ``local``: the platform says that its
     content doesn't outlive the machine's allocation. ``system``: the running system is on it. ``wwid`` is the device's
-    own name, the same by every path to it. ``sequence`` is the kernel's number of this appearance of the disk: the
-    next disk of the same name has another one.
+    own name, the same through every path. ``sequence`` is the kernel's number for this appearance of the disk: the
+    next disk with the same name has a different number.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Disk:
 
 @dataclass(frozen=True, order=True)
 class Member:
-    """A disk as the marker names it: what stays the same when names change."""
+    """A disk as the marker identifies it: the properties that stay the same when names change."""
 
     serial: str
     model: str
@@ -73,7 +73,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Marker:
-    """``.node/disk.json`` on the disk: written last, so where it is the filesystem was made to its end."""
+    """``.node/disk.json`` on the disk: written last, so if it exists, the filesystem is complete."""
 
     uuid: str
     image: str
@@ -82,7 +82,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Signature:
-    """Something that ``wipefs`` or ``blkid`` knows: ``type`` is its word, such as ``xfs`` or ``crypto_LUKS``."""
+    """A signature that ``wipefs`` or ``blkid`` found: ``type`` is its name, such as ``xfs`` or ``crypto_LUKS``."""
 
     type: str
     uuid: str = ""
@@ -91,11 +91,11 @@ class Signature:
 
 @dataclass(frozen=True)
 class Volume:
-    """A filesystem with our label and an UUID of ours, on a disk or an array.
+    """A filesystem with our label and one of our UUIDs, on a disk or an array.
 
-    ``state``: ``marked``; ``empty``: no marker and no files, so it was made and nothing more; ``unmarked``: files,
-    but no marker; ``damaged``: the kernel can't mount it; ``newer``: nor can it, but its superblock is whole.
-    ``mounted`` says where it is mounted already.
+    ``state``: ``marked``; ``empty``: no marker and no files, so it was made but never used; ``unmarked``: files, but no
+    marker; ``damaged``: the kernel can't mount it; ``newer``: the kernel can't mount it, but its superblock is intact.
+    ``mounted`` says where it is already mounted.
     """
 
     path: Path
@@ -120,11 +120,11 @@ class Raid:
 
 @dataclass(frozen=True)
 class Observation:
-    """What was seen of one disk.
+    """What was observed of one disk.
 
-    ``mounts`` are the places where it, a part of it or what is made of it is mounted. ``platform``: what the
-    NTFS volume of a platform's disk holds. ``erasing``: an erasure of ours was begun, ``making``: a filesystem of
-    ours. ``error``: it can't be read.
+    ``mounts`` are the mount points of the disk, its partitions and the devices built on them. ``platform``: the content
+    of the NTFS volume on a disk that the platform prepared. ``erasing``: we began to erase it; ``making``: we began to
+    make a filesystem on it. ``error``: why it can't be read.
     """
 
     disk: Disk
@@ -144,9 +144,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class Array:
-    """An array of ours of which every member is here; ``device`` is its kernel name where it is assembled.
+    """An array of ours with all of its members present; ``device`` is its kernel name if it is assembled.
 
-    ``foreign`` names what is on it that isn't ours. ``error``: it can't be assembled or read.
+    ``foreign`` names foreign content on it. ``error``: why it can't be assembled or read.
     """
 
     uuid: str
@@ -158,7 +158,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Survey:
-    """All candidates, and by UUID the arrays of ours that are complete."""
+    """All candidates, and our complete arrays by UUID."""
 
     observations: tuple[Observation, ...] = ()
     arrays: Mapping[str, Array] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Decision:
-    """``row`` is the line of the table, ``code`` is empty where the disk will be used. ``disks`` are its members."""
+    """``row`` is the key of the table's row; ``code`` is empty if all is as it should be. ``disks`` are the members."""
 
     row: str
     action: Action

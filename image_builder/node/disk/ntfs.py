@@ -1,8 +1,8 @@
-"""The names in the root directory of an NTFS volume, from its bytes: no driver, no mount, nothing is written.
+"""The names in the root directory of an NTFS volume, from its bytes: no driver, no mount, no writes.
 
-It understands what a volume needs that was formatted and hardly used: an index in the root's own record, or in blocks
-that this record leads to. Every number comes from the disk and is checked against a limit before it is used; what is
-out of the ordinary is an UnreadableError. Names and layout: libfsntfs, "New Technologies File System (NTFS)"; ntfs.h.
+It supports only what a freshly formatted, hardly used volume contains: an index in the root's own record, or in blocks
+that this record points to. Every number comes from the disk and is checked against a limit before it is used; anything
+unusual is an UnreadableError. Names and layout: libfsntfs, "New Technologies File System (NTFS)"; ntfs.h.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _I30 = "$I30"
 _IN_USE, _IS_DIRECTORY = 1, 2
 _SUBNODE, _LAST = 1, 2
 _DOS_NAME = 2
-# Of a FILE_NAME: a directory has an index, a link or a mount point a reparse point.
+# Flags of a FILE_NAME: a directory has an index; a link or a mount point has a reparse point.
 _HAS_INDEX, _HAS_REPARSE = 0x1000_0000, 0x400
 _RECORD_BYTES = (1024, 4096)
-# A directory with more than fits in this holds more than a platform's readme.
+# A directory whose index exceeds these limits contains more than a platform's readme.
 _INDEX_LIMIT, _RUN_LIMIT = 1 << 20, 64
 
 
 class UnreadableError(ValueError):
-    """The volume isn't NTFS, is damaged, or has something that this reader doesn't know."""
+    """The volume isn't NTFS, is damaged, or contains something that this reader doesn't support."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def is_metafile(self) -> bool:
-        """NTFS' own, such as ``$MFT``: the first records are kept for them, and the root itself."""
+        """Return whether it is NTFS's own, such as ``$MFT``, or the root: the first records are reserved for these."""
         return self.record < _FIRST_OF_USERS and (self.name.startswith("$") or self.name == ".")
 
 
@@ -57,7 +57,7 @@ class _Volume:
     mft: int
 
     def data(self, runs: list[tuple[int, int]], offset: int, count: int) -> bytes:
-        """Return bytes of what lies in runs of clusters."""
+        """Return ``count`` bytes from ``offset`` of the data in runs of clusters."""
         data = b""
         for first, length in runs:
             size = length * self.cluster
@@ -72,7 +72,7 @@ class _Volume:
 
 @dataclass(frozen=True)
 class _Attribute:
-    """``value`` of a resident one; otherwise ``runs`` of clusters and the ``size`` of what is in them."""
+    """An attribute: the ``value`` of a resident one; otherwise ``runs`` of clusters and the ``size`` of their data."""
 
     type: int
     name: str
@@ -116,12 +116,12 @@ def _volume(read: Read, size: int) -> _Volume:
 
 
 def _power(byte: int, plain: int) -> int:
-    """Return a size that is a negative power of two where its byte is negative. At most 2^31."""
+    """Return ``plain``, or, if the signed byte is negative, two to the power of its absolute value, at most 2^31."""
     return plain if byte < 0x80 else 1 << min(31, 256 - byte)
 
 
 def _repaired(raw: bytes, magic: bytes) -> bytes:
-    """Return a record with the last bytes of each 512 where they belong: they tell a write that was cut short."""
+    """Return a record with the last two bytes of each 512 restored; their stand-ins reveal an incomplete write."""
     _need(raw[:4] == magic, f"no {magic.decode()} where one should be")
     data = bytearray(raw)
     offset, count = struct.unpack_from("<HH", raw, 4)
@@ -170,13 +170,13 @@ def _attribute(volume: _Volume, kind: int, raw: bytes) -> _Attribute:
     first, _last, at = struct.unpack_from("<QQH", raw, 16)
     (size,) = struct.unpack_from("<Q", raw, 48)
     if kind not in (_DATA, _INDEX_ALLOCATION, _BITMAP):
-        return _Attribute(kind, name, None, [], size)  # nothing that is read here
+        return _Attribute(kind, name, None, [], size)  # not used here
     _need(first == 0 and not flags, "an attribute is compressed, encrypted or only a part")
     return _Attribute(kind, name, None, list(_runs(volume, raw[at:])), size)
 
 
 def _runs(volume: _Volume, raw: bytes) -> Iterator[tuple[int, int]]:
-    """Yield runs of clusters: each begins with the sizes of its length and of the distance from the last one."""
+    """Yield runs of clusters: each begins with the widths of its length and of its distance from the previous run."""
     at = where = 0
     for _ in range(_RUN_LIMIT):
         if not raw[at]:
@@ -200,7 +200,7 @@ def _only(attributes: list[_Attribute], kind: int, name: str) -> _Attribute:
 
 
 def _directory(volume: _Volume, attributes: list[_Attribute]) -> Iterator[Entry]:
-    """Yield the entries of a directory: those in its record, and those in blocks that are in use."""
+    """Yield the entries of a directory: those in its record, and those in blocks in use."""
     head = _only(attributes, _INDEX_ROOT, _I30).value
     _need(head is not None, "the root of the index is not resident")
     assert head is not None
@@ -220,7 +220,7 @@ def _directory(volume: _Volume, attributes: list[_Attribute]) -> Iterator[Entry]
 
 
 def _blocks(volume: _Volume, index: _Attribute, bitmap: _Attribute, size: int) -> dict[int, bytes]:
-    """Return the blocks of an index that are in use, by the number by which entries lead to them."""
+    """Return the blocks of an index that are in use, by the number with which entries refer to them."""
     _need(index.value is None and index.size <= _INDEX_LIMIT, "the root directory is too large")
     count = index.size // size
     bits = bitmap.value
@@ -240,12 +240,12 @@ def _blocks(volume: _Volume, index: _Attribute, bitmap: _Attribute, size: int) -
 
 
 def _entries(node: bytes, referred: set[int]) -> Iterator[Entry]:
-    """Yield the entries of a node, and add the numbers of those below it."""
+    """Yield the entries of a node, and add the numbers of the blocks below it to ``referred``."""
     at, end = struct.unpack_from("<II", node, 0)
     _need(16 <= at <= end <= len(node), "a node of the index is out of bounds")
     while True:
         record, length, key, flags = struct.unpack_from("<QHHH", node, at)
-        # Of exactly the length of what is in it: one that is longer would hide the next.
+        # Require exactly the length of the contents: a longer entry would hide the next one.
         least = 16 + (0 if flags & _LAST else key) + 7 & ~7
         _need(length == least + 8 * (flags & _SUBNODE) and at + length <= end, "an entry has another length")
         if flags & _SUBNODE:

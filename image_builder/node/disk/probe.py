@@ -1,7 +1,7 @@
 """The contents of the candidates. Only reads, and mounts nothing foreign.
 
-A journal is replayed by mounting, also read-only: so a filesystem is mounted for a look only where its label and
-UUID say that this program made it.
+Mounting replays the journal, even read-only: so a filesystem is mounted for inspection only if its label and UUID say
+that this program made it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from image_builder.node.disk.settings import LABEL_BYTES, Settings
 from image_builder.node.errors import NodeError, ProgramError
 
 MARKER = ".node/disk.json"
-# What mount(2) says of a filesystem that is there but broken; EIO is the disk's.
+# Errors of mount(2) for a filesystem that exists but is broken; EIO is the disk's error.
 _BROKEN = frozenset({errno.EINVAL, errno.EUCLEAN, errno.EBADMSG, errno.EFBIG, errno.ENODATA, errno.EFAULT})
 
 
 def observe_all(disks: Sequence[Disk], settings: Settings, places: Places) -> Survey:
-    """Return what is on every candidate, and the complete arrays of ours, which are assembled by this."""
+    """Return what is on every candidate, and our complete arrays; this assembles them."""
     observations = observe_disks(disks, settings, places)
     return Survey(tuple(observations), _arrays(observations, settings, places))
 
@@ -52,7 +52,7 @@ def observe_disks(disks: Sequence[Disk], settings: Settings, places: Places) -> 
 
 
 def observe(disks: Sequence[Disk], places: Places, mounted: Sequence[mounts.Mount]) -> list[Observation]:
-    """Return what can be seen of disks without a mount."""
+    """Return what can be observed of disks without mounting them."""
     observations = [_first_look(disk, places, mounted) for disk in disks]
     readable = [
         observation.disk.path
@@ -95,7 +95,7 @@ def _first_look(disk: Disk, places: Places, mounted: Sequence[mounts.Mount]) -> 
 
 
 def _above(entry: Path) -> list[Path]:
-    """Return the partitions of a disk and all that is made of it and them."""
+    """Return the partitions of a disk, and all devices built on it and on them."""
     devices = [path.parent for path in entry.glob("*/partition")]
     holders = [path for where in (entry, *devices) for path in (where / "holders").glob("*")]
     for holder in holders:
@@ -109,9 +109,9 @@ def _swaps(places: Places) -> set[str]:
 
 
 def read_ends(disk: Disk) -> tuple[bytes, bytes]:
-    """Return the first and the last MiB of a disk; raises OSError, also where there is less to read."""
+    """Return the first and the last MiB of a disk. Raises OSError, also if there is less to read."""
     with files.descriptor(disk.path) as fd:
-        # What was read before, by whom ever, may be another disk's by now.
+        # The page cache may still hold another disk's data.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return _read(fd, 0, layout.MIB), _read(fd, max(0, disk.bytes - layout.MIB), layout.MIB)
 
@@ -127,16 +127,16 @@ def _read(fd: int, offset: int, size: int) -> bytes:
 
 
 def signatures(paths: Sequence[Path]) -> dict[str, tuple[Signature, ...]]:
-    """Return the signatures on devices by their paths; raises ProgramError.
+    """Return the signatures on devices by their paths. Raises ProgramError.
 
-    wipefs tells them all; what it knows nothing of, blkid is asked too.
+    wipefs lists them all; devices on which it finds nothing are also checked with blkid.
     """
     if not paths:
         return {}
     names = [os.fspath(path) for path in paths]
     output = child.run(["wipefs", "--no-act", "--json", *names]).stdout
     by_device: dict[str, list[Signature]] = {name: [] for name in names}
-    # Its device is a name below /dev, whatever was asked for.
+    # wipefs reports the device by its name in /dev, whatever path it was given.
     by_name = {os.path.basename(name): name for name in names}
     for item in json.loads(output)["signatures"] if output.strip() else []:
         signature = Signature(str(item["type"]), item.get("uuid") or "", item.get("label") or "")
@@ -160,7 +160,7 @@ def _blocks(output: str) -> Iterator[tuple[str, dict[str, str]]]:
 def _with_content(
     observation: Observation, settings: Settings, places: Places, mounted: Sequence[mounts.Mount]
 ) -> Observation:
-    """Return an observation with what is inside, of a disk that is ours or may be the platform's blank."""
+    """Return an observation with the content of a disk that is ours, or may be blank as the platform delivers it."""
     if observation.error or observation.disk.system or observation.swap:
         return observation
     try:
@@ -180,7 +180,7 @@ def _with_content(
 
 
 def is_our_filesystem(signatures: Sequence[Signature], settings: Settings) -> bool:
-    """Tell whether all that is on a device is a filesystem with our label and an UUID of ours."""
+    """Return whether a device contains only a filesystem with our label and one of our UUIDs."""
     return (
         len(signatures) == 1
         and signatures[0].type in LABEL_BYTES
@@ -190,7 +190,7 @@ def is_our_filesystem(signatures: Sequence[Signature], settings: Settings) -> bo
 
 
 def _volume(path: Path, signature: Signature, places: Places, mounted: Sequence[mounts.Mount]) -> Volume:
-    """Return what a filesystem of ours holds; raises OSError where the disk fails."""
+    """Return a filesystem of ours with its state and marker. Raises OSError if the disk fails."""
     number = _number(path)
     volume = Volume(path, signature.type, layout.normal(signature.uuid), "damaged")
     for mount in mounted:
@@ -202,7 +202,7 @@ def _volume(path: Path, signature: Signature, places: Places, mounted: Sequence[
     except OSError as error:
         if error.errno not in _BROKEN:
             raise
-        # Newer features are answered with EINVAL, and so is what is broken.
+        # The kernel returns EINVAL both for newer features and for a broken filesystem.
         is_newer = error.errno == errno.EINVAL and layout.is_superblock_whole(signature.type, _head(path))
         return replace(volume, state="newer" if is_newer else "damaged", reason=error.strerror or "")
 
@@ -214,13 +214,13 @@ def _marked(volume: Volume, root: Path) -> Volume:
         marker = None
     if marker and marker.uuid == volume.uuid:
         return replace(volume, state="marked", marker=marker)
-    # The agent's own directory without a marker is what a power cut left; whose files there may be is then plain.
+    # The agent's own directory without a marker is what a power cut left behind: only other files make it unmarked.
     names = set(os.listdir(root)) - {"lost+found", ".node"}
     return replace(volume, state="unmarked" if names or marker else "empty")
 
 
 def read_marker(data: bytes) -> Marker | None:
-    """Return a marker, None where this is none."""
+    """Return the marker in a file's contents; None if it isn't a marker."""
     try:
         document: dict[str, Any] = json.loads(data)
         members = tuple(
@@ -243,7 +243,7 @@ def _head(path: Path) -> bytes:
 
 
 def _arrays(observations: Iterable[Observation], settings: Settings, places: Places) -> dict[str, Array]:
-    """Return the arrays of ours that are complete, assembled."""
+    """Assemble and return our complete arrays."""
     groups: dict[str, dict[int, Observation]] = {}
     sizes: dict[str, int] = {}
     for observation in observations:

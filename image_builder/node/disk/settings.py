@@ -7,7 +7,7 @@
      "cache": {"path": "cache", "quota_bytes": 100000000000},
      "binds": [{"source": "kubelet/pods", "target": "/var/lib/kubelet/pods"}]}
 
-Every key has a default; an unknown one is refused. Paths of directories, of the cache and of ``source`` are
+Every key has a default; unknown keys are rejected. The paths of directories, of the cache and of ``source`` are
 relative to the mount point.
 """
 
@@ -24,15 +24,15 @@ from image_builder.node.decode import DecodeError, at_least, shown, within
 
 # The longest label of each filesystem, in bytes.
 LABEL_BYTES: Mapping[str, int] = {"xfs": 12, "ext4": 16}
-# Never wiped, whatever the configuration says: what can't be named, and what is in use.
+# Never wiped, whatever the configuration says: content that can't be identified, and disks in use.
 _UNWIPEABLE = ("busy", "error", "unreadable")
 
 
 @dataclass(frozen=True)
 class Selector:
-    """Which disks are local ones. ``azure``: by what the platform says. ``configured``: by all that is given.
+    """Which disks are local. ``azure``: as the platform says. ``configured``: disks that match all given criteria.
 
-    ``model`` and each of ``serials`` and ``by_path`` are shell patterns; ``by_path`` names links below
+    ``model`` and each of ``serials`` and ``by_path`` are shell patterns; ``by_path`` matches the names of links in
     ``/dev/disk/by-path``.
     """
 
@@ -52,7 +52,7 @@ class Selector:
 
 
 def _octal(value: Any, path: str) -> int:
-    """Return the mode that an octal string names."""
+    """Return the mode that an octal string represents."""
     if not isinstance(value, str) or not re.fullmatch(r"0?[0-7]{1,4}", value):
         raise DecodeError([f'{path} must be an octal string such as "0755", not {shown(value)}'])
     return int(value, 8)
@@ -91,9 +91,9 @@ class Bind:
 
 @dataclass(frozen=True)
 class Settings:
-    """``expected_disks``: 0 for any number. ``wipe``: kinds of foreign content that may go, only on local disks.
+    """``expected_disks``: 0 for any number. ``wipe``: kinds of foreign content that may be wiped, only on local disks.
 
-    ``incomplete_array``: what becomes of an array of ours that lacks members, and of disks that don't belong together.
+    ``incomplete_array``: what to do with an array of ours that lacks members, or with disks that don't belong together.
     """
 
     policy: Literal["require", "prefer"] = "require"
@@ -124,7 +124,7 @@ class Settings:
 
 
 def parse(document: Mapping[str, Any]) -> Settings:
-    """Return the settings; raises NodeError (``settings``) with all that is wrong at once."""
+    """Return the settings. Raises NodeError (``settings``) with all problems at once."""
     return settings_files.parse(Settings, document, "disk")
 
 

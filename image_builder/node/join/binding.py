@@ -1,8 +1,8 @@
-"""What the hash of an id decides: the groups that bind a bootstrap token to a machine and a node, and the node's slot.
+"""Values derived from hashed ids: the groups that bind a bootstrap token to a machine and a node, and the node's slot.
 
-The API server writes the groups into each request. The broker puts them into the token, the gate's approver reads them
-in a signing request: neither needs the other, nor the token itself. They are hashes, since a group's name takes neither
-capitals nor dots. No node knows of the others, and none is asked when to join: the hash of the VM's id is its slot.
+The API server adds the groups to each request. The broker puts them into the token, and the gate's approver reads them
+in a signing request: neither needs the other, nor the token itself. They are hashes, since a group's name may contain
+neither capitals nor dots. No node knows of the others, and none asks when to join: the hash of the VM's id is its slot.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _SLOT_BITS = 64
 
 
 def of_machine(vm_id: str) -> str:
-    """Return the group of the tokens of one machine."""
+    """Return the group of tokens for one machine."""
     return MACHINE + _digest(vm_id.lower())
 
 
 def of_node(name: str) -> str:
-    """Return the group of the tokens for one node."""
+    """Return the group of tokens for one node."""
     return NODE + _digest(name)
 
 
 def slot(vm_id: str, window: float) -> float:
-    """Return the seconds from the beginning of a window (in seconds) to this machine's slot; the same at each call."""
+    """Return the seconds from the start of a window (in seconds) to this machine's slot; the same on every call."""
     number = int.from_bytes(hashlib.sha256(vm_id.lower().encode()).digest()[: _SLOT_BITS // 8], "big")
     return window * (number / float(1 << _SLOT_BITS))
 

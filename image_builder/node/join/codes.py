@@ -12,7 +12,7 @@ from typing import Literal
 from image_builder.node.errors import NodeError
 
 # transient: a retry may help. configuration: its author must change it. image: another image is needed.
-# node: this machine, or what is on it; a reimage may help. hardware: another machine.
+# node: this machine, or something on it; a reimage may help. hardware: another machine is needed.
 Kind = Literal["transient", "configuration", "image", "node", "hardware"]
 
 PHASES = ("identity", "network", "disk", "runtime", "gpu", "credentials", "join", "kubelet", "ready")
@@ -20,7 +20,7 @@ PHASES = ("identity", "network", "disk", "runtime", "gpu", "credentials", "join"
 
 @dataclass(frozen=True)
 class Code:
-    """``meaning`` is for people: what is wrong, in a few words."""
+    """A failure code. ``meaning`` is for people: what is wrong, in a few words."""
 
     phase: str
     kind: Kind

@@ -1,4 +1,4 @@
-"""``node-agent join``: the phases in their order, each with its deadline, all within one budget."""
+"""``node-agent join``: the phases in order, each with its deadline, all within one budget."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from image_builder.node.join.settings import Settings
 from image_builder.node.net import kube
 from image_builder.node.net.retry import Deadline, NotYet, patiently
 
-# Before a configuration says otherwise.
+# The budget (seconds) until a configuration says otherwise.
 _BUDGET = 900.0
-# From the slot on, until a kubelet has asked for its certificate.
+# How long a kubelet may need the token after its slot, to request its certificate (seconds).
 _TOKEN_SECONDS = 60.0
-# No configuration: no failure of a unit, and not joined.
+# No configuration: the node hasn't joined, but the unit must not fail.
 _NOT_CONFIGURED = 12
-# Exit statuses. The unit is restarted after the first; after the second a person must change something first.
+# Exit statuses. After the first, the unit is restarted; after the second, a person must change something first.
 AGAIN, FINAL = 1, 2
 _FINAL_KINDS = ("configuration", "image")
 
 
 @dataclass(frozen=True)
 class Places(surroundings.Places):
-    """And the firmware's id of the machine. ``restart`` is how a running kubelet is started again."""
+    """Also the firmware's id of the machine. ``restart`` is the command that restarts a running kubelet."""
 
     firmware: Path = Path("/sys/class/dmi/id/product_uuid")
     restart: tuple[str, ...] = kubelet.RESTART
@@ -47,7 +47,7 @@ class Places(surroundings.Places):
 
 @dataclass
 class Joining:
-    """A run, as far as it is: what the phases learn, the later ones need. ``began`` is of the monotonic clock."""
+    """The state of a run: what phases learn and later ones need. ``began`` is on the monotonic clock."""
 
     places: Places
     boot_id: str
@@ -56,9 +56,9 @@ class Joining:
     identity_: Identity | None = None
     token: Token | None = field(default=None, repr=False)
     is_member: bool = False
-    # A certificate of the kubelet's that the API server does not take any more.
+    # A certificate of the kubelet that the API server no longer accepts.
     refused: str = field(default="", repr=False)
-    # Why the preflight did not pass, where the node joins nevertheless.
+    # Why the preflight did not pass, if the node joins anyway.
     doubt: str = ""
 
     @property
@@ -73,9 +73,9 @@ class Joining:
 
 
 def run(places: Places = Places()) -> int:
-    """Join, or see that this node has joined. Return 0 where it has, or has no configuration; else AGAIN or FINAL.
+    """Join, or verify that this node has joined. Return 0 if it has, or has no configuration; else AGAIN or FINAL.
 
-    Raises OSError where not even the record can be written.
+    Raises OSError if not even the record can be written.
     """
     began = time.monotonic()
     with files.lock(places.run / "join.lock"):
@@ -96,7 +96,7 @@ def run(places: Places = Places()) -> int:
 
 
 def _phase(name: str, joining: Joining, record: Record) -> Ended:
-    """Go through one phase, whatever comes of it."""
+    """Run one phase and return how it ended, whatever happens in it."""
     began = time.monotonic()
     config = joining.identity.config if joining.identity_ else None
     budget = joining.began + (config.budget_seconds if config else _BUDGET)
@@ -113,8 +113,8 @@ def _phase(name: str, joining: Joining, record: Record) -> Ended:
     except (NodeError, OSError) as error:
         number, reason = UNEXPECTED, f"{type(error).__name__}: {error}"
     except Exception as error:
-        # A bug. The record must say that the phase failed, not that it still runs. The journal gets the traceback
-        # without the message, which may contain what a phase knows, a token too.
+        # A bug. The record must say that the phase failed, not that it is still running. The journal gets the traceback
+        # without the message, which may contain anything that a phase knows, even a token.
         sys.stderr.write("".join(traceback.format_tb(error.__traceback__)))
         number, reason = UNEXPECTED, f"{type(error).__name__}, a bug: the journal says where"
     else:
@@ -172,7 +172,7 @@ def _credentials(joining: Joining, deadline: Deadline) -> Done:
 
 
 def _is_member(joining: Joining, deadline: Deadline) -> bool:
-    """Tell whether the kubelet's certificate is one that the API server takes. Raises JoinError (65, 67)."""
+    """Return whether the kubelet has a certificate that the API server accepts. Raises JoinError (65, 67)."""
     access = kubelet.membership(joining.kubelet.config)
     if access is None:
         return False
@@ -185,7 +185,7 @@ def _is_member(joining: Joining, deadline: Deadline) -> bool:
             with kube.Client(access, timeout=deadline.attempt(kube.TIMEOUT)) as client:
                 client.request("GET", "/version")
         except kube.KubeError as error:
-            if error.status == 401 and access.certificate:  # it has expired, and another is needed
+            if error.status == 401 and access.certificate:  # it has expired, and a new one is needed
                 joining.refused = access.certificate.read()
                 return False
             if error.status == 403:
@@ -197,7 +197,7 @@ def _is_member(joining: Joining, deadline: Deadline) -> bool:
 
 
 def _wait_for_slot(joining: Joining) -> float:
-    """Return the seconds until this node's slot. What the phases before it took is waited for only once."""
+    """Return the seconds until this node's slot; the time that earlier phases took counts toward the wait."""
     due = slot(joining.identity.machine.vm_id, joining.identity.config.window)
     return max(0.0, joining.began + due - time.monotonic())
 
@@ -251,7 +251,7 @@ _STEPS: Mapping[str, Callable[[Joining, Deadline], Done]] = {
 
 
 def tell_status(places: Places = Places()) -> int:
-    """Print the record; return 0 where this boot has joined. Raises NodeError (``join.none``): there is no record."""
+    """Print the record; return 0 if this boot has joined. Raises NodeError (``join.none``) if there is no record."""
     record = records.read(places.run)
     if not record:
         raise NodeError("join.none", f"{places.run / records.FILE}: there is no record of this boot")

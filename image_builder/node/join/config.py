@@ -1,6 +1,6 @@
-"""The node configuration: how to join which cluster. Its schema is ``node-config.schema.json``.
+"""The node configuration: which cluster to join, and how. Its schema is ``node-config.schema.json``.
 
-It reaches the machine as user data, which every process can read, so it holds no secret. All its
+It reaches the machine as user data, which every process can read, so it contains no secrets. All of its
 problems are reported at once, each with its path.
 """
 
@@ -19,10 +19,10 @@ from image_builder.node.join import schema as schemas
 from image_builder.node.join.codes import PHASES, JoinError
 from image_builder.node.net import reach
 
-# Azure's limit of user data, which is sent as base64 (three bytes as four characters).
+# Azure's limit for user data, which is sent as base64 (three bytes as four characters).
 MOST_BYTES = 65536 // 4 * 3
 PLATFORM, NONE = "platform", "none"
-# Seconds. Disk, images and preflight have units of their own that come before this one.
+# Seconds. Disk, images and preflight have their own units, which run before this one.
 _DEADLINES: Mapping[str, float] = {
     "identity": 60,
     "network": 60,
@@ -34,7 +34,7 @@ _DEADLINES: Mapping[str, float] = {
     "kubelet": 60,
     "ready": 300,
 }
-# What a kubelet may say of itself below Kubernetes' own names (kubelet's --node-labels; plugin NodeRestriction).
+# Labels that a kubelet may set itself in Kubernetes' namespaces (kubelet's --node-labels; plugin NodeRestriction).
 _OWN_SPACES = ("kubelet.kubernetes.io", "node.kubernetes.io")
 _OWN_LABELS = frozenset(
     {
@@ -66,7 +66,7 @@ _SECRETS: Mapping[str, re.Pattern[str]] = {
 
 @dataclass(frozen=True)
 class Credentials:
-    """Where the bootstrap token comes from. All but ``kind`` is the broker's."""
+    """Where the bootstrap token comes from. All fields except ``kind`` are for the broker."""
 
     kind: str
     url: str = ""
@@ -77,7 +77,7 @@ class Credentials:
 
 @dataclass(frozen=True)
 class Azure:
-    """The tenant, and the managed identity that pulls; without ``client_id`` the machine has one identity."""
+    """The tenant, and the managed identity that pulls images; without ``client_id`` the machine must have only one."""
 
     tenant_id: str
     client_id: str = ""
@@ -95,7 +95,7 @@ class Taint:
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """A configuration. ``ip`` and ``provider_id`` may be ``platform`` or ``none``; ``max_pods`` 0 is the image's.
+    """A configuration. ``ip`` and ``provider_id`` may be ``platform`` or ``none``; ``max_pods`` 0: as in the image.
 
     ``deadlines`` has all phases, in seconds. ``digest`` is the SHA-256 of the text.
     """
@@ -121,7 +121,7 @@ class NodeConfig:
 
     @property
     def window(self) -> float:
-        """Return the seconds that the slots are spread over."""
+        """Return the length of the window over which the slots are spread, in seconds."""
         return self.hosts / self.rate
 
     @property
@@ -140,12 +140,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def parse(text: bytes) -> NodeConfig:
-    """Return the configuration; raises JoinError (13 or 14) with all that is wrong."""
+    """Return the configuration. Raises JoinError (13 or 14) with all problems."""
     if len(text) > MOST_BYTES:
         raise JoinError(13, f"it has {len(text)} bytes, but user data may have at most {MOST_BYTES}")
     try:
         document = schemas.load(text)
-    except ValueError as error:  # of JSON, UTF-8, a key that is there twice
+    except ValueError as error:  # invalid JSON or UTF-8, or a repeated key
         reason = str(error) if isinstance(error, schemas.RepeatedKeyError) else type(error).__name__
         raise JoinError(13, f"not JSON: {reason}") from error
     if hidden := [f"{path}: must not contain {kind}" for path, kind in secrets(document)]:
@@ -156,7 +156,7 @@ def parse(text: bytes) -> NodeConfig:
 
 
 def secrets(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path of each secret in a JSON value, keys included, and what it is."""
+    """Yield the path and the kind of each secret in a JSON value, including its keys."""
     if isinstance(value, str):
         yield from ((path, name) for name, pattern in _SECRETS.items() if pattern.search(value))
     elif isinstance(value, Mapping):
@@ -170,7 +170,7 @@ def secrets(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def problems(document: Any) -> list[str]:
-    """Return everything that is wrong with a configuration, beside secrets."""
+    """Return all problems of a configuration, except for secrets."""
     if wrong := schemas.problems(document, json_schema()):
         return wrong
     return [f"{path}: {problem}" for path, problem in _rules(document)]
@@ -202,19 +202,19 @@ def _build(document: Mapping[str, Any], digest: str) -> NodeConfig:
 
 
 def _deadlines(join: Mapping[str, Any]) -> dict[str, float]:
-    """Return all deadlines: that of the slot's phase is what the slots take, and a little."""
+    """Return all deadlines; the default for the phase ``join`` is the slots' window plus a margin."""
     window = join.get("hosts", 1) / join.get("rate", 5)
     own = {**_DEADLINES, "join": window + _DEADLINES["join"], **join.get("deadlines", {})}
     return {phase: float(own[phase]) for phase in PHASES}
 
 
 def default_deadlines() -> dict[str, float]:
-    """Return the deadlines that hold before there is a configuration."""
+    """Return the deadlines that apply before there is a configuration."""
     return _deadlines({})
 
 
 def _rules(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what a schema can't say."""
+    """Yield problems that a schema can't express."""
     cluster, node, join = document["cluster"], document.get("node", {}), document.get("join", {})
     for path, owner in (("cluster", cluster), ("credentials", document["credentials"])):
         if "ca" in owner and not _is_authority(owner["ca"]):
@@ -268,7 +268,7 @@ def _has_port(url: str) -> bool:
 
 
 def _is_authority(pem: str) -> bool:
-    """Tell whether OpenSSL takes the certificates."""
+    """Return whether OpenSSL accepts the certificates."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem)
     except (ssl.SSLError, ValueError):

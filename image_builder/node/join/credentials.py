@@ -1,7 +1,6 @@
-"""A bootstrap token, and the proof that it will do: the API server is asked with it before the kubelet is.
+"""A bootstrap token, and the proof that it works: it is tried on the API server before the kubelet gets it.
 
-A kubelet with a token that has expired, a CA that is not the cluster's or a clock of yesterday tries for ever, and says
-so only in its own log.
+A kubelet with an expired token, the wrong CA or a clock that is off retries forever, and says so only in its own log.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ _ATTESTED = "/metadata/attested/document?api-version=2020-09-01"
 _IDENTITY = "/metadata/identity/oauth2/token?api-version=2018-02-01"
 _TIMEOUT = 10.0
 TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
-# OpenSSL's words for a certificate that is not valid yet, or not any more (X509_V_ERR_...).
+# OpenSSL's error codes for a certificate that is not yet valid, or has expired (X509_V_ERR_...).
 _OUT_OF_TIME = (9, 10)
-# The metadata service takes no longer one.
+# The metadata service doesn't accept a longer nonce.
 _NONCE = re.compile(r"[0-9]{10}")
 _CODE = re.compile(r"[a-z.]{1,40}")
-# Beside errors of the server: a document that was used, or of another nonce, is followed by one that will do; and asked
-# too often.
+# Statuses to retry besides server errors: 409 for a document that was already used or has another nonce (a new one will
+# do), and 429 for too many requests.
 _LATER = frozenset({409, 429})
-# A token that was made this second may not be known to each API server yet.
+# A token that has just been created may not be known to every API server yet.
 _REFUSALS = 3
 
 
 @dataclass(frozen=True)
 class Token:
-    """A bootstrap token; ``expires`` in Unix time, 0 if unknown."""
+    """A bootstrap token; ``expires`` is in Unix time, 0 if unknown."""
 
     text: str
     expires: float = 0.0
 
 
 def from_custom_data(data: Mapping[str, Any]) -> Token:
-    """Return the token of custom data. Raises JoinError (68)."""
+    """Return the token in the custom data. Raises JoinError (68)."""
     text = data.get("bootstrap_token")
     if not isinstance(text, str) or not TOKEN.fullmatch(text):
         raise JoinError(
@@ -58,9 +57,9 @@ def from_custom_data(data: Mapping[str, Any]) -> Token:
 
 
 def from_broker(config: NodeConfig, address: str, machine: Mapping[str, str], deadline: Deadline) -> Token:
-    """Ask the broker for a token, as this machine and its managed identity. Raises JoinError (60 to 63).
+    """Request a token from the broker, as this machine and its managed identity. Raises JoinError (60 to 63).
 
-    The broker gives a nonce, the metadata service signs it, and for that the broker gives the token.
+    The broker issues a nonce, the metadata service signs it, and in return the broker issues the token.
     """
     source = config.credentials
     proof = identity_token(address, source.resource, source.client_id, deadline)
@@ -74,7 +73,7 @@ def from_broker(config: NodeConfig, address: str, machine: Mapping[str, str], de
 
 
 def _ask_broker(config: NodeConfig, proof: str, request: Mapping[str, str], deadline: Deadline) -> bytes:
-    """Return what the broker answers. Raises NotYet, JoinError (62)."""
+    """Return the body of the broker's answer. Raises NotYet, JoinError (62)."""
     source = config.credentials
     try:
         response = ask(
@@ -93,7 +92,7 @@ def _ask_broker(config: NodeConfig, proof: str, request: Mapping[str, str], dead
 
 
 def _code(body: bytes) -> str:
-    """Return the code of a refusal, which is not secret, in brackets; empty without one."""
+    """Return the code of a refusal, which isn't secret, in parentheses; empty if it has none."""
     try:
         code = json.loads(body)["error"]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -109,13 +108,13 @@ def identity_token(address: str, resource: str, client_id: str, deadline: Deadli
 
 
 def attested_document(address: str, nonce: str, deadline: Deadline) -> str:
-    """Return a document (PKCS#7, base64) that proves this machine to the issuer of the nonce. Raises JoinError (60)."""
+    """Return a document (PKCS#7, base64) that proves this machine to the nonce's issuer. Raises JoinError (60)."""
     response = ask_platform(address, f"{_ATTESTED}&{urllib.parse.urlencode({'nonce': nonce})}", deadline, 60)
     return str(_field(response.body, "signature", 60, "the metadata service's answer has no document"))
 
 
 def _field(body: bytes, key: str, number: int, problem: str) -> Any:
-    """Return a value of a JSON object. Raises JoinError with this number, and without the body: it may be a token."""
+    """Return a value of a JSON object. Raises JoinError with this number, but without the body: it may be a token."""
     try:
         return json.loads(body)[key]
     except (KeyError, TypeError, ValueError) as error:
@@ -123,7 +122,7 @@ def _field(body: bytes, key: str, number: int, problem: str) -> Any:
 
 
 def parse_nonce(body: bytes) -> str:
-    """Return the nonce of a broker's answer, ``{"nonce": "0123456789"}``. Raises JoinError (63)."""
+    """Return the nonce in a broker's answer, ``{"nonce": "0123456789"}``. Raises JoinError (63)."""
     nonce = _field(body, "nonce", 63, "the broker's answer can't be parsed")
     if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
         raise JoinError(63, "the broker's answer has no nonce of ten digits")
@@ -131,12 +130,12 @@ def parse_nonce(body: bytes) -> str:
 
 
 def parse_broker(body: bytes) -> Token:
-    """Return the token of a broker's answer, ``{"token": ..., "expires": RFC 3339}``. Raises JoinError (63)."""
+    """Return the token in a broker's answer, ``{"token": ..., "expires": RFC 3339}``. Raises JoinError (63)."""
     try:
         answer = json.loads(body)
         text, expires = answer["token"], datetime.fromisoformat(answer["expires"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        # Not what it holds: the token could be in it.
+        # Don't quote the answer: it may contain the token.
         raise JoinError(63, f"the broker's answer can't be parsed: {type(error).__name__}") from error
     if not isinstance(text, str) or not TOKEN.fullmatch(text):
         raise JoinError(63, "the broker's answer has no bootstrap token (abcdef.0123456789abcdef)")
@@ -146,9 +145,9 @@ def parse_broker(body: bytes) -> Token:
 
 
 def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadline) -> None:
-    """See that the API server is the one, takes the token, and has our time. Raises JoinError (64 to 67).
+    """Verify that the API server is the right one, accepts the token and agrees on the time.
 
-    Everybody may read ``/version``, but not with a wrong token.
+    Raises JoinError (64 to 67). Anyone may read ``/version``, but not with a wrong token.
     """
     refused = 0
 
@@ -161,7 +160,7 @@ def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadli
         except OSError as error:
             raise NotYet(JoinError(67, f"{config.server} does not answer: {error}")) from error
         check_clock(response.date, time.time(), clock_seconds)
-        # 403: the token is known, and this cluster keeps its version private.
+        # 403: the token is valid, but this cluster doesn't publish its version.
         if response.status in (200, 403):
             return
         if response.status != 401:
@@ -175,30 +174,30 @@ def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadli
 
 
 def check_clock(server: float, local: float, limit: float) -> None:
-    """Raise JoinError (66) where two clocks are further apart than ``limit`` seconds. ``server`` 0: unknown."""
+    """Raise JoinError (66) if two clocks are more than ``limit`` seconds apart. ``server`` 0: unknown."""
     if server and abs(off := local - server) > limit:
         direction = "ahead of" if off > 0 else "behind"
         raise JoinError(66, f"this machine's clock is {abs(off):.0f} s {direction} the API server's")
 
 
 def _unproven(error: ssl.SSLCertVerificationError, config: NodeConfig, clock_seconds: float) -> JoinError:
-    """Tell a wrong clock from a wrong CA: a proven chain that is out of its time, and a server that has another."""
+    """Return the error for a certificate that can't be verified: a wrong clock (it isn't valid now) or a wrong CA."""
     if error.verify_code in _OUT_OF_TIME:
         try:
-            # Unverified, and no secret is sent: only for the text of an error.
+            # Unverified, but no secret is sent: this only improves the error message.
             response = ask(f"{config.server}/version", None)
             check_clock(response.date, time.time(), clock_seconds)
         except JoinError as wrong_clock:
             return wrong_clock
         except OSError:
-            pass  # then it is unknown which of the two it is
+            pass  # then it isn't known which of the two it is
     return JoinError(
         65, f"the certificate of {config.server} is not signed by this CA: {error.verify_message}"
     )
 
 
 def check_life(token: Token, needed: float, now: float) -> None:
-    """Raise JoinError (69) where a token expires before the kubelet could use it, ``needed`` seconds from now."""
+    """Raise JoinError (69) if a token expires before the kubelet can use it, within ``needed`` seconds from ``now``."""
     if token.expires and token.expires < now + needed:
         remaining = max(0.0, token.expires - now)
         raise JoinError(69, f"the token expires in {remaining:.0f} s, but is needed for {needed:.0f} s")
@@ -212,9 +211,9 @@ def ask(
     token: str = "",
     body: Mapping[str, Any] | None = None,
 ) -> Response:
-    """GET, or POST ``body``. Raises OSError (ssl.SSLCertVerificationError for a server that isn't proven).
+    """GET, or POST ``body``. Raises OSError (ssl.SSLCertVerificationError if the server can't be verified).
 
-    ``authority`` None proves nothing: then no token is sent, and the response is unverified.
+    If ``authority`` is None, the server isn't verified: then no token is sent, and the response can't be trusted.
     """
     headers = {"Accept": "application/json", "User-Agent": "node-agent"}
     if token and authority is not None:

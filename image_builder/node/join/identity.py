@@ -1,7 +1,7 @@
-"""This machine's identity and configuration: from user data, custom data or a file, the first that has one.
+"""This machine's identity, and its configuration from the first of user data, custom data and a file that has one.
 
-Custom data is one JSON object, ``{"config": {...}, "bootstrap_token": "..."}``, each of them or both: only root reads
-it, so it may hold a token. What does not begin with ``{`` is not for this program.
+Custom data is a JSON object, ``{"config": {...}, "bootstrap_token": "..."}``, with either key or both: only root can
+read it, so it may contain a token. Data that doesn't begin with ``{`` isn't for this program.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from image_builder.node.net.retry import Deadline
 _INSTANCE = "/metadata/instance?api-version=2021-02-01"
 _PRODUCT_UUID = Path("/sys/class/dmi/id/product_uuid")
 _CUSTOM_KEYS = ("config", "bootstrap_token")
-# The share of the deadline that the metadata service gets where there is another configuration.
+# The metadata service's share of the deadline if there is another configuration.
 _SHARE = 0.5
 _VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine. What the platform does not say is empty; ``user_data`` is decoded already."""
+    """This machine. Values that the platform doesn't provide are empty; ``user_data`` is already decoded."""
 
     vm_id: str
     resource_id: str = ""
@@ -52,12 +52,12 @@ class Machine:
 
     @property
     def provider_id(self) -> str:
-        """Return the cloud provider's name of the machine; the group's name is in lower case there."""
+        """Return the cloud provider's id of the machine, in which the resource group's name is in lower case."""
         lowered = re.sub(r"(?i)(?<=/resourcegroups/)[^/]+", lambda group: group[0].lower(), self.resource_id)
         return f"azure://{lowered}" if self.resource_id else ""
 
     def facts(self) -> dict[str, str]:
-        """Return what labels may be made of."""
+        """Return the facts that labels may be set from."""
         return {
             "zone": f"{self.region}-{self.zone}" if self.region and self.zone else "",
             "region": self.region,
@@ -70,12 +70,12 @@ class Machine:
 
 
 def without_platform(path: Path = _PRODUCT_UUID) -> Machine:
-    """Return what a machine knows of itself: the firmware's id of it. Raises OSError."""
+    """Return a machine with only what it knows of itself, the firmware's id. Raises OSError."""
     return Machine(vm_id=path.read_text(encoding="ascii").strip().lower())
 
 
 def instance(address: str, deadline: Deadline) -> Machine:
-    """Ask who this machine is. Raises JoinError (11)."""
+    """Return this machine as the metadata service describes it. Raises JoinError (11)."""
     response = ask_platform(address, _INSTANCE, deadline, 11)
     try:
         return parse_instance(json.loads(response.body))
@@ -84,7 +84,7 @@ def instance(address: str, deadline: Deadline) -> Machine:
 
 
 def ask_platform(address: str, path: str, deadline: Deadline, number: int) -> Response:
-    """Ask the metadata service until it answers. Raises JoinError with this number."""
+    """Query the metadata service until it answers. Raises JoinError with this number."""
     try:
         return imds.answer(path, deadline, address=address)
     except OSError as error:
@@ -92,7 +92,7 @@ def ask_platform(address: str, path: str, deadline: Deadline, number: int) -> Re
 
 
 def parse_instance(document: Mapping[str, Any]) -> Machine:
-    """Return the machine of an answer. Raises KeyError, TypeError, ValueError and their like."""
+    """Return the machine in an answer. Raises AttributeError, IndexError, KeyError, TypeError or ValueError."""
     compute = document["compute"]
     interfaces = document.get("network", {}).get("interface", [])
     addresses = interfaces[0]["ipv4"]["ipAddress"] if interfaces else []
@@ -119,7 +119,7 @@ def parse_instance(document: Mapping[str, Any]) -> Machine:
 
 @dataclass(frozen=True)
 class Identity:
-    """This machine, its configuration, where that came from, and what else the custom data hold."""
+    """This machine, its configuration, the configuration's source, and the custom data."""
 
     machine: Machine
     config: NodeConfig
@@ -128,12 +128,12 @@ class Identity:
 
     @property
     def ip(self) -> str:
-        """Return the node's address, empty where the kubelet is to find it."""
+        """Return the node's address; empty if the kubelet should detect it."""
         return {PLATFORM: self.machine.ip, NONE: ""}.get(self.config.ip, self.config.ip)
 
     @property
     def provider_id(self) -> str:
-        """Return the cloud's name of the machine, empty for none."""
+        """Return the cloud provider's id of the machine; empty for none."""
         chosen = self.config.provider_id
         return {PLATFORM: self.machine.provider_id, NONE: ""}.get(chosen, chosen)
 
@@ -169,7 +169,7 @@ def learn(settings: Settings, deadline: Deadline, firmware: Path) -> Identity:
 
 
 def custom_data(path: Path) -> dict[str, Any]:
-    """Return what the custom data hold for this program. Raises JoinError (13), OSError."""
+    """Return the custom data that is for this program. Raises JoinError (13), OSError."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -181,7 +181,7 @@ def custom_data(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise JoinError(13, f"the custom data is not JSON: {type(error).__name__}") from error
     if not set(document) & set(_CUSTOM_KEYS):
-        return {}  # not for this program; cloud-init also keeps user data here where there is no custom data
+        return {}  # not for this program; cloud-init also stores user data here if there is no custom data
     if unknown := sorted(set(document) - set(_CUSTOM_KEYS)):
         raise JoinError(13, "; ".join(f"custom data: {key}: unknown key" for key in unknown))
     return document
@@ -215,7 +215,7 @@ def _parsed(text: bytes, source: str) -> NodeConfig:
 
 
 def _check(identity: Identity) -> None:
-    """Raise JoinError (15) with all that the platform should have said and did not."""
+    """Raise JoinError (15) with all values that the platform should have provided but didn't."""
     missing = [
         f"{path}: the configuration leaves it to the platform, which does not provide it"
         for path, chosen, value in (

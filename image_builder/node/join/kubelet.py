@@ -1,6 +1,6 @@
-"""The kubelet's files, which its path unit waits for, and what becomes of it: certificate, answer, Ready.
+"""The kubelet's files, which its path unit waits for, and the kubelet's progress: certificate, answer, Ready.
 
-The token is in one file, which only root reads, and is removed as soon as the kubelet has a certificate of its own.
+The token is in one file, which only root can read and which is removed as soon as the kubelet has its own certificate.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from image_builder.node.net import fetch, kube, kubeconfig
 from image_builder.node.net.kubeconfig import Access
 from image_builder.node.net.retry import Deadline
 
-# What node-agent tells the kubelet may replace the taints of its own flags, so it finds these here.
+# The agent's own --register-with-taints (``kubelet.env``) may override the one in ``node.env``: it repeats the taints
+# in this file.
 TAINTS = "join-taints.json"
-# What image credential providers read (``cloud_config``).
+# The file that image credential providers read (``cloud_config``).
 _CLOUD_CONFIG = "azure.json"
 _CLOUD_KEYS = (
     "cloud",
@@ -37,14 +38,14 @@ _CLOUD_KEYS = (
     "userAssignedIdentityID",
 )
 _POLL = 0.5
-# The API server is asked seldom, and not by all nodes of a wave in the same moment.
+# The API server is polled rarely, and not by all nodes of a wave at the same moment.
 _ASK_SECONDS = 3.0
 RESTART = ("systemctl", "--no-block", "try-restart", "kubelet.service")
 
 
 @dataclass(frozen=True)
 class Places(status.Places):
-    """And where the kubelet looks for its files."""
+    """Also where the kubelet looks for its files."""
 
     kubernetes: Path = Path("/etc/kubernetes")
     restart: Sequence[str] = RESTART
@@ -59,9 +60,9 @@ class Places(status.Places):
 
 
 def membership(path: Path, refused: str = "") -> Access | None:
-    """Return how the kubelet speaks to the API server, None where it has no certificate, or the one that was refused.
+    """Return how the kubelet accesses the API server; None if it has no certificate, or only the refused one.
 
-    A kubelet writes its kubeconfig before it has the certificate that this names.
+    A kubelet writes its kubeconfig before it has the certificate that the kubeconfig names.
     """
     try:
         access = kubeconfig.load(path)
@@ -73,7 +74,10 @@ def membership(path: Path, refused: str = "") -> Access | None:
 
 
 def environment(identity: Identity, build: str, taints: Sequence[str]) -> str:
-    """Return ``node.env``: what is different on each node. ``taints`` are those of the image's kubelet."""
+    """Return the contents of ``node.env``: the values that differ between nodes.
+
+    ``taints`` are those that the kubelet is already configured with.
+    """
     config = identity.config
     arguments = [
         f"--hostname-override={config.name}" if config.name else "",
@@ -93,10 +97,10 @@ def environment(identity: Identity, build: str, taints: Sequence[str]) -> str:
 
 
 def cloud_config(identity: Identity) -> str:
-    """Return ``azure.json``, by which image credential providers pull; empty where the configuration names no tenant.
+    """Return ``azure.json``, which image credential providers use; empty if the configuration names no tenant.
 
     The keys are those of the cloud provider's configuration (kubernetes-sigs/cloud-provider-azure, ``pkg/azclient`` and
-    ``pkg/credentialprovider``). There is no secret in it: the machine's identity is proven by the metadata service.
+    ``pkg/credentialprovider``). It contains no secret: the metadata service proves the machine's identity.
     """
     azure, machine = identity.config.azure, identity.machine
     if azure is None:
@@ -114,7 +118,7 @@ def cloud_config(identity: Identity) -> str:
 
 
 def bootstrap_config(config: NodeConfig, authority: Path, token: str) -> str:
-    """Return the kubeconfig that a kubelet asks for its certificate with; JSON, which is YAML."""
+    """Return the kubeconfig with which a kubelet requests its certificate, as JSON, which is valid YAML."""
     value = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -132,8 +136,8 @@ def bootstrap_config(config: NodeConfig, authority: Path, token: str) -> str:
 
 
 def write(identity: Identity, token: str, build: str, places: Places) -> Done:
-    """Write what differs; ``token`` is empty for a member. Raises JoinError (81, 82)."""
-    # Without either file none runs: the path unit starts it.
+    """Write the files that differ; ``token`` is empty for a member. Raises JoinError (81, 82)."""
+    # Without either file no kubelet is running, and the path unit will start it.
     may_run = places.config.exists() or places.bootstrap.exists()
     try:
         changed = _write_all(identity, token, build, places)
@@ -169,14 +173,14 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
     if identity.config.azure is None and _remove_cloud_config(places.kubernetes / _CLOUD_CONFIG):
         changed.append(_CLOUD_CONFIG)
     if TAINTS in changed or "join" not in status.read(places.run):
-        # The environment that the agent gives the kubelet is written again with it.
+        # This also rewrites the environment that the agent provides to the kubelet.
         section = {
             "state": status.OK,
             "code": "",
             "reason": f"configured to join, generation {identity.config.generation}",
         }
         status.update("join", section, places)
-    # Last: the kubelet starts when this appears.
+    # This must be last: the kubelet starts when it appears.
     bootstrap = bootstrap_config(identity.config, authority, token).encode()
     if token and files.write_changed(places.bootstrap, bootstrap, 0o600):
         changed.append(places.bootstrap.name)
@@ -184,9 +188,9 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
 
 
 def _remove_cloud_config(path: Path) -> bool:
-    """Remove what an earlier configuration had written; return whether it was there.
+    """Remove the file that an earlier configuration had written; return whether it was there.
 
-    The cloud's other programs have a file of the same name, with more in it: that is not this program's.
+    The cloud's other programs use a file with the same name, but with more keys: that one isn't this program's.
     """
     if set(files.read_json(path)) != set(_CLOUD_KEYS):
         return False
@@ -203,10 +207,10 @@ def wait_until_ready(
     refused: str = "",
     pod_network: str = "",
 ) -> Done:
-    """Wait for certificate, kubelet and Ready; remove the token. Raises JoinError (91 to 93, 95).
+    """Wait for the certificate, the kubelet and Ready; remove the token. Raises JoinError (81, 91 to 93, 95).
 
-    ``refused`` is a certificate that the API server does not take: the token stays until there is another.
-    ``pod_network`` is where the cluster's network add-on writes its configuration, empty where none is to come.
+    ``refused`` is a certificate that the API server doesn't accept: the token stays until there is another one.
+    ``pod_network`` is where the cluster's network add-on writes its configuration; empty if none is expected.
     """
     while (access := membership(places.config, refused)) is None:
         if not deadline.poll(_POLL):
@@ -230,14 +234,14 @@ def wait_until_ready(
 
 
 def _has_network(directory: Path) -> bool:
-    """Tell whether there is a configuration that a runtime takes (libcni, ``ConfFiles``)."""
+    """Return whether there is a network configuration that a runtime would load (libcni, ``ConfFiles``)."""
     return directory.is_dir() and any(
         path.suffix in (".conf", ".conflist", ".json") for path in directory.iterdir()
     )
 
 
 def _not_ready(access: Access, deadline: Deadline) -> str:
-    """Return why the API server does not call the node Ready; empty where it does."""
+    """Return why the API server doesn't report the node as Ready; empty if it does."""
     try:
         with kube.Client(access, timeout=deadline.attempt(kube.TIMEOUT)) as client:
             node = client.node(access.node)

@@ -1,13 +1,13 @@
-"""The record of the joining, phase by phase: ``/run/node/provision.json``.
+"""The record of the join, phase by phase: ``/run/node/provision.json``.
 
     {"format": 1, "boot_id": "...", "state": "running", "phase": "credentials", "code": 0, "reason": "",
      "class": "", "generation": 7, "config": "3f9a...", "source": "user data", "vm_id": "...",
      "phases": [{"name": "identity", "state": "ok", "seconds": 0.04, "code": 0, "reason": "...", "class": "",
                  "key": "..."}], "seconds": 0.9}
 
-``state`` is ``running``, ``ok`` or ``failed``; a phase's also ``skipped`` or ``degraded``. The record of a node that
-has joined is not written again by a run that finds nothing else than what it says: each phase has a ``key``, equal
-while what the phase is about is the same.
+``state`` is ``running``, ``ok`` or ``failed``; that of a phase may also be ``skipped`` or ``degraded``. A run on a node
+that has joined rewrites the record only if something has changed: each phase has a ``key`` that stays the same while
+the phase's subject stays the same.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ RUNNING, OK, FAILED, SKIPPED, DEGRADED = "running", "ok", "failed", "skipped", "
 
 @dataclass(frozen=True)
 class Done:
-    """``key`` is equal while what the phase is about is the same.
+    """A phase's result. ``key`` stays the same while the phase's subject stays the same.
 
-    ``number`` not 0: something is wrong that does not keep the node from joining.
+    ``number`` other than 0: something is wrong, but doesn't keep the node from joining.
     """
 
     key: str
@@ -60,13 +60,13 @@ class Ended:
 
 
 def kind(code: int) -> str:
-    """Return what kind of failure a code is, empty for none."""
+    """Return the kind of failure of a code; empty for no failure."""
     return CODES[code].kind if code else ""
 
 
 @dataclass
 class Record:
-    """The record while a node joins. ``clock`` gives the seconds since it began."""
+    """The record while a node joins. ``clock`` returns the seconds since the run began."""
 
     directory: Path
     boot_id: str
@@ -80,23 +80,23 @@ class Record:
 
     @property
     def failure(self) -> Ended | None:
-        """Return the first phase that failed."""
+        """Return the first phase that failed; None if none did."""
         return next((phase for phase in self.phases if phase.state == FAILED), None)
 
     def begin(self, name: str) -> None:
-        """Note that a phase has begun. A node that has joined stays so until something is found to be wrong."""
+        """Record that a phase has begun. The record of a node that has joined stays until a problem is found."""
         if not self._is_quiet:
             self._write(RUNNING, name)
 
     def end(self, phase: Ended) -> None:
-        """Note how a phase ended."""
+        """Record how a phase ended."""
         self.phases.append(phase)
         code = f" {phase.code}" if phase.code else ""
         reason = f": {phase.reason}" if phase.reason else ""
         status.tell(f"join: {phase.name} {phase.state}{code}{reason} ({phase.seconds:.1f} s)")
 
     def close(self) -> bool:
-        """Write how it all ended; tell whether the node has joined."""
+        """Write the final state, and return whether the node has joined."""
         failure = self.failure
         keys = {phase["name"]: phase["key"] for phase in self._before.get("phases", [])}
         if self._is_quiet and not failure and keys == {phase.name: phase.key for phase in self.phases}:
@@ -124,5 +124,5 @@ class Record:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """Return the record, empty where there is none that can be read."""
+    """Return the record; empty if there is none, or it can't be read."""
     return files.read_json(directory / FILE)

@@ -1,6 +1,6 @@
-"""JSON Schema, the part of it that our schemas use, with only the standard library. All problems at once.
+"""The part of JSON Schema that our schemas use, with only the standard library. Reports all problems at once.
 
-https://json-schema.org/draft/2020-12. A keyword that is not known here raises: a rule that is not applied is no rule.
+https://json-schema.org/draft/2020-12. An unknown keyword raises an error: a rule must never be silently ignored.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
 
 
 class RepeatedKeyError(ValueError):
-    """An object has a key twice: it is undefined which one counts."""
+    """An object has the same key twice: it is undefined which value counts."""
 
 
 def load(text: str | bytes) -> Any:
-    """Return what a JSON text says. Raises ValueError, also for a key that is there twice, NaN and Infinity."""
+    """Parse a JSON text. Raises ValueError, also for a repeated key, NaN and Infinity."""
     return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse)
 
 
@@ -45,7 +45,7 @@ def _refuse(word: str) -> None:
 
 
 def problems(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> list[str]:
-    """Return everything that is wrong, each as ``PATH: WHAT``. Values are never shown: one may be a secret."""
+    """Return all problems, each as ``PATH: PROBLEM``. Never shows a value: it may be a secret."""
     return [f"{path or '(all)'}: {problem}" for path, problem in _check(value, schema, root or schema, "")]
 
 
@@ -151,7 +151,7 @@ def _number(value: Any) -> bool:
 
 
 def _matches(pattern: str, value: str) -> bool:
-    # In JSON Schema `$` is only the end; in Python it is also before a last line's end.
+    # In JSON Schema `$` matches only at the end; in Python it also matches before a trailing newline.
     return bool(re.search(re.sub(r"\$$", r"\\Z", pattern), value))
 
 

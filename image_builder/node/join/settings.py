@@ -14,9 +14,9 @@ from image_builder.node.decode import absolute, one_of, shown, within
 class Settings:
     """``imds``: the metadata service, empty for none. ``custom_data`` and ``file``: where else a configuration may be.
 
-    ``kubernetes``: where the kubelet looks for its files. ``engine`` must answer, empty for none.
-    ``pod_network``: where the cluster's network add-on writes its configuration, empty where none is to come.
-    ``clock_seconds``: how far this machine's clock may be off the API server's.
+    ``kubernetes``: where the kubelet looks for its files. ``engine``: the engine that must answer, empty for none.
+    ``pod_network``: where the cluster's network add-on writes its configuration, empty if none is expected.
+    ``clock_seconds``: how far this machine's clock may differ from the API server's.
     """
 
     imds: str = "http://169.254.169.254"
@@ -41,5 +41,5 @@ class Settings:
 
 
 def parse(document: Mapping[str, Any]) -> Settings:
-    """Return the settings; raises NodeError (``settings``) with everything that is wrong."""
+    """Return the settings. Raises NodeError (``settings``) with all problems."""
     return settings.parse(Settings, document, "join")

@@ -1,6 +1,6 @@
-"""What must be there before a kubelet is of use: network, local disk, images and their engine, a sound machine.
+"""Prerequisites of a useful kubelet: network, local disk, images and their engine, a healthy machine.
 
-Other units of this boot made or tested these; their reports are read here, and waited for.
+Other units of this boot have prepared or tested most of these; this module waits for their reports and reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NETWORK = {"network.dns": 22, "network.tcp": 23}
 
 @dataclass(frozen=True)
 class PodGuard:
-    """The unit that keeps pods away from the metadata service, and what is there while it does (role azure_guest)."""
+    """The unit that keeps pods away from the metadata service, and the file that exists while it does (azure_guest)."""
 
     unit: Path = Path("/etc/systemd/system/azure-pod-guard.service")
     mark: Path = Path("/run/azure-pod-guard")
@@ -38,14 +38,14 @@ class PodGuard:
 
 @dataclass(frozen=True)
 class Places(status.Places):
-    """And the list of preloaded images."""
+    """Also the list of preloaded images, and the pod guard."""
 
     listed: Path = layout.LIST
     guard: PodGuard = PodGuard()
 
 
 def network(identity: Identity, guard: PodGuard, deadline: Deadline) -> Done:
-    """See that pods are kept out, the address is ours, the API server's name resolves, and it takes connections.
+    """Verify that pods are kept out, the address is ours, and the API server's name resolves and accepts connections.
 
     Raises JoinError (21 to 24).
     """
@@ -79,12 +79,12 @@ def _is_ours(address: str) -> bool:
 
 
 def disk(places: Places, deadline: Deadline) -> Done:
-    """See what became of the local disk in this boot. Raises JoinError (31, 32)."""
+    """Wait for this boot's report on the local disk, and check it. Raises JoinError (31, 32)."""
     return _section("disk", (31, 32), places, deadline)
 
 
 def runtime(places: Places, engine: str, deadline: Deadline) -> Done:
-    """See that the engine answers and has what was preloaded. Raises JoinError (41 to 43)."""
+    """Verify that the engine answers and has the preloaded images. Raises JoinError (41 to 43)."""
     done = _section("preload", (41, 42), places, deadline)
     if engine:
         for check in checks.reach_all(Endpoints(engine=engine, wait_seconds=deadline.attempt())):
@@ -96,7 +96,7 @@ def runtime(places: Places, engine: str, deadline: Deadline) -> Done:
 
 
 def _section(name: str, numbers: tuple[int, int], places: Places, deadline: Deadline) -> Done:
-    """Read a section of this boot's status; a missing one is waited for."""
+    """Read a section of this boot's status, waiting for a missing one. Raises JoinError with one of ``numbers``."""
     failed, missing = numbers
     if name not in status.wanted_sections(places.etc, places.listed):
         return Done("none", "this image has none", is_skipped=True)
@@ -112,10 +112,10 @@ def _section(name: str, numbers: tuple[int, int], places: Places, deadline: Dead
 
 
 def gpu(places: Places, deadline: Deadline) -> Done:
-    """Take the preflight's verdict. Raises JoinError (51 to 53).
+    """Return the preflight's verdict, waiting for it. Raises JoinError (51 to 53).
 
-    Unless it is a hard one the node joins all the same, with its taint, so that its fault is visible
-    in the cluster; the join itself fails, in the last phase.
+    Unless the preflight is hard, a node that didn't pass still joins, with its taint, so that its fault is visible
+    in the cluster; the join then fails in its last phase.
     """
     if not (places.etc / "preflight.json").exists():
         return Done("none", "this image has no preflight", is_skipped=True)

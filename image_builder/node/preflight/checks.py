@@ -1,4 +1,4 @@
-"""Checks of every node, with GPUs or without: its disk, its network, its container engine."""
+"""Checks of every node, with or without GPUs: its disk, its network, its container engine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ENGINES: Mapping[str, list[str]] = {
     "docker": ["docker", "version", "--format", "{{.Server.Version}}"],
     "containerd": ["ctr", "version"],
 }
-# One attempt, in seconds; and between two.
+# The timeout of one attempt, and the pause between two (seconds).
 _ATTEMPT, _PAUSE = 10.0, 2.0
-# What helps a section that failed. A disk that can't be had is the machine's, images are the image's.
+# The action for a section that failed. A missing disk is the machine's fault, missing images are the node image's.
 _HELP: Mapping[str, str] = {"disk": "replace", "seed": "reimage", "preload": "reimage"}
 
 Probe = Callable[[], str]
@@ -42,9 +42,9 @@ def prepared(sections: Mapping[str, Any], names: Sequence[str]) -> list[Check]:
 
 
 def reach_all(settings: Settings, passed: Container[str] = ()) -> list[Check]:
-    """Resolve the names, connect to the places, ask the engine; all at once, for ``wait_seconds`` at most.
+    """Resolve the names, connect to the endpoints and query the engine, all at once, for at most ``wait_seconds``.
 
-    ``passed`` are the ids of checks that are not made again.
+    ``passed`` are the ids of checks to skip.
     """
     probes: dict[str, tuple[str, Probe]] = {
         **{f"dns:{name}": ("network.dns", _resolver(name)) for name in settings.dns},
@@ -62,8 +62,7 @@ def reach_all(settings: Settings, passed: Container[str] = ()) -> list[Check]:
 def _settled(name: str, code: str, reason: str | None, seconds: float) -> Check:
     if reason is None:
         return Check(name, PASSED, seconds=seconds)
-    # A network that is away is away for thousands of nodes: none of them is the worse for it, and none is started
-    # again because of it.
+    # A network outage affects thousands of nodes: it isn't held against any of them, and none reboots because of it.
     if code.startswith("network."):
         return Check(name, INCONCLUSIVE, code, reason, "none", seconds)
     return Check(name, FAILED, code, reason, "reboot", seconds)
@@ -72,7 +71,7 @@ def _settled(name: str, code: str, reason: str | None, seconds: float) -> Check:
 def _try_all(
     probes: Mapping[str, tuple[str, Probe]], wait_seconds: float
 ) -> dict[str, tuple[str | None, float]]:
-    """Return for each probe what is wrong (None: nothing) and the seconds it took."""
+    """Return for each probe its problem (None: none) and the seconds that it took."""
     began = time.monotonic()
     deadline = began + wait_seconds
     results: dict[str, tuple[str | None, float]] = {

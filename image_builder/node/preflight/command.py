@@ -1,4 +1,4 @@
-"""``node-agent preflight``: test, judge, write the verdict, and start the node again where that may help."""
+"""``node-agent preflight``: test, judge, write the verdict, and reboot the node if that may help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNTESTED = Check(
 
 @dataclass(frozen=True)
 class Places(status.Places):
-    """And what is run. ``attempts`` is on the OS disk: it outlives a reboot, and no new machine has it."""
+    """Also what is run. ``attempts`` is on the OS disk: it survives a reboot, and a new machine doesn't have it."""
 
     attempts: Path = Path("/var/lib/node-agent/preflight.json")
     reboot: Sequence[str] = field(default=("systemctl", "--no-block", "reboot"))
@@ -36,9 +36,9 @@ class Places(status.Places):
 
 
 def run(places: Places = Places()) -> int:
-    """Return 0 when this boot has a verdict, and 1 when it has none or is about to end: then nothing is admitted.
+    """Test this boot; return 0 if it has a verdict, or 1 if it has none or is about to end (nothing is admitted then).
 
-    Raises no error that is expected.
+    Never raises an expected error.
     """
     try:
         with files.lock(places.run / "preflight.lock"):
@@ -48,8 +48,8 @@ def run(places: Places = Places()) -> int:
             model.write_verdict(document, places)
             status.tell(f"preflight: {model.message(document)}")
             if verdict.state != PASSED:
-                # Before a reboot, or the gate would not see a pool that starts itself again; and a node that is known
-                # already keeps what it was allowed before until this is reported.
+                # Report before a reboot, or the gate would not notice a pool that keeps rebooting; also, a node that
+                # has already joined stays admitted until this is reported.
                 report.try_now(settings, places.run)
             if verdict.reboot and _start_again(places, boot_id):
                 return 1
@@ -61,10 +61,10 @@ def run(places: Places = Places()) -> int:
 
 
 def again(places: Places = Places()) -> int:
-    """Test again what was not settled in this boot, and report what changed; return 0.
+    """Repeat the tests that this boot left inconclusive, and report changes; return 0.
 
-    The kubelet may run by now, and pods: nothing found here starts the node again. Raises NodeError where there is no
-    verdict of this boot, and OSError.
+    The kubelet and pods may be running by now: no result reboots the node. Raises OSError, and NodeError if this boot
+    has no verdict.
     """
     with files.lock(places.run / "preflight.lock"):
         before = model.read_verdict(places)
@@ -74,7 +74,7 @@ def again(places: Places = Places()) -> int:
                 places, str(before["boot_id"]), str(before["image_build"]), checks_before
             )
             is_news = (verdict.state, verdict.code) != (before["state"], before["code"])
-            if not is_news:  # then it is not reported again
+            if not is_news:  # with the same start time it isn't reported again
                 document["started"] = before["started"]
             model.write_verdict(document, places)
             model.admit(document, places.run, hard=settings.hard)
@@ -87,7 +87,7 @@ def again(places: Places = Places()) -> int:
 def _test(
     places: Places, boot_id: str, build: str, before: Sequence[Check] | None = None
 ) -> tuple[Settings, Verdict, dict[str, Any]]:
-    """Test and judge, what had not passed ``before`` without a reboot; return the verdict's document too."""
+    """Test and judge; return also the verdict's document. With ``before``, skip what had passed, and never reboot."""
     began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     settings, results = examine(places, boot_id, before)
     verdict = decide(results, places, settings, build=build, boot_id=boot_id, may_reboot=before is None)
@@ -103,7 +103,7 @@ def _test(
 
 
 def _forget(directory: Path) -> None:
-    """Take away what was said before: while it is being tested again, this boot has no verdict."""
+    """Delete the previous verdict: while this boot is being tested again, it has none."""
     for name in (model.FILE, model.REPORTED):
         (directory / name).unlink(missing_ok=True)
 
@@ -111,9 +111,9 @@ def _forget(directory: Path) -> None:
 def examine(
     places: Places, boot_id: str, before: Sequence[Check] | None = None
 ) -> tuple[Settings, list[Check]]:
-    """Make all checks, or those that had not passed ``before``. Settings that can't be read are a finding of the image.
+    """Make all checks, or those that had not passed ``before``. Unreadable settings count against the image.
 
-    What the boot prepared is read again, at no cost. GPUs are not put under load again where pods may have them.
+    The sections of the status are read again, which costs nothing. GPUs are not tested again if pods may be using them.
     """
     try:
         settings = parse(settings_files.load("preflight", places.etc))
@@ -143,7 +143,7 @@ def decide(
     boot_id: str,
     may_reboot: bool,
 ) -> Verdict:
-    """Judge the checks, and keep account of reboots: one that is to come is written down before, a pass clears them."""
+    """Judge the checks, and keep a record of reboots: a reboot is recorded beforehand, a pass marks them as helpful."""
     attempts, now = _attempts(places.attempts), places.now()
     verdict = settle(
         judge(results),
@@ -157,10 +157,10 @@ def decide(
     verdict = hold.asked(verdict, settings)
     if verdict.reboot and attempts is not None:
         if problem := _write(places.attempts, attempts.ordered(verdict.code, build, boot_id, now)):
-            # Without the account there would be no end of reboots.
+            # Without the record the node might reboot forever.
             return replace(verdict, reason=f"{verdict.reason}; no reboot: {problem}", reboot=False)
     elif verdict.state == PASSED and attempts != Attempts():
-        # A file that can't be read is replaced here: nothing that it said is wanted any more.
+        # This replaces a file that can't be read: its contents are no longer needed.
         problem = _write(places.attempts, (attempts or Attempts()).passed(now))
         if problem:
             status.tell(f"preflight: {problem}")
@@ -168,7 +168,7 @@ def decide(
 
 
 def _attempts(path: Path) -> Attempts | None:
-    """Return the reboots; None where they can't be read."""
+    """Return the recorded reboots; None if they can't be read."""
     try:
         return parse_attempts(json.loads(path.read_bytes()))
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def _attempts(path: Path) -> Attempts | None:
 
 
 def _write(path: Path, attempts: Attempts) -> str:
-    """Write the account; return what is wrong where that fails."""
+    """Write the record; return the problem if that fails, else an empty string."""
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         files.write_json(path, attempts.as_json())
@@ -190,7 +190,7 @@ def _write(path: Path, attempts: Attempts) -> str:
 def _start_again(places: Places, boot_id: str) -> bool:
     status.tell("preflight: rebooting this node")
     try:
-        # A disk that is missing in this boot and the next is not missing for longer because of this.
+        # A disk that is missing in this boot and the next must not count as missing longer because of this reboot.
         status.record_reboot(boot_id, places.attempts.with_name(status.REBOOT.name))
         child.run(places.reboot)
     except (ProgramError, OSError) as error:

@@ -1,8 +1,8 @@
-"""The gate's breaker as a node reads it: what fails on many nodes at once condemns none of them.
+"""The gate's circuit breaker as a node reads it: a failure on many nodes at once condemns none of them.
 
-The gate keeps one ConfigMap. Its entries are the codes that a suspicious share of a pool's boots failed by; a node that
-is about to start itself again, or to ask for its replacement, reads it once before. Which pool is a node's own is what
-its labels say, as for the gate.
+The gate maintains one ConfigMap. Its entries are codes with which a suspicious share of a pool's boots failed; a node
+that is about to reboot itself, or to request its replacement, reads it once before. A node's pool is determined by its
+labels, as for the gate.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ NAMESPACE, NAME = "kube-system", "image-builder-breaker"
 COLLECTION = f"/api/v1/namespaces/{NAMESPACE}/configmaps"
 PATH = f"{COLLECTION}/{NAME}"
 OPEN, RELEASED = "open", "released"
-# What is held: starting the node again, and calling its hardware broken.
+# The actions that are held: rebooting the node, and calling its hardware broken.
 _CONDEMNING = ("reboot", "replace")
 _SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Hold:
-    """A code by which ``failed`` of ``of`` nodes of a pool failed within the window, noticed at ``since`` (Unix time).
+    """A code with which ``failed`` of ``of`` nodes of a pool failed within the window, noticed at ``since`` (Unix).
 
-    ``pool`` is the value of its nodes' label ``label``, empty for nodes without that label.
-    ``state``: ``released`` by a person, who says in ``reason`` why the nodes are to blame after all.
+    ``pool`` is the value of the nodes' label ``label``, empty for nodes without that label.
+    ``state`` is ``released`` once a person has decided that the nodes are to blame after all; ``reason`` says why.
     """
 
     code: str
@@ -47,7 +47,7 @@ class Hold:
 
     @property
     def key(self) -> str:
-        """Return the entry's key. No code has two dots in a row, so no other code and pool have the same."""
+        """Return the entry's key. No code has two dots in a row, so every code and pool has a unique key."""
         return f"{self.code}..{self.pool}"
 
     @property
@@ -67,7 +67,7 @@ class Hold:
 
 
 def parse(config_map: Mapping[str, Any]) -> dict[str, Hold]:
-    """Return the holds of a ConfigMap by key; an entry that is malformed counts as not there."""
+    """Return the holds in a ConfigMap by key, ignoring malformed entries."""
     holds = {}
     for key, text in (config_map.get("data") or {}).items():
         try:
@@ -78,7 +78,7 @@ def parse(config_map: Mapping[str, Any]) -> dict[str, Hold]:
 
 
 def of_node(code: str, labels: Mapping[str, str], holds: Mapping[str, Hold]) -> Hold | None:
-    """Return the hold of a code for a node with these labels."""
+    """Return the hold for a code on a node with these labels; None if there is none."""
     return next(
         (hold for hold in holds.values() if (hold.code, hold.pool) == (code, labels.get(hold.label, ""))),
         None,
@@ -86,9 +86,9 @@ def of_node(code: str, labels: Mapping[str, str], holds: Mapping[str, Hold]) -> 
 
 
 def applied(verdict: Verdict, labels: Mapping[str, str], holds: Mapping[str, Hold]) -> Verdict:
-    """Return the verdict, without its reboot and its action where its code is held for a node with these labels.
+    """Return the verdict, without its reboot and action if its code is held for a node with these labels.
 
-    It stays what it was: no pass.
+    Its state doesn't change: a hold doesn't make it a pass.
     """
     hold = of_node(verdict.code, labels, holds)
     if hold is None or hold.state != OPEN or verdict.action not in _CONDEMNING:
@@ -98,7 +98,10 @@ def applied(verdict: Verdict, labels: Mapping[str, str], holds: Mapping[str, Hol
 
 
 def asked(verdict: Verdict, settings: Settings) -> Verdict:
-    """Ask the API server whether the verdict is held, if it would do anything; who can't be asked holds nothing."""
+    """Return the verdict as held by the API server's ConfigMap; unchanged if that can't be read.
+
+    Ask only if the verdict would have an effect on the node.
+    """
     if verdict.action not in _CONDEMNING or not settings.has_joined:
         return verdict
     try:

@@ -1,4 +1,4 @@
-"""The verdict of checks, and whether a reboot is worth it. No I/O."""
+"""The verdict on a preflight's checks, and whether a reboot is worthwhile. No I/O."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, SKI
 REASON_CHARACTERS = 400
 
 
-# A node that was started again so often for one code, within these seconds, is handed over.
+# A node that has rebooted this often for one code within the window (seconds) is handed over.
 MOST_REBOOTS, REBOOT_WINDOW = 3, 30 * 86400.0
-# Codes of programs, which another machine would run no better: a reboot that did not help asks for another image.
+# Codes of software faults, which another machine wouldn't fix: if a reboot did not help, the node needs another image.
 _OF_PROGRAMS = ("runtime.",)
-# Routine in the life of a GPU's memory: a reset remaps the row, and that is no reason to give a machine back. One that
-# keeps coming back is for a person to judge.
+# Routine events in the life of a GPU's memory: a reset remaps the row, which isn't a reason to give the machine back.
+# One that keeps recurring is for a person to judge.
 _ROUTINE = ("remap.pending", "ecc.uncorrected")
 
 
 @dataclass(frozen=True)
 class Reboot:
-    """A reboot that was ordered: for which code, by which image, in which boot, when (Unix time).
+    """A reboot that was ordered: for which code, by which image, in which boot, and when (Unix time).
 
     ``helped``: a later test passed.
     """
@@ -37,21 +37,21 @@ class Reboot:
 
 @dataclass(frozen=True)
 class Attempts:
-    """The reboots that a failed preflight has ordered on this machine's disk."""
+    """The reboots that failed preflights have ordered, as recorded on this machine's disk."""
 
     reboots: tuple[Reboot, ...] = ()
 
     def unhelpful(self, code: str, build: str, boot_id: str) -> bool:
-        """Tell whether an earlier boot of this image was started again for this code, and none has passed since."""
+        """Return whether an earlier boot of this image rebooted for this code, and no test has passed since."""
         return any(
             (reboot.code, reboot.build, reboot.helped) == (code, build, False) and reboot.boot_id != boot_id
             for reboot in self.reboots
         )
 
     def recent(self, code: str, boot_id: str, now: float) -> int:
-        """Return how many earlier boots were started again for this code within the window.
+        """Return how many earlier boots were rebooted for this code within the window.
 
-        What lies ahead counts: the clock was set since.
+        A reboot in the future counts: the clock has been set since.
         """
         return sum(
             reboot.code == code and reboot.boot_id != boot_id and now - reboot.at < REBOOT_WINDOW
@@ -59,12 +59,12 @@ class Attempts:
         )
 
     def passed(self, now: float) -> Attempts:
-        """Return what is kept when a test passes: each reboot has helped, and the old ones are forgotten."""
+        """Return the reboots to keep when a test passes: recent ones, all marked as having helped."""
         recent = [reboot for reboot in self.reboots if now - reboot.at < REBOOT_WINDOW]
         return Attempts(tuple(replace(reboot, helped=True) for reboot in recent))
 
     def ordered(self, code: str, build: str, boot_id: str, now: float) -> Attempts:
-        """Return the reboots with one more; a boot that orders the same again counts once."""
+        """Return the reboots plus a new one; a boot that orders a reboot again for the same code counts once."""
         others = [reboot for reboot in self.reboots if (reboot.code, reboot.boot_id) != (code, boot_id)]
         return Attempts((*others, Reboot(code, build, boot_id, now)))
 
@@ -73,7 +73,7 @@ class Attempts:
 
 
 def parse_attempts(value: Any) -> Attempts:
-    """Return what the file says; raises ValueError for one that isn't ours."""
+    """Return the reboots in the file's contents. Raises ValueError if they have another format."""
     try:
         reboots = tuple(Reboot(**item) for item in value["reboots"])
     except (KeyError, TypeError) as error:
@@ -84,10 +84,10 @@ def parse_attempts(value: Any) -> Attempts:
 
 
 def judge(checks: Sequence[Check]) -> Verdict:
-    """Return what the checks come to, before any thought of a reboot.
+    """Return the verdict on the checks, before a reboot is considered.
 
-    One that failed outweighs one that was not settled; nothing tested is nothing passed. Of several failures the one
-    with the gravest action speaks.
+    A failed check outweighs an inconclusive one; if nothing was tested, nothing has passed. Of several failures, the
+    one with the most severe action determines the verdict.
     """
     failed = [check for check in checks if check.state == FAILED]
     unsettled = [check for check in checks if check.state not in (PASSED, FAILED, SKIPPED)]
@@ -112,11 +112,11 @@ def settle(
     may_reboot: bool,
     now: float,
 ) -> Verdict:
-    """Decide about a reboot: one for each code until a test passes, and only where nothing speaks against it.
+    """Decide about a reboot: one for each code until a test passes, unless something speaks against it.
 
-    ``attempts`` is None where the file can't be read: then a reboot might be one without end, and there is none. A
-    fault that a reboot did not cure, or that comes back too often, asks for another machine or image; what was
-    never settled asks for neither, it is tested again. What is routine has all its reboots, and then asks for a person.
+    ``attempts`` is None if the file can't be read: the node might then reboot forever, so it doesn't reboot. A
+    fault that a reboot did not cure, or that recurs too often, calls for another machine or image; an inconclusive
+    test calls for neither, and is repeated. A routine fault may use up all its reboots, and then calls for a person.
     """
     if verdict.state == PASSED or verdict.action != "reboot":
         return verdict

@@ -1,4 +1,4 @@
-"""Checks of a preflight and their verdict, and how each is written."""
+"""A preflight's checks and its verdict, and how they are written."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from image_builder.node.finding import kubernetes_reason
 FORMAT = 1
 FILE = "preflight.json"
 REPORTED = "preflight.reported"
-# Files that units look for: this boot is to be tested again, and the kubelet may start.
+# Files that units look for: this boot must be tested again; the kubelet may start.
 UNSETTLED, ADMITTED = "preflight.unsettled", "kubelet.admitted"
 
 PASSED, FAILED, INCONCLUSIVE, SKIPPED = "passed", "failed", "inconclusive", "skipped"
 CONDITION = "NodePreflightPassed"
 _STATUS = {PASSED: "True", FAILED: "False"}
-# A node's wish to be tested again while it works, and the gate's answer to it: annotations with JSON.
+# A node's request to be tested again while it is in service, and the gate's answer to it: annotations with JSON.
 WISH, ANSWER = "image-builder/retest-wanted", "image-builder/retest"
 HELD, GRANTED, REFUSED, WITHDRAWN = "held", "granted", "refused", "withdrawn"
 _BOOT = re.compile(r"^boot=([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?:\s|$)")
@@ -32,10 +32,10 @@ _RETEST = re.compile(r"^boot=\S+ retest=([0-9a-f]{16})(?:\s|$)")
 
 @dataclass(frozen=True)
 class Check:
-    """One test. ``code`` tells why it isn't passed, ``action`` what would help.
+    """One test. ``code`` says why it didn't pass, ``action`` what would help.
 
-    ``final``: no reboot may repeat it. A processor that once gave a wrong answer is not asked again until it gives
-    the right one.
+    ``final``: the test must not be repeated by a reboot. A processor that once gave a wrong answer isn't tested again
+    until it happens to give the right one.
     """
 
     id: str
@@ -49,7 +49,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all checks come to. ``reboot``: the node is to be started again now, and tested again."""
+    """The result of all checks. ``reboot``: the node must be rebooted now, and tested again."""
 
     state: str
     code: str = ""
@@ -61,7 +61,7 @@ class Verdict:
 def document(
     verdict: Verdict, checks: Sequence[Check], *, boot_id: str, image_build: str, started: str, seconds: float
 ) -> dict[str, Any]:
-    """Return what ``/run/node/preflight.json`` holds. ``started`` is a time with its zone (RFC 3339)."""
+    """Return the contents of ``/run/node/preflight.json``. ``started`` is a time with its zone (RFC 3339)."""
     return {
         "format": FORMAT,
         "boot_id": boot_id,
@@ -77,23 +77,23 @@ def document(
 
 
 def section(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``/run/node/status.json`` says of a document."""
+    """Return the section of ``/run/node/status.json`` for a document."""
     details = {name: document[name] for name in ("code", "reason", "action", "seconds")}
     return {"state": status.label_of(document["state"]), **details}
 
 
 def condition_status(state: str) -> str:
-    """Return the condition's status: ``True``, ``False``, or ``Unknown`` for anything that wasn't settled."""
+    """Return the condition's status: ``True``, ``False``, or ``Unknown`` for anything inconclusive."""
     return _STATUS.get(state, "Unknown")
 
 
 def condition_reason(code: str) -> str:
-    """Return a code as Kubernetes writes reasons: ``gpu.kat-int`` is ``GpuKatInt``, and no code is ``Passed``."""
+    """Return a code as a Kubernetes reason: ``gpu.kat-int`` becomes ``GpuKatInt``, and no code ``Passed``."""
     return kubernetes_reason(code) or "Passed"
 
 
 def message(document: Mapping[str, Any]) -> str:
-    """Return the condition's message for a document: what it speaks of comes first, boot, re-test and image."""
+    """Return the condition's message for a document; it begins with the boot, re-test and image that it is about."""
     image = document["image_build"] or "unknown"
     again = f" retest={document['retest']}" if document.get("retest") else ""
     text = (
@@ -105,34 +105,34 @@ def message(document: Mapping[str, Any]) -> str:
 
 
 def boot_of(message: str) -> str:
-    """Return the boot id that a condition's message speaks of; empty where there is none."""
+    """Return the boot id in a condition's message; empty if there is none."""
     match = _BOOT.match(message)
     return match[1] if match else ""
 
 
 def failure_of(message: str) -> str:
-    """Return the code by which the test that a condition's message speaks of failed; empty where it didn't."""
+    """Return the code of the failure that a condition's message reports; empty if the test didn't fail."""
     match = _FAILURE.match(message)
     return match[1] if match else ""
 
 
 def retest_of(message: str) -> str:
-    """Return the number of the re-test that a condition's message speaks of; empty where it speaks of a boot's test."""
+    """Return the number of the re-test that a condition's message is about; empty if it is about a boot's test."""
     match = _RETEST.match(message)
     return match[1] if match else ""
 
 
-# -- the verdict of this boot in its files, where units, the kubelet, the joining and people find it ---------------
+# -- the files with this boot's verdict, for units, the kubelet, ``node-agent join`` and people --------------------
 
 
 def write_verdict(document: Mapping[str, Any], places: status.Places) -> None:
-    """Write a verdict, and the kubelet's labels and taints with it. Raises OSError."""
+    """Write a verdict, and update the kubelet's labels and taints. Raises OSError."""
     files.write_json(places.run / FILE, document)
     status.update("preflight", section(document), places)
 
 
 def read_verdict(places: status.Places) -> dict[str, Any]:
-    """Return the verdict; raises NodeError (``preflight.none``) where there is none, or another boot's."""
+    """Return this boot's verdict. Raises NodeError (``preflight.none``) if there is none, or only another boot's."""
     try:
         document: dict[str, Any] = json.loads((places.run / FILE).read_bytes())
         now = status.boot_id(places.boot_id)
@@ -146,9 +146,9 @@ def read_verdict(places: status.Places) -> dict[str, Any]:
 
 
 def admit(document: Mapping[str, Any], run: Path, *, hard: bool) -> None:
-    """Let the kubelet start, or not, and have what was not settled tested again. Raises OSError.
+    """Allow the kubelet to start, or not, and mark an inconclusive verdict for another test. Raises OSError.
 
-    A kubelet that runs is not stopped.
+    A running kubelet isn't stopped.
     """
     _mark(run / UNSETTLED, document["state"] == INCONCLUSIVE)
     _mark(run / ADMITTED, document["state"] == PASSED or not hard)

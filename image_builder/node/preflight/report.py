@@ -1,7 +1,7 @@
-"""``node-agent preflight --report``: report this boot's verdict to the API server, once a transition.
+"""``node-agent preflight --report``: report this boot's verdict to the API server, once per transition.
 
-One PATCH. Nothing is asked, nothing is watched, nothing is repeated while the node runs: the boot id in the message
-tells whether it is stale.
+One PATCH. Nothing is queried, watched or repeated while the node runs: the boot id in the message shows whether the
+condition is stale.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from image_builder.node.net.retry import LONGEST_WAIT, Deadline, NotYet, patient
 from image_builder.node.preflight import model
 from image_builder.node.preflight.settings import Settings, parse
 
-# What is waited for the kubelet's own answer, which costs the API server nothing: seconds between two questions.
+# Waiting for the kubelet's own health endpoint, which costs the API server nothing: the interval, and the limit
+# (seconds).
 _POLL = 2.0
 _KUBELET_SECONDS = 3600.0
-# The early word of a failure keeps the kubelet from starting, or the node from its reboot, for so long at most. A
-# question takes no longer.
+# An early report of a failure delays the kubelet's start, or the node's reboot, for at most this long (seconds). A
+# request for the node's taints has the same limit.
 _EARLY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Places(status.Places):
-    """And how time passes. ``chance`` gives numbers in [0, 1)."""
+    """Also how time passes. ``chance`` returns numbers in [0, 1)."""
 
     sleep: Callable[[float], None] = time.sleep
     chance: Callable[[], float] = random.random
 
 
 def run(places: Places = Places()) -> int:
-    """Report the verdict of this boot unless it was reported already. Raises NodeError: there is nothing to report."""
+    """Report this boot's verdict unless it has been reported. Raises NodeError if there is nothing to report."""
     settings = parse(settings_files.load("preflight", places.etc))
     document = model.read_verdict(places)
     if not settings.kubeconfig:
@@ -51,18 +52,18 @@ def run(places: Places = Places()) -> int:
         status.tell("preflight: already reported")
         return 0
     _await_kubelet(settings, Deadline(time.monotonic() + _KUBELET_SECONDS, sleep=places.sleep))
-    # Nodes that were started together don't report together.
+    # Nodes that started at the same time must not report at the same time.
     places.sleep(places.chance() * settings.jitter_seconds)
 
     def send() -> None:
-        # The kubelet may have got its certificate only now, or a new one: read it at every attempt.
+        # The kubelet may have just received its certificate, or a new one: read it at every attempt.
         try:
             _send(settings, document, kube.TIMEOUT)
         except KubeError as error:
             if error.is_hopeless:
                 raise
             raise NotYet(error, error.retry_after) from error
-        except NodeError as error:  # a kubeconfig that isn't there yet, or half written
+        except NodeError as error:  # a kubeconfig that doesn't exist yet, or is half written
             raise NotYet(error) from error
 
     never = Deadline(math.inf, sleep=places.sleep, chance=places.chance)
@@ -75,11 +76,11 @@ def run(places: Places = Places()) -> int:
 
 
 def try_now(settings: Settings, directory: Path) -> None:
-    """Report at once, before the kubelet starts, and only once: for a boot that did not pass on a known node.
+    """Try once to report before the kubelet starts: for a boot that didn't pass, on a node that has already joined.
 
-    Its Node object may have no taint, and the kubelet can't give it one; the controller does when it hears of this. A
-    node that isn't known yet registers with the taint. A thread reports and is left behind when the time is over: a
-    resolver has no deadline.
+    Its Node object may have no taint, and the kubelet can't add one; the controller does when it sees the report. A
+    node that hasn't joined yet registers with the taint. A thread reports, and is abandoned when the time is up: name
+    resolution has no timeout.
     """
     if not settings.has_joined:
         return
@@ -100,9 +101,9 @@ def try_now(settings: Settings, directory: Path) -> None:
 
 
 def may_have_pods(settings: Settings) -> bool:
-    """Tell whether pods may be scheduled to this node: it has joined, and the taint is gone, as ``gate admit`` has it.
+    """Return whether pods may be scheduled to this node: it has joined, and ``gate admit`` has removed the taint.
 
-    Where the API server doesn't say, they may.
+    If the API server doesn't answer, assume that they may.
     """
     if not settings.has_joined:
         return False
@@ -117,7 +118,7 @@ def may_have_pods(settings: Settings) -> bool:
 
 
 def connect(settings: Settings, timeout: float) -> tuple[Client, str]:
-    """Be the kubelet: return a client, and the node's name there. Raises NodeError (``kube.config``)."""
+    """Return a client with the kubelet's identity, and the node's name. Raises NodeError (``kube.config``)."""
     return kube.as_kubelet(Path(settings.kubeconfig), settings.node_name, timeout)
 
 
@@ -135,10 +136,10 @@ def _send(settings: Settings, document: Mapping[str, Any], timeout: float) -> No
 
 
 def _await_kubelet(settings: Settings, deadline: Deadline) -> None:
-    """Wait until the kubelet answers: before, the node may not be registered, and each refusal costs a request.
+    """Wait until the kubelet answers: before that, the node may not be registered, and each refusal costs a request.
 
-    A node without a configuration to join has no kubeconfig, and nowhere to report to. Raises NodeError
-    (``preflight.kubelet``) after an hour: the unit begins again, with the verdict as it is by then.
+    A node without a join configuration has no kubeconfig, and nowhere to report to. Raises NodeError
+    (``preflight.kubelet``) after an hour: the unit starts over, with the verdict at that time.
     """
     while not (settings.has_joined and fetch.is_up(settings.healthz, _POLL)):
         if not deadline.poll(_POLL):

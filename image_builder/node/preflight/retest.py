@@ -1,8 +1,8 @@
-"""``node-agent preflight --retest``: test the GPUs of a node that works, where the gate grants it.
+"""``node-agent preflight --retest``: test the GPUs of a node in service, if the gate grants it.
 
-The node asks by its timer once a day, and only when its last test is old enough, so nothing has to watch it. One
-request makes the wish; then it looks for the answer every few minutes, for an hour at most. The gate takes the node
-out of service before it says yes; the result is reported as a boot's verdict is, with the number of the wish.
+The node's timer asks once a day, and only if the last test is old enough, so nothing has to watch it. The node makes
+the request with one API call, then looks for the answer every few minutes, for at most an hour. The gate takes the node
+out of service before it grants the request; the result is reported like a boot's verdict, with the request's number.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from image_builder.node.preflight.model import INCONCLUSIVE, PASSED, Check
 from image_builder.node.preflight.settings import Settings, parse
 
 TIER = "periodic"
-# How often the answer is looked for, and the longest pause between two looks (seconds).
+# How often to look for the answer, and the longest pause in between (seconds).
 LOOKS, LOOK_SECONDS = 12, 300.0
 _DAY = 86400.0
-# The GPUs are in use: no result, in either direction.
+# Codes that say that the GPUs are in use: neither a pass nor a failure.
 _BUSY = "procs."
 
 
 @dataclass(frozen=True)
 class Places(report.Places):
-    """And what tests the GPUs."""
+    """Also what tests the GPUs."""
 
     smoke: Callable[[str], Sequence[str]] = smoke.command
     now: Callable[[], float] = time.time
 
 
 def run(places: Places = Places()) -> int:
-    """Ask, wait for the answer, test, report; return 0, whatever was found.
+    """Ask, wait for the answer, test and report; return 0 whatever the result.
 
-    Raises NodeError: there is no verdict of this boot, the settings or the kubeconfig are wrong.
+    Raises NodeError if this boot has no verdict, or if the settings or the kubeconfig are wrong.
     """
     settings = parse(settings_files.load("preflight", places.etc))
     before = model.read_verdict(places)
@@ -68,7 +68,7 @@ def run(places: Places = Places()) -> int:
 
 
 def reason_not_to_ask(document: Mapping[str, Any], settings: Settings, now: float, has_gpus: bool) -> str:
-    """Return why this node wants no re-test; empty where it does."""
+    """Return why this node doesn't want a re-test; empty if it does."""
     if not settings.retest_days or not settings.kubeconfig:
         return "re-tests are disabled"
     if not has_gpus:
@@ -76,13 +76,13 @@ def reason_not_to_ask(document: Mapping[str, Any], settings: Settings, now: floa
     if document["state"] != PASSED:
         return f"the last test: {document['state']}"
     age = now - datetime.fromisoformat(document["started"]).timestamp()
-    # What lies ahead is of a clock that was set since: it tells nothing of when that was.
+    # A time in the future means that the clock has been set since: it doesn't show when the test was.
     is_fresh = 0 <= age < settings.retest_days * _DAY
     return "" if not is_fresh else f"the last test was {age / 3600:.0f} h ago"
 
 
 def make_wish(document: Mapping[str, Any], now: float, nonce: str) -> dict[str, Any]:
-    """Return what the node asks for: ``tested`` and ``until`` (when it stops looking) are Unix times."""
+    """Return the node's request: ``tested`` and ``until`` (when it stops looking) are Unix times."""
     return {
         "boot_id": document["boot_id"],
         "nonce": nonce,
@@ -92,7 +92,7 @@ def make_wish(document: Mapping[str, Any], now: float, nonce: str) -> dict[str, 
 
 
 def answer_to(node: Mapping[str, Any], nonce: str) -> str:
-    """Return the gate's answer to a wish by its number, from a Node object; empty where there is none yet."""
+    """Return the gate's answer to the request with this number from a Node object; empty if there is none yet."""
     try:
         answer = json.loads(node["metadata"]["annotations"][model.ANSWER])
         return str(answer["state"]) if answer["nonce"] == nonce else ""
@@ -101,7 +101,7 @@ def answer_to(node: Mapping[str, Any], nonce: str) -> str:
 
 
 def after(before: Mapping[str, Any], check: Check, nonce: str, started: str) -> dict[str, Any]:
-    """Return the verdict after a re-test. One that was not made because the GPUs are in use leaves the old one."""
+    """Return the verdict after a re-test. If it was not made because the GPUs are in use, the old verdict stays."""
     if check.state == INCONCLUSIVE and check.code.startswith(_BUSY):
         return {**before, "retest": nonce, "started": started}
     verdict = judge([check])
@@ -117,9 +117,9 @@ def after(before: Mapping[str, Any], check: Check, nonce: str, started: str) -> 
 
 
 def _answer(wish: Mapping[str, Any], settings: Settings, places: Places) -> str:
-    """Make the wish, and look for its answer; empty where none came in time. Raises NodeError.
+    """Make the request, and return its answer; empty if none came in time. Raises NodeError.
 
-    An API server that refuses the wish is asked again tomorrow: there is no hurry.
+    If the API server refuses the request, the next run tries again tomorrow: there is no hurry.
     """
     client, name = report.connect(settings, kube.TIMEOUT)
     with client:

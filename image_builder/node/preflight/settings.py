@@ -14,12 +14,12 @@ from image_builder.node.decode import at_least, host_and_port, one_of, shown, wi
 
 @dataclass(frozen=True)
 class Settings:
-    """``hard``: the kubelet doesn't start on a node that did not pass. ``reboot``: the node may start itself again,
-    once for a fault until a boot passes. ``dns`` are names to resolve, ``tcp`` places (``HOST:PORT``) to connect to,
-    ``engine`` must answer (empty: none); for all three together ``wait_seconds`` is the most. ``gpu_seconds`` is the
+    """``hard``: the kubelet doesn't start on a node that did not pass. ``reboot``: the node may reboot itself, once per
+    fault until a boot passes. ``dns`` are names to resolve, ``tcp`` endpoints (``HOST:PORT``) to connect to, ``engine``
+    is the engine that must answer (empty: none); ``wait_seconds`` limits all three together. ``gpu_seconds`` is the
     smoke test's deadline.
-    ``jitter_seconds`` spreads the reports of nodes that were started together. GPUs whose last test is older than
-    ``retest_days`` are to be tested again, where the gate grants it; 0: never.
+    ``jitter_seconds`` spreads out the reports of nodes that started at the same time. GPUs whose last test is older
+    than ``retest_days`` are tested again if the gate grants it; 0: never.
     """
 
     hard: bool = False
@@ -39,7 +39,7 @@ class Settings:
 
     @property
     def has_joined(self) -> bool:
-        """Tell whether the kubelet has a kubeconfig: without one nobody can be asked or reported to."""
+        """Return whether the kubelet has a kubeconfig: without one the API server can't be queried or reported to."""
         return bool(self.kubeconfig) and Path(self.kubeconfig).exists()
 
     def problems(self) -> Iterator[str]:
@@ -57,5 +57,5 @@ class Settings:
 
 
 def parse(document: Mapping[str, Any]) -> Settings:
-    """Return the settings; raises NodeError (``settings``) with everything that is wrong."""
+    """Return the settings. Raises NodeError (``settings``) with all problems."""
     return settings_files.parse(Settings, document, "preflight")

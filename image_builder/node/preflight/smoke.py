@@ -1,4 +1,4 @@
-"""The GPU smoke test, run in a child process that may hang, crash or lie."""
+"""The GPU smoke test, run in a child process that may hang, crash or report nonsense."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from image_builder.node.gpu.model import DEADLINE, ENDINGS
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check
 
 ID = "gpu"
-# Checks whose failure is a wrong answer of the hardware.
+# Checks whose failure means that the hardware computed a wrong answer.
 _KNOWN_ANSWERS = ("kat.", "det.")
 _LIMIT = 8 << 20
 
@@ -24,7 +24,7 @@ _STATES = {"fail": FAILED, "inconclusive": INCONCLUSIVE}
 
 
 def command(tier: str) -> list[str]:
-    """Return what starts the smoke test: this program again, whether it is one file or a package."""
+    """Return the command that starts the smoke test: this program again, whether it is a single file or a package."""
     program = (
         [sys.argv[0]] if Path(sys.argv[0]).suffix != ".py" else [sys.executable, "-m", "image_builder.node"]
     )
@@ -32,7 +32,7 @@ def command(tier: str) -> list[str]:
 
 
 def run(argv: Sequence[str], seconds: float, boot_id: str) -> Check:
-    """Run the smoke test and return what it comes to; never raises, and never waits longer than that."""
+    """Run the smoke test for at most ``seconds`` and return its result. Never raises."""
     began = time.monotonic()
     try:
         status, output, tail = _run(argv, seconds)
@@ -43,10 +43,10 @@ def run(argv: Sequence[str], seconds: float, boot_id: str) -> Check:
 
 
 def judge(status: int | None, output: bytes, tail: str, boot_id: str) -> Check:
-    """Return what an exit status and an output come to. ``status`` None: it was killed, and did not even die.
+    """Return the check that an exit status and an output result in. ``status`` is None if it could not be killed.
 
-    A status counts only with a document of this boot that has the same one. Without it the program is broken, not the
-    hardware, whatever the status; only the deadline, which is this process' own, needs no document.
+    A status counts only with a document of this boot that contains the same status. Without one the program is broken,
+    not the hardware, whatever the status; only a missed deadline, which this process observes, needs no document.
     """
     if status is None:
         return Check(
@@ -63,7 +63,7 @@ def judge(status: int | None, output: bytes, tail: str, boot_id: str) -> Check:
     summary = str(verdict.get("summary", ""))
     if status == 0 and verdict.get("status") == "pass":
         return Check(ID, PASSED, reason=summary)
-    # Python itself ends with 1 on a broken import and argparse with 2, so a status alone condemns nobody.
+    # Python itself exits with 1 on a broken import and argparse with 2, so a status alone condemns no hardware.
     ending = ENDINGS.get(status)
     if ending is None or ending.status not in _STATES:
         return _without_document(status, tail)
@@ -82,7 +82,7 @@ def judge(status: int | None, output: bytes, tail: str, boot_id: str) -> Check:
 
 
 def _without_document(status: int, tail: str) -> Check:
-    """Return what an ending comes to that no document of this boot explains."""
+    """Return the check for an exit status that no document of this boot explains."""
     if status == DEADLINE:
         reason = f"the smoke test was killed and left no document: {tail}"
         return Check(ID, INCONCLUSIVE, "gpu.deadline", reason, "reboot")
@@ -100,7 +100,7 @@ def _checks(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _run(argv: Sequence[str], seconds: float) -> tuple[int | None, bytes, str]:
-    """Return the status (None: it can't be killed), the output, and the end of the error output."""
+    """Return the status (None: it can't be killed), the output, and the end of the standard error."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with Child(argv, stdout=out, stderr=err, own_group=True) as program:
             status = program.wait(seconds)

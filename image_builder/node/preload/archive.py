@@ -1,4 +1,4 @@
-"""The archive: its checksum, the room for what is in it, and its loading."""
+"""The archive: its checksum, the space that its images need, and loading it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from image_builder.node.errors import NodeError
 from image_builder.node.preload.images import Archive
 from image_builder.node.store import Image
 
-# The kubelet deletes images until so much of their filesystem is used (imageGCLowThresholdPercent's default).
+# The kubelet deletes images until this much of their filesystem is used (imageGCLowThresholdPercent's default).
 FULL_PERCENT = 80
 _CHUNK = 4 << 20
-# Without a byte read, or written to the engine's disk, for so long it will not end. An engine that unpacks is silent.
+# If nothing is read, or written to the engine's disk, for this long, loading won't end. An engine is silent while it
+# unpacks.
 STALLED_SECONDS = 600.0
 
 
 def check(archive: Archive, tell: Callable[[str], None], interval: float) -> None:
-    """Read the archive once; raises NodeError (``preload.archive``) unless it is the one that was baked."""
+    """Read the whole archive. Raises NodeError (``preload.archive``) unless it is the one that was baked."""
     digest, done, reported = hashlib.sha256(), 0, time.monotonic()
     path = archive.path
     try:
@@ -43,11 +44,11 @@ def check(archive: Archive, tell: Callable[[str], None], interval: float) -> Non
 
 
 def portion(done: int, total: int) -> str:
-    """Return how far something is, as text."""
+    """Return progress as text."""
     return f"{100 * done // max(total, 1)}% of {total / 1e9:.2f} GB"
 
 
-# -- room ------------------------------------------------------------------------------------------------------
+# -- space -----------------------------------------------------------------------------------------------------
 
 
 def check_room(
@@ -58,9 +59,9 @@ def check_room(
     data_root: Path,
     root: Path = Path("/"),
 ) -> None:
-    """Raise NodeError (``preload.space``) where loading would fill the root filesystem.
+    """Raise NodeError (``preload.space``) if loading would fill the root filesystem.
 
-    A data root on a disk of its own is the engine's alone: there the engine itself says that it is full.
+    A data root on a separate disk belongs to the engine, which itself reports when that disk is full.
     """
     place = next(path for path in (data_root, *data_root.parents) if path.exists())
     if place.stat().st_dev != root.stat().st_dev:
@@ -74,16 +75,16 @@ def check_room(
 
 
 def needed(engine: str, archive: int, layers: int) -> int:
-    """Return how many bytes an engine writes to load an archive that is on the disk already.
+    """Return how many bytes an engine writes to load an archive that is already on the disk.
 
-    Docker first copies the whole archive, then registers layers that it holds unpacked. containerd keeps its
-    content, compressed or not, and unpacks layers beside it.
+    Docker first copies the whole archive, then registers its layers unpacked. containerd keeps the archive's content,
+    compressed or not, and also the unpacked layers.
     """
     return archive + (min(archive, layers) if engine == "docker" else layers)
 
 
 def unpacked(images: Iterable[Image], layers: Mapping[str, int]) -> int:
-    """Return the bytes of the images' layers, each layer once as far as ``layers`` knows them."""
+    """Return the total size of the images' layers in bytes, counting a layer that ``layers`` knows only once."""
     diff_ids: set[str] = set()
     total = 0
     for image in images:
@@ -95,7 +96,7 @@ def unpacked(images: Iterable[Image], layers: Mapping[str, int]) -> int:
 
 
 def room_fault(need: int, capacity: int, available: int) -> str:
-    """Return why so many bytes have no room, or nothing. A filesystem's fullness is counted as the kubelet does."""
+    """Return why this many bytes don't fit, or an empty string. Count the filesystem's usage as the kubelet does."""
     after = capacity - available + need
     if after * 100 <= capacity * FULL_PERCENT:
         return ""
@@ -116,9 +117,9 @@ def load(
     interval: float,
     patience: float = STALLED_SECONDS,
 ) -> None:
-    """Run a program that reads the archive into ``data_root`` and report how far it is.
+    """Run a program that loads the archive into ``data_root``, and report its progress.
 
-    Raises ProgramError, also (status 124) where there was no progress for ``patience`` seconds.
+    Raises ProgramError, also (status 124) if there is no progress for ``patience`` seconds.
     """
     size, has_begun = archive.stat().st_size, False
 
@@ -140,19 +141,19 @@ def _free(data_root: Path) -> int:
 
 
 def stage(position: int | None, size: int, has_begun: bool) -> str:
-    """Return how far a program is with the archive. Read to its end, it is the engine's turn, which is silent."""
+    """Return a program's progress with the archive. Once it is read to the end, the engine unpacks it silently."""
     if has_begun and (position is None or position >= size):
         return "unpacking the layers"
     return f"loading: {portion(position or 0, size)} read"
 
 
 def read_position(pid: int, path: Path) -> int | None:
-    """Return up to where a process has read a file that it has open; None where it hasn't."""
+    """Return a process's read position in an open file; None if it doesn't have the file open."""
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             if os.path.realpath(link) == os.path.realpath(path):
                 info = Path(f"/proc/{pid}/fdinfo/{link.name}").read_text(encoding="ascii")
                 return int(info.splitlines()[0].removeprefix("pos:"))
     except (OSError, ValueError):
-        pass  # it ended, or closed the file, while we looked
+        pass  # the process ended, or closed the file, in the meantime
     return None

@@ -1,4 +1,4 @@
-"""``node-agent preload``: ask the engine for every image, load the archive where one is missing, ask again."""
+"""``node-agent preload``: check the engine for every image, load the archive if any is missing, check again."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from image_builder.node.preload.containerd import Containerd
 from image_builder.node.preload.docker import Docker
 from image_builder.node.preload.images import Engine, Preload, Store
 
-# Seconds between two lines of progress.
+# Seconds between progress messages.
 _INTERVAL = 3.0
 
 
 @dataclass(frozen=True)
 class Done:
-    """What was found and done, by reference. ``lacking`` is what was wrong before anything was loaded."""
+    """What was found and done, by reference. ``lacking`` has the faults from before anything was loaded."""
 
     lacking: Mapping[str, str] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
@@ -30,20 +30,20 @@ class Done:
 
     @property
     def loaded(self) -> dict[str, str]:
-        """Return what was loaded, and why."""
+        """Return the references that were loaded, and why."""
         return {ref: fault for ref, fault in self.lacking.items() if ref not in self.problems}
 
 
 @dataclass(frozen=True)
 class Places(status.Places):
-    """And the descriptions of the archive and of the store."""
+    """Also the archive's list and the store's manifest."""
 
     list: Path = layout.LIST
     store: Path = layout.MANIFEST
 
 
 def run(places: Places = Places()) -> int:
-    """Return 0 when every image is there, whole and under its names. Raises no error that is expected."""
+    """Bring every image; return 0 if all are there, complete and with their names. Never raises an expected error."""
     started = time.monotonic()
     engine = ""
     try:
@@ -82,9 +82,9 @@ def bring(
     tell: Callable[[str], None],
     interval: float,
 ) -> Done:
-    """Load what is missing, name what is unnamed, and return what was done. Raises NodeError.
+    """Load missing images, add missing names, and return what was done. Raises NodeError.
 
-    Without an archive nothing can be loaded: what is missing stays a problem.
+    Without an archive nothing can be loaded: missing images remain problems.
     """
     state = engine.look(preload.images)
     lacking = state.faults
@@ -111,7 +111,7 @@ def bring(
 
 
 def summary(section: Mapping[str, Any], seconds: float) -> list[str]:
-    """Return the last lines for people: what went wrong, or what was done."""
+    """Return the final messages for people: what went wrong, or what was done."""
     if section["state"] == status.FAILED:
         return [f"FAILED: {problem}" for problem in section["problems"]]
     lines = []
@@ -126,19 +126,19 @@ def summary(section: Mapping[str, Any], seconds: float) -> list[str]:
     return lines
 
 
-# -- the section of the status: which images were there, which were loaded, and why that differs from the plan -----
+# -- the status section: which images were there, which were loaded, and why that differs from the plan -------------
 
 
 def section_of(preload: Preload, store: Store, seed: Mapping[str, Any], done: Done) -> dict[str, Any]:
-    """Return the section ``preload`` of the status, all but its seconds.
+    """Return the section ``preload`` of the status, without its ``seconds``.
 
-    ``seed`` is the seed's section, empty where it did not run. ``images`` counts the list, ``seeded`` those that
-    the engine had whole from the seed, ``there`` the others that it had; ``loaded`` tells why each was loaded,
-    ``bytes`` are the archive's, ``named`` what got a name, label or guard.
+    ``seed`` is the seed's section, empty if it did not run. In the result, ``images`` counts the list, ``seeded`` those
+    that the engine had complete from the seed, ``there`` the others that it had; ``loaded`` says why each was loaded,
+    ``bytes`` is the archive's size if it was needed, and ``named`` lists what got a name, label or guard.
     """
     expected = {image.ref for image in preload.images} & set(store.seeded)
     whole = [image.ref for image in preload.images if image.ref not in done.lacking]
-    # What is there although the seed gave up came from the archive, at an earlier boot.
+    # Images that are there although the seed gave up came from the archive in an earlier boot.
     seeded = [ref for ref in whole if ref in expected and seed.get("state") == status.OK]
     return {
         **_verdict(preload, store, seed, done),
@@ -156,7 +156,7 @@ def section_of(preload: Preload, store: Store, seed: Mapping[str, Any], done: Do
 def _verdict(
     preload: Preload, store: Store, seed: Mapping[str, Any], done: Done
 ) -> dict[str, str | list[str]]:
-    """Return state, code and reason; ``reasons`` has one for each image that is not as it was baked."""
+    """Return state, code and reason; ``reasons`` has one entry for each image that isn't as planned at the bake."""
     fell = [f"{ref} {fault}" for ref, fault in done.lacking.items() if store.seeded.get(ref)]
     bare = [
         f"{ref} {fault}"
@@ -183,7 +183,7 @@ def _state(state: str, code: str, why: str, reasons: list[str]) -> dict[str, str
 
 
 def cause(seed: Mapping[str, Any]) -> str:
-    """Return why the seed did not give what it should have, as far as the seed itself knows."""
+    """Return why the seed did not provide what it should have, as far as the seed itself knows."""
     if not seed:
         return "the seed did not run"
     if seed.get("state") == status.OK:
@@ -192,7 +192,7 @@ def cause(seed: Mapping[str, Any]) -> str:
 
 
 def failed(engine: str, code: str, message: str) -> dict[str, Any]:
-    """Return the section of a run that could not even look, or load."""
+    """Return the section of a run that failed before it could check or load the images."""
     return {
         "state": status.FAILED,
         "code": code,

@@ -1,7 +1,7 @@
-"""containerd, by ctr.
+"""containerd, through ctr.
 
-An image gets a name by tag and one by digest, as after a pull; what is pinned is labelled so on both, and the
-kubelet's garbage collection spares it.
+An image gets a name by tag and one by digest, as after a pull; both names of a pinned image are labeled as pinned, so
+that the kubelet's garbage collection spares it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PINNED = "io.cri-containerd.pinned=pinned"
 
 @dataclass(frozen=True)
 class Listed:
-    """A name that containerd has: the digest that it leads to, and its labels as ``key=value``."""
+    """An image name in containerd: the digest that it refers to, and its labels as ``key=value``."""
 
     digest: str
     labels: frozenset[str]
@@ -34,7 +34,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Containerd:
-    """``data_root`` is containerd's ``root``; ``patience`` are the seconds that the CRI plugin gets for new names."""
+    """``data_root`` is containerd's ``root``; ``patience`` is how long the CRI plugin gets for new names (seconds)."""
 
     namespace: str
     data_root: Path
@@ -68,8 +68,8 @@ class Containerd:
         for image in images:
             if not leads_to(listed, image.by_digest, listed[image.ref].digest):
                 self.ctr("images", "tag", "--force", image.ref, image.by_digest)
-        # The CRI plugin hears of new names, labels them and names the image by its id as well. Where we were
-        # faster it would leave that out, so it goes first.
+        # The CRI plugin notices new names, labels them, and also names the image by its id. If we added the labels
+        # first, it would skip that, so let it go first.
         deadline = time.monotonic() + self.patience
         every = {name for image in images for name in names(image)}
         while time.monotonic() < deadline:
@@ -83,10 +83,10 @@ class Containerd:
                     self.ctr("images", "label", name, *sorted(missing))
 
     def forget(self, images: Sequence[Image]) -> None:
-        """Take out lost layers with all that keeps them on record, or an import would take them for unpacked.
+        """Remove lost layers with everything that refers to them, or an import would consider them unpacked.
 
-        That is every image that has one of them, pulled ones too, and every container above one, as a reboot leaves
-        them. A container that runs stays, and so do its layers. Raises ProgramError.
+        That is every image that has one of them, even if it was pulled, and every container above one, as left behind
+        by a reboot. A running container stays, and so do its layers. Raises ProgramError.
         """
         broken = scan(self.data_root, "containerd").broken
         lost = {
@@ -107,21 +107,21 @@ class Containerd:
         digests = {listed[i.ref].digest for i in images if i.ref in listed and lost_fault(i, broken)}
         digests |= {entry.digest for entry in listed.values() if self._chains(entry.digest) & lost}
         if gone := [name for name, entry in listed.items() if entry.digest in digests]:
-            # --sync collects the garbage before it returns: then the layers are off the disk, too.
+            # --sync collects garbage before it returns, so that the layers are off the disk, too.
             self.ctr("images", "remove", "--sync", *gone)
 
     def load(self, archive: Path) -> list[str]:
-        # Without --digests: that makes names like import-2024-01-31@sha256:..., which nobody asks for.
+        # Without --digests, which would create names like import-2024-01-31@sha256:..., which nothing uses.
         return [
             *("ctr", "--namespace", self.namespace, "images", "import"),
             *("--snapshotter", self.snapshotter, os.fspath(archive)),
         ]
 
     def _content(self, digest: str) -> dict[str, Any]:
-        """Return an index or manifest; empty where containerd has none, or one that is damaged.
+        """Return an index or manifest; empty if containerd has none, or a damaged one.
 
-        Read from the disk: two programs less for each image. That containerd knows of it is what
-        ``images check`` says.
+        Read it from the disk if possible, which saves starting two programs for each image. ``images check`` says
+        whether containerd itself knows of it.
         """
         data = self._blob(digest)
         if data is None:
@@ -134,7 +134,7 @@ class Containerd:
         return files.json_object(data)
 
     def _blob(self, digest: str) -> bytes | None:
-        """Return what the content store has on the disk under a digest; None where it has nothing, or other bytes."""
+        """Return the content store's blob with a digest from the disk; None if it is missing or doesn't match."""
         algorithm, _, hexadecimal = digest.partition(":")
         try:
             data = (self.data_root / BLOBS / hexadecimal).read_bytes()
@@ -152,23 +152,23 @@ class Containerd:
 
 
 def names(image: Image) -> tuple[str, ...]:
-    """Return the names that pods use of an image."""
+    """Return the names by which pods refer to an image."""
     return (image.ref, image.by_digest)
 
 
 def labels(image: Image) -> frozenset[str]:
-    """Return the labels that each of them has."""
+    """Return the labels that each of an image's names must have."""
     return frozenset([MANAGED, PINNED] if image.pin else [MANAGED])
 
 
 def lost_fault(image: Image, broken: Set[str]) -> str:
-    """Return that layers of an image are links to where nothing is, or nothing. ``broken`` is as of ``scan``."""
+    """Return the fault that an image's layers are broken links, or an empty string. ``broken`` is from ``scan``."""
     lost = [diff_id for diff_id in image.diff_ids if diff_id.removeprefix("sha256:") in broken]
     return f"has lost layers: {', '.join(lost)}" if lost else ""
 
 
 def leads_to(listed: Mapping[str, Listed], name: str, digest: str) -> bool:
-    """Tell whether containerd has a name and it leads to a digest."""
+    """Return whether containerd has a name and it refers to this digest."""
     return name in listed and listed[name].digest == digest
 
 
@@ -183,7 +183,7 @@ def lacking(image: Image, listed: Mapping[str, Listed]) -> Iterable[str]:
 
 
 def parse_list(text: str) -> dict[str, Listed]:
-    """Read ``ctr images list``: REF TYPE DIGEST SIZE PLATFORMS LABELS. A size is two words."""
+    """Parse ``ctr images list``: REF TYPE DIGEST SIZE PLATFORMS LABELS. A size is two words."""
     listed = {}
     for line in text.splitlines()[1:]:
         fields = line.split()
@@ -193,20 +193,20 @@ def parse_list(text: str) -> dict[str, Listed]:
 
 
 def parse_snapshots(text: str) -> dict[str, str]:
-    """Read ``ctr snapshots list``: KEY PARENT KIND. Returns each key's parent, empty for a lowest one."""
+    """Parse ``ctr snapshots list``: KEY PARENT KIND. Return each key's parent, empty for a bottom layer."""
     rows = [line.split() for line in text.splitlines()[1:]]
     return {fields[0]: fields[-2] if len(fields) > 2 else "" for fields in rows}
 
 
 def stands_on(key: str, lost: Set[str], parents: Mapping[str, str]) -> bool:
-    """Tell whether a snapshot is a lost one, or above one."""
+    """Return whether a snapshot is lost, or above a lost one."""
     while key and key not in lost:
         key = parents.get(key, "")
     return bool(key)
 
 
 def parse_check(text: str) -> dict[str, str]:
-    """Read ``ctr images check``: what is wrong with each image, or nothing.
+    """Parse ``ctr images check``; return each image's fault, or an empty string.
 
     REF TYPE DIGEST STATUS SIZE UNPACKED; STATUS is like ``incomplete (1/3)``, UNPACKED true or false.
     """
@@ -226,7 +226,7 @@ def containerd_fault(
     checked: Mapping[str, str],
     content: Callable[[str], dict[str, Any]],
 ) -> str:
-    """Return what is wrong with an image, or nothing. ``content`` returns an index or manifest by digest."""
+    """Return an image's fault, or an empty string. ``content`` returns an index or manifest by digest."""
     if image.ref not in listed:
         return "is missing"
     target = listed[image.ref].digest

@@ -1,13 +1,14 @@
-"""Docker Engine, by its client.
+"""Docker Engine, through its client.
 
-``docker image load`` restores only tags: a reference by digest can be had only of what the seed gave.
+``docker image load`` restores only tags: only images from the seed can be referred to by digest.
 
 A guard is a stopped container for each pinned image, which keeps Docker from deleting the image.
 
-Docker knows no pinned images, and the kubelet, dockershim and cri-dockerd ask it to delete what no pod uses. They
-ask without force, and then an image that has a container stays (moby daemon/images/image_delete.go): "conflict:
-unable to remove repository reference". The container is never started: it costs an empty directory and no mount.
-The shims look at containers with labels of Kubernetes alone, so nobody deletes it as a pod's.
+Docker has no concept of pinned images, and the kubelet, dockershim and cri-dockerd request the deletion of images that
+no pod uses. They do so without force, and then an image that has a container stays (moby
+daemon/images/image_delete.go): "conflict: unable to remove repository reference". The container is never started: it
+costs an empty directory and no mount. The shims only consider containers with Kubernetes labels, so they don't delete
+it as a pod's.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from image_builder.node.store import Image
 _ABSENT = "no such image"
 GUARD_LABEL = "image-builder.pin=1"
 GUARD_PREFIX = "preload-pin-"
-# What it would run. It must be named, since an image may be without a command, and need not exist.
+# The command that it would run: required, since an image may have no command of its own, but it need not exist.
 _COMMAND = "never-started"
 
 
 @dataclass(frozen=True)
 class Docker:
-    """``pause`` is the image that the kubelet's own garbage collection spares: it needs no guard."""
+    """``pause`` is the image that the kubelet's garbage collection spares anyway: it needs no guard."""
 
     pause: str = ""
 
@@ -51,7 +52,7 @@ class Docker:
         for name in misnamed:
             if name.startswith(GUARD_PREFIX):
                 child.run(["docker", "container", "rm", name], timeout=PATIENCE)
-        # Of several references of one image the first brings the guard.
+        # Several references to one image share a guard.
         by_guard = {guard_name(image): image.ref for image in images if image.ref in misnamed}
         inspected = inspect(list(by_guard.values()))
         for name, ref in by_guard.items():
@@ -59,16 +60,16 @@ class Docker:
             child.run(guard_creation(name, ref, volumes), timeout=PATIENCE)
 
     def forget(self, images: Sequence[Image]) -> None:
-        """Do nothing: what Docker has on record is taken out while it is stopped (``seed.lost``)."""
+        """Do nothing: Docker's records are removed while it is stopped (``seed.lost``)."""
 
     def load(self, archive: Path) -> list[str]:
         return ["docker", "image", "load", "--input", os.fspath(archive)]
 
 
 def inspect(refs: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return what Docker says of each image that it has, by every tag of it. Raises ProgramError.
+    """Return Docker's description of each image that it has, by each of its tags. Raises ProgramError.
 
-    One program for all: it prints those that are there, and names the others on its standard error.
+    A single program for all images: it prints those that exist, and reports the others on its standard error.
     """
     if not refs:
         return {}
@@ -82,17 +83,17 @@ def inspect(refs: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def familiar(ref: str) -> str:
-    """Return a reference as Docker writes it: its own registry goes without saying."""
+    """Return a reference as Docker writes it, without the name of its own registry."""
     return ref.removeprefix("docker.io/").removeprefix("library/") if ref.startswith("docker.io/") else ref
 
 
 def docker_fault(
     image: Image, inspected: Mapping[str, Any], exists: Callable[[str], bool] = os.path.isdir
 ) -> str:
-    """Return what is wrong with an image by ``docker image inspect``, or nothing.
+    """Return an image's fault according to ``docker image inspect``, or an empty string.
 
-    Docker knows an image's layers from its configuration; that they are on the disk shows there alone. A seeded
-    layer is a link into the preload store, and lost where the link leads nowhere.
+    Docker takes an image's layers from its configuration; only the disk shows whether they are there. A seeded layer is
+    a link into the preload store, and is lost if the link leads nowhere.
     """
     if inspected["Id"] != image.id:
         return f"is another image: {inspected['Id']}, not {image.id}"
@@ -104,7 +105,7 @@ def docker_fault(
 
 
 def layer_folders(inspected: Mapping[str, Any]) -> list[str]:
-    """Return where an image's layers are, the uppermost first."""
+    """Return the directories of an image's layers, topmost first."""
     data = (inspected.get("GraphDriver") or {}).get("Data") or {}
     return [
         folder for key in ("UpperDir", "LowerDir") for folder in (data.get(key) or "").split(":") if folder
@@ -112,7 +113,7 @@ def layer_folders(inspected: Mapping[str, Any]) -> list[str]:
 
 
 def digest_fault(image: Image, inspected: Mapping[str, Any]) -> str:
-    """Return that an image can't be had by its digest, or nothing."""
+    """Return the fault that an image can't be referred to by its digest, or an empty string."""
     digests = inspected.get("RepoDigests") or []
     if familiar(image.by_digest) in digests:
         return ""
@@ -128,12 +129,12 @@ def guard_name(image: Image) -> str:
 
 
 def needs_guard(image: Image, pause: str) -> bool:
-    """Tell whether an image has a guard. The pause image needs none: cri-dockerd or the kubelet was told of it."""
+    """Return whether an image needs a guard. The pause image doesn't: cri-dockerd or the kubelet knows it."""
     return image.pin and image.ref != pause
 
 
 def guard_faults(images: Iterable[Image], pause: str, existing: Iterable[str]) -> dict[str, str]:
-    """Return who lacks a guard, by reference, and which guards are left of other images, by their names."""
+    """Return the faults: images without a guard, by reference, and surplus guards of other images, by name."""
     names = set(existing)
     guarded = [image for image in images if needs_guard(image, pause)]
     lacking = {
@@ -159,10 +160,10 @@ def list_guards() -> list[str]:
 
 
 def guard_creation(guard: str, ref: str, volumes: Iterable[str]) -> list[str]:
-    """Return the command that makes a guard.
+    """Return the command that creates a guard.
 
-    A volume that the image declares would be filled with a copy of what the image has there; a memory
-    filesystem in its place exists only while a container runs.
+    Docker would fill a volume that the image declares with a copy of the image's files there; a tmpfs in its place
+    exists only while a container runs.
     """
     places = [f"--mount=type=tmpfs,destination={volume}" for volume in volumes]
     return [

@@ -1,4 +1,4 @@
-"""What this node was baked with, by the archive's list and the store's description, and what an engine has of it."""
+"""The images that this node was baked with (archive's list, store's manifest), and the state of an engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from image_builder.node.errors import NodeError
 from image_builder.node.store import Image, parse_image, read_manifest
 
 FORMAT = 1
-# Modes of an image that the seed gives to the engine; one of mode `archive` is loaded.
+# Modes of images that the seed provides to the engine; images with the mode `archive` are loaded.
 _SEEDED = frozenset({"reference", "copy"})
-# Seconds that an engine may take for one answer: it may just have been started, on a disk that others use too.
+# How long an engine may take to answer (seconds): it may have just been started, on a disk that is busy.
 PATIENCE = 600.0
 
 _A = TypeVar("_A")
@@ -25,7 +25,7 @@ _B = TypeVar("_B")
 
 @dataclass(frozen=True)
 class Archive:
-    """Where the archive is, its size in bytes, and its digest."""
+    """The archive's path, its size in bytes, and its digest."""
 
     path: Path
     size: int
@@ -34,7 +34,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class Preload:
-    """The list: the images, and the archive that holds them; None where the image was baked without one."""
+    """The list: the images, and the archive that contains them (None if the node image was baked without one)."""
 
     engine: str
     archive: Archive | None
@@ -43,16 +43,17 @@ class Preload:
 
 @dataclass(frozen=True)
 class Store:
-    """What the seed gives: each reference, and whether it is required; each layer's bytes by its diff id."""
+    """What the seed provides: each reference, and whether it is required; each layer's size in bytes by diff id."""
 
     seeded: Mapping[str, bool] = field(default_factory=dict)
     layers: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_list(path: Path, pause: str = "") -> Preload:
-    """Read the list of images; the one called ``pause`` is pinned in any case.
+    """Read the list of images; the one named ``pause`` is always pinned.
 
-    Without an archive all of containerd's are: its seed can't bring back what the kubelet deleted, Docker's can.
+    Without an archive, all of containerd's images are pinned: its seed can't restore images that the kubelet has
+    deleted, while Docker's can.
 
     Raises NodeError (``preload.list``).
     """
@@ -80,10 +81,10 @@ def read_list(path: Path, pause: str = "") -> Preload:
 
 
 def read_store(path: Path, images: Iterable[Image]) -> Store:
-    """Read what the seed should have given; nothing where the image was baked without a store.
+    """Read what the seed should have provided; nothing if the node image was baked without a store.
 
-    Of a description that can't be read is known that there is a store: every image is expected of the seed,
-    whose own section says what is wrong.
+    If the manifest can't be read, there is at least a store: then every image is expected from the seed, whose own
+    section says what is wrong.
     """
     if not os.path.lexists(path):
         return Store()
@@ -99,11 +100,11 @@ def read_store(path: Path, images: Iterable[Image]) -> Store:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What an engine has, each fault by reference.
+    """An engine's state, with each fault by reference.
 
-    ``faults``: an image is missing or wrong, the archive would help. ``misnamed``: a name, label or guard is
-    missing (or too many, then by its own name), ``Engine.name`` would help. ``digestless``: an image can't be
-    had by its digest, and nothing here would help.
+    ``faults``: an image is missing or wrong; loading the archive would fix it. ``misnamed``: a name, label or guard is
+    missing (or surplus, then by its own name); ``Engine.name`` would fix it. ``digestless``: an image can't be referred
+    to by its digest, and nothing here would fix that.
     """
 
     faults: Mapping[str, str] = field(default_factory=dict)
@@ -113,13 +114,13 @@ class EngineState:
 
 class Engine(Protocol):
     def look(self, images: Sequence[Image]) -> EngineState:
-        """Ask for all images. Raises ProgramError."""
+        """Return the state of all images. Raises ProgramError."""
 
     def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
         """Add what ``misnamed`` says is missing, for images without faults. Raises ProgramError."""
 
     def forget(self, images: Sequence[Image]) -> None:
-        """Take out what the engine has on record of those whose layers are lost, so that it loads them again.
+        """Remove the engine's records of images whose layers are lost, so that it loads them again.
 
         Raises ProgramError.
         """
@@ -129,7 +130,7 @@ class Engine(Protocol):
 
 
 def together(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
-    """Ask two questions at once: each is a program, and the kubelet waits. Raises what the first one raises first."""
+    """Make two calls in parallel: each runs a program, and the kubelet waits. Raises an error of ``first`` first."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(second)
         return first(), answer.result()

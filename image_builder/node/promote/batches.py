@@ -1,4 +1,4 @@
-"""One promotion: start the workers, sync what they copied, exchange it with its links."""
+"""One promotion: start the workers, sync their copies, and exchange these with the links."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from image_builder.node import files
 from image_builder.node.promote.plan import PAUSE, Item
 from image_builder.node.promote.workers import ItemResult, Job, Workers, disk_error, running
 
-# Copies are synced together: when they have so many bytes, or the first of them is so many seconds old.
+# Copies are synced in batches: once they have this many bytes, or the first of them is this old (seconds).
 _BATCH_BYTES = 256 << 20
 _BATCH_SECONDS = 5.0
 
 
 @dataclass
 class Progress:
-    """What was exchanged, and what ended it before all was."""
+    """How much has been exchanged, and the failure that ended the promotion early."""
 
     done: int = 0
     bytes: int = 0
@@ -40,9 +40,9 @@ def promote(
 ) -> Progress:
     """Copy every item and exchange it with its link; ``report`` is called after each batch.
 
-    ``staging`` is on the filesystem of the links and holds nothing afterwards. An error of the store or the disk ends
-    it and is in the result; what was exchanged before stays. Raises NodeError (``promote.worker``) for a worker that
-    was killed.
+    ``staging`` must be on the links' filesystem, and is removed afterwards. An error of the store or the disk ends the
+    promotion and is in the result; earlier exchanges stay. Raises NodeError (``promote.worker``) if a worker was killed
+    or crashed.
     """
     progress = Progress()
     files.remove_tree(staging)
@@ -88,7 +88,7 @@ def _is_due(items: Sequence[Item], progress: Progress) -> bool:
 
 
 def _commit(job: Job, progress: Progress) -> None:
-    """Make the copies durable, then let the names lead to them. Raises OSError: then none of them was exchanged."""
+    """Sync the copies, then exchange them with their links. Raises OSError; if the sync fails, none is exchanged."""
     files.syncfs(job.staging)
     waiting, progress._waiting = progress._waiting, []
     for number in waiting:
@@ -99,16 +99,16 @@ def _commit(job: Job, progress: Progress) -> None:
 
 
 def exchange(copy: Path, link: Path, target: Path) -> bool:
-    """Exchange a copy with its link and delete the link; False where the engine has changed the name meanwhile.
+    """Exchange a copy with its link and delete the link; return False if the engine has changed the name meanwhile.
 
     Raises OSError.
     """
     try:
         files.exchange(copy, link)
-    except FileNotFoundError:  # the image was deleted
+    except FileNotFoundError:  # the image has been deleted
         return False
     if stat.S_ISLNK(copy.lstat().st_mode) and os.readlink(copy) == os.fspath(target):
         copy.unlink()
         return True
-    files.exchange(copy, link)  # it was pulled again: the engine's own files stay
+    files.exchange(copy, link)  # it has been pulled again: keep the engine's own files
     return False

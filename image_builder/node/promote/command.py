@@ -30,7 +30,7 @@ _PATH = f"{ENVIRONMENT['PATH']}:/opt/bin"
 
 @dataclass(frozen=True)
 class Places(status.Places):
-    """And what a bake put into the image: the store's description, the rehearsal's, and where the store is mounted."""
+    """Also the bake's files, the store's manifest and the rehearsal's results, and the store's mount point."""
 
     manifest: Path = layout.MANIFEST
     rehearsal: Path = layout.REHEARSAL
@@ -38,10 +38,10 @@ class Places(status.Places):
 
 
 def run(places: Places = Places()) -> int:
-    """Promote what the seed linked; return the exit status.
+    """Promote the layers that the seed linked; return the exit status.
 
-    0 also when the disk is full, the disk or the store damaged, or there is no local disk: the node works as before,
-    and the status says why. Raises NodeError for anything else.
+    It is 0 even if the disk is full, the disk or the store is damaged, or there is no local disk: the node works as
+    before, and the status says why. Raises NodeError for anything else.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
@@ -79,20 +79,21 @@ def _say(section: Section) -> None:
 
 @contextmanager
 def _alone(settings: Settings, reason: Section) -> Iterator[Section | None]:
-    """Hold the lock of the disk's promotion; None where another agent holds it. With nothing to do nothing is locked.
+    """Yield ``reason`` while holding the promotion lock, or None if another agent holds it.
 
-    The workers hold it too: it is free when the last of a dead agent's processes has ended.
+    Don't take the lock if there is nothing to do. The workers hold it, too: it is free once the last of a dead agent's
+    processes has ended.
     """
     if reason and not _has_trash(settings):
         yield reason
         return
     with files.descriptor(settings.preload.state / "promote.lock", os.O_RDWR | os.O_CREAT) as fd:
-        # A moment, for the workers of an agent that was killed just now.
+        # Wait a moment for the workers of an agent that has just been killed.
         yield reason if files.try_lock(fd, _LOCK_SECONDS) else None
 
 
 def _no_promotion(settings: Settings, places: Places) -> Section:
-    """Return the section when nothing is to be done or can be, else nothing."""
+    """Return the status section if there is nothing to do, or nothing can be done; empty otherwise."""
     if not settings.promotion.enabled:
         return {"state": status.OK, "enabled": False, "layers_left": _left(settings, places)}
     disk = status.read(places.run).get("disk", {})
@@ -120,7 +121,7 @@ def _left(settings: Settings, places: Places) -> list[str]:
 
 
 def _promote(settings: Settings, places: Places) -> Section:
-    """Wait, copy, and when nothing leads to the store any more give it back. Returns the status section."""
+    """Wait, copy, and release the store once no link leads to it. Return the status section."""
     _update(places, {"state": status.OK, "waiting": "kubelet", "layers_left": _left(settings, places)})
     is_up = _wait(settings)
     try:
@@ -139,7 +140,7 @@ def _promote(settings: Settings, places: Places) -> Section:
 
 
 def _tidy(settings: Settings, places: Places, section: Section) -> Section:
-    """Promote nothing, but delete what the seed set aside: it may be most of the disk. Returns the status section."""
+    """Only delete what the seed set aside, which may be most of the disk. Return the status section."""
     if not _has_trash(settings):
         return section
     _update(places, section)
@@ -152,7 +153,7 @@ def _tidy(settings: Settings, places: Places, section: Section) -> Section:
 
 
 def _empty(settings: Settings, is_up: bool) -> list[str]:
-    """Delete what earlier boots set aside, once this one has succeeded; return what stays, and why."""
+    """Delete what earlier boots set aside if this one has succeeded; return what stays, and why."""
     folder = settings.preload.trash
     if not is_up:
         return [
@@ -162,10 +163,10 @@ def _empty(settings: Settings, is_up: bool) -> list[str]:
 
 
 def _wait(settings: Settings) -> bool:
-    """Wait for the kubelet, and until the boot has settled; tell whether the kubelet answered.
+    """Wait for the kubelet, and until the boot has settled; return whether the kubelet answered.
 
-    Until then every byte of the disk belongs to the boot. A node without a kubelet, or settings without its address,
-    have nothing to wait for.
+    Until then the boot has the disk's whole bandwidth. A node without a kubelet, or with settings that lack its
+    address, doesn't wait for one, which counts as an answer.
     """
     healthz = settings.preload.kubelet_healthz
     has_kubelet = healthz and shutil.which("kubelet", path=_PATH)
@@ -181,7 +182,7 @@ def _wait(settings: Settings) -> bool:
 def _has_trash(settings: Settings) -> bool:
     try:
         return bool(trash.names(settings.preload.trash))
-    except OSError:  # a disk that can't be read: whoever needs it says so
+    except OSError:  # the disk can't be read: code that needs it will report that
         return False
 
 
@@ -193,7 +194,7 @@ def _copy(settings: Settings, places: Places) -> Section:
     if mounts.at(places.store) is None:
         failure = ItemResult(-1, "promote.store", f"nothing is mounted at {places.store}")
         return _section(settings, places, len(seeded), Progress(failure=failure), 0.0)
-    # The bake's rehearsal only decides the order: without it there is another one.
+    # The bake's rehearsal only affects the order: without it the order is merely different.
     order = plan.ranks(stored.images, files.read_json(places.rehearsal), settings.preload.pause)
     items = plan.items(seeded, order, stored.layers)
     began = time.monotonic()
@@ -233,7 +234,7 @@ def _section(settings: Settings, places: Places, total: int, progress: Progress,
 
 
 def _earlier(settings: Settings) -> Section:
-    """Return the section when nothing is left to do: what an earlier boot did, where that was all."""
+    """Return the section if nothing is left to do: an earlier boot's result if that succeeded, else zeros."""
     nothing = {"state": status.OK, "done": 0, "total": 0, "bytes": 0, "seconds": 0.0, "layers_left": []}
     document = files.read_json(settings.preload.state / "promote.json")
     if document.get("state") != status.OK:
@@ -242,7 +243,7 @@ def _earlier(settings: Settings) -> Section:
 
 
 def _mark_damaged(settings: Settings, store_id: str, item: plan.Item, failure: ItemResult) -> None:
-    """Leave word for the next boot, unless what could not be read now can: then a disk stalled, and that is over."""
+    """Leave a note for the next boot, unless the layer is readable now: then the disk had only stalled for a while."""
     try:
         store.read_through(item.link.target)
     except OSError:
@@ -255,7 +256,7 @@ def _mark_damaged(settings: Settings, store_id: str, item: plan.Item, failure: I
 
 
 def _release(places: Places) -> str:
-    """Unmount the store. Containers that run keep their private copy of the mount; the file stays for the next boot."""
+    """Unmount the store. Running containers keep their private copy of the mount; the file stays for the next boot."""
     try:
         store.close_store(places.store)
     except NodeError as error:

@@ -1,9 +1,9 @@
-"""Copy a layer exactly as the store has it, as an engine would have unpacked it.
+"""Copy a layer exactly as it is in the store, as an engine would have unpacked it.
 
-Kept: type, mode, owner, modification time, extended attributes (``trusted.overlay.opaque``, ``security.capability``,
-ACLs), device numbers (a whiteout is a character device 0:0), hard links within the layer. Runs of zeros in big files
-become holes. A directory gets its own attributes when all of its entries are there, so that they aren't changed by
-them and no entry inherits its ACL.
+Preserved: type, mode, owner, modification time, extended attributes (``trusted.overlay.opaque``,
+``security.capability``, ACLs), device numbers (a whiteout is a character device 0:0), hard links within the layer. Runs
+of zeros in big files become holes. A directory gets its own attributes only after its entries, so that creating these
+doesn't change the attributes and no entry inherits the directory's ACL.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from image_builder.node.files import LONGEST_PATH, Spend, free
 
 BLOCK = 4096
-# What is read at once; files below it are copied without a look for zeros.
+# How much is read at once; smaller files are copied without checking for zeros.
 CHUNK = 1 << 20
-# How much of a file may wait in memory for the disk while the copy is paced: a burst is what slows a reader.
+# How much of a file may be buffered in memory while the copy is rate-limited: bursts of writes slow down readers.
 _FLUSH = 4 << 20
 _SYNC_FILE_RANGE_WRITE = 2
 _ZEROS = bytes(BLOCK)
@@ -37,7 +37,7 @@ Attributes = dict[str, bytes]
 
 
 class SourceError(Exception):
-    """The store could not be read: ``code`` is the errno, ``path`` is where."""
+    """The store could not be read: ``code`` is the errno, ``path`` the place."""
 
     def __init__(self, code: int, path: str) -> None:
         super().__init__(f"{path}: {os.strerror(code)}")
@@ -47,7 +47,7 @@ class SourceError(Exception):
 
 @dataclass(frozen=True)
 class _Base:
-    """A directory, open in the store and in the copy; ``shown`` is its path for people."""
+    """A directory, open in the store and in the copy; ``shown`` is its path for messages."""
 
     source: int
     target: int
@@ -56,8 +56,8 @@ class _Base:
 
 @dataclass
 class _Job:
-    """A tree being copied. Paths are relative to a base, which is the top, or a directory so deep that the kernel takes
-    no path to what is below it.
+    """A tree being copied. Paths are relative to a base: the top, or a directory so deep that paths to its entries
+    would be too long for the kernel.
     """
 
     spend: Spend
@@ -70,8 +70,8 @@ class _Job:
 def copy_tree(source: Path, target: Path, spend: Spend = free, *, flush: bool = False) -> None:
     """Copy the directory ``source`` to ``target``, which must not exist.
 
-    ``spend`` is told of each entry's bytes before they are written, and may wait. ``flush`` starts to write big files
-    out while they are copied. Raises SourceError, or OSError for the target.
+    ``spend`` is called with each entry's bytes before they are written, and may wait. ``flush``: start writing big
+    files out while they are still being copied. Raises SourceError, or OSError for the target.
     """
     before = os.umask(0)
     try:
@@ -91,7 +91,7 @@ def copy_tree(source: Path, target: Path, spend: Spend = free, *, flush: bool = 
 
 
 def copy_file(source: Path, target: Path, spend: Spend = free, *, flush: bool = False) -> None:
-    """Copy one regular file to ``target``, which must not exist. Otherwise as ``copy_tree``."""
+    """Copy one regular file to ``target``, which must not exist. Otherwise like ``copy_tree``."""
     before = os.umask(0)
     try:
         with _reading(os.fspath(source)):
@@ -112,7 +112,7 @@ def copy_file(source: Path, target: Path, spend: Spend = free, *, flush: bool = 
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Make an error of the store one that can't be taken for the disk's."""
+    """Turn an error of the store into one that can't be mistaken for the disk's."""
     try:
         yield
     except OSError as error:
@@ -140,7 +140,7 @@ def _walk(job: _Job, top: _Base) -> None:
 
 
 def _below(job: _Job, base: _Base, path: str, source: int, target: int) -> tuple[_Base, str]:
-    """Return what an open directory's entries are named by: the same base and its path, or a base of its own."""
+    """Return the base and path to use for an open directory's entries: the same base, or a new one for a long path."""
     if len(os.fsencode(path)) <= LONGEST_PATH:
         return base, path
     new = _Base(os.dup(source), os.dup(target), os.path.normpath(f"{base.shown}/{path}"))
@@ -149,7 +149,7 @@ def _below(job: _Job, base: _Base, path: str, source: int, target: int) -> tuple
 
 
 def _directory(job: _Job, base: _Base, path: str, info: os.stat_result) -> None:
-    """Fill one directory that was made already, then set what it is itself. What is below it waits for its turn."""
+    """Fill a directory that already exists, then set its own attributes. Its subdirectories are queued for later."""
     with _reading("."):
         source = os.open(path, _DIRECTORY, dir_fd=base.source)
     try:
@@ -197,7 +197,7 @@ def _special(source: int, target: int, name: str, info: os.stat_result) -> None:
     """Make a symbolic link, device, whiteout, FIFO or socket."""
     try:
         text = os.readlink(name, dir_fd=source) if stat.S_ISLNK(info.st_mode) else ""
-        # There is no system call that takes attributes relative to a directory before Linux 6.13.
+        # Before Linux 6.13 no system call accesses attributes relative to a directory.
         attributes = _attributes(f"/proc/self/fd/{source}/{name}")
     except OSError as error:
         raise _source_error(error, name) from error
@@ -210,13 +210,13 @@ def _special(source: int, target: int, name: str, info: os.stat_result) -> None:
     for key, value in attributes.items():
         os.setxattr(f"/proc/self/fd/{target}/{name}", key, value, follow_symlinks=False)
     if not text and (info.st_uid or info.st_gid or attributes):
-        # Neither a device nor a FIFO is opened by this: the name was made a moment ago, in a private directory.
+        # This opens neither a device nor a FIFO: the name was just created, in a private directory.
         os.chmod(name, stat.S_IMODE(info.st_mode), dir_fd=target)
     os.utime(name, ns=(info.st_mtime_ns, info.st_mtime_ns), dir_fd=target, follow_symlinks=False)
 
 
 def _file(folder: int, name: str, info: os.stat_result, to: tuple[int, str], how: tuple[Spend, bool]) -> None:
-    """Copy a regular file from a directory to (directory, name)."""
+    """Copy a regular file from a directory to ``to`` (directory, name). ``how`` is ``spend`` and ``flush``."""
     spend, flush = how
     size = info.st_size
     try:
@@ -245,14 +245,14 @@ def _file(folder: int, name: str, info: os.stat_result, to: tuple[int, str], how
 
 
 def _write_rest(target: int, data: bytes, size: int, name: str) -> None:
-    """Write a small file again, after a short read (the store is damaged) or a short write (the disk is full)."""
+    """Write a small file again after a short write (the disk is full). Raises SourceError after a short read."""
     if len(data) != size:
         raise SourceError(errno.EIO, name)
     _write(target, data, 0)
 
 
 def _big_file(source: int, target: int, data: bytes, name: str, size: int, spend: Spend, flush: bool) -> None:
-    """Copy from the first chunk on; what is zero becomes a hole."""
+    """Copy a big file whose first chunk is ``data``; blocks of zeros become holes."""
     place = flushed = 0
     while True:
         if not data:
@@ -280,8 +280,8 @@ def _write(target: int, data: bytes, place: int) -> None:
 
 
 def extents(data: bytes) -> list[tuple[int, int]]:
-    """Return the ranges of ``data`` that are not whole blocks of zeros, in order; adjacent ones are one range."""
-    # One look at the first byte of each block tells that there is none, which is the rule.
+    """Return the ranges of ``data`` that are not whole blocks of zeros, in order; adjacent ranges are merged."""
+    # Usually no block begins with a zero byte, so there are no blocks of zeros: check that first.
     if data[::BLOCK].find(0) < 0:
         return [(0, len(data))]
     ranges: list[tuple[int, int]] = []
@@ -297,7 +297,7 @@ def extents(data: bytes) -> list[tuple[int, int]]:
 
 
 def _attributes(of: int | str) -> Attributes:
-    """Return the extended attributes of an open file, or of a path whose last part may be a symbolic link."""
+    """Return the extended attributes of an open file, or of a path, without following a symbolic link at its end."""
     follow = isinstance(of, int)
     return {
         key: os.getxattr(of, key, follow_symlinks=follow) for key in os.listxattr(of, follow_symlinks=follow)
@@ -305,7 +305,7 @@ def _attributes(of: int | str) -> Attributes:
 
 
 def _finish(target: int, info: os.stat_result, attributes: Attributes) -> None:
-    """Give an open file or directory its owner, mode, attributes and time, in the order that keeps each."""
+    """Set an open file's or directory's owner, mode, attributes and time, in an order in which none undoes another."""
     mode = stat.S_IMODE(info.st_mode)
     owned = info.st_uid or info.st_gid
     if owned:

@@ -18,7 +18,7 @@ PAUSE, REQUIRED, READ, REST = range(4)
 
 @dataclass(frozen=True)
 class Item:
-    """A link to be replaced by a copy that takes ``bytes`` on the disk."""
+    """A link to be replaced with a copy that takes ``bytes`` on the disk."""
 
     link: Link
     bytes: int
@@ -28,8 +28,8 @@ class Item:
 def ranks(images: Sequence[Image], rehearsal: Mapping[str, Any], pause: str) -> dict[str, tuple[int, int]]:
     """Return each layer once: its rank, and its place within the rank.
 
-    ``rehearsal`` is ``rehearsal.json``; anything in it that has another shape counts as not recorded. ``pause`` is
-    the pause image's reference.
+    ``rehearsal`` is the contents of ``rehearsal.json``; malformed parts count as not recorded. ``pause`` is the pause
+    image's reference.
     """
     order: dict[str, tuple[int, int]] = {}
     for rank, diff_id in _in_order(images, rehearsal, pause):
@@ -60,11 +60,11 @@ def _read_at_rehearsal(rehearsal: Mapping[str, Any]) -> Iterator[str]:
 def items(
     links: Iterable[Link], order: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]
 ) -> list[Item]:
-    """Return what is to be done, in order. ``sizes`` are the bytes of each layer's files by diff id.
+    """Return the items to promote, in order. ``sizes`` are the bytes of each layer's files by diff id.
 
-    Two links may lead to one layer: the same files above different parents. Each becomes a copy, as each would be
-    unpacked by a pull. A layer's directory comes before the small files that describe it; files whose layer is
-    unknown come last.
+    Two links may lead to one layer: the same files above different parents. Each link becomes a separate copy, just as
+    a pull would unpack each separately. A layer's directory comes before the small files that describe it; files whose
+    layer is unknown come last.
     """
     last = (REST, len(order))
 
@@ -82,13 +82,13 @@ def items(
 
 
 def layers_left(links: Iterable[Link]) -> list[str]:
-    """Return the layers that still lie in the store, each once; a name without a layer stands for itself."""
+    """Return the layers that are still in the store, each once; a link without a known layer is listed by its name."""
     return sorted({link.diff_id or link.path.name for link in links})
 
 
 @dataclass(frozen=True)
 class Room:
-    """A filesystem's size and what is free for anyone, in bytes and in files; ``files`` 0 where it has no limit."""
+    """A filesystem's size and its space for unprivileged users, in bytes and files; ``files`` is 0 if unlimited."""
 
     total: int
     free: int
@@ -101,10 +101,10 @@ _RESERVED_FILES_PERCENT = 5
 
 
 def refusal(room: Room, needed: int, in_flight: int, reserve_percent: float) -> str:
-    """Return why a copy of ``needed`` bytes must not begin; empty when it may.
+    """Return why a copy of ``needed`` bytes must not begin; empty if it may.
 
-    ``in_flight`` are the bytes that copies under way may still take. What is kept free keeps the kubelet from
-    evicting pods and deleting images (15 % and 85 % by default).
+    ``in_flight`` are the bytes that copies in flight may still take. The reserve keeps the kubelet from evicting pods
+    and deleting images (15 % and 85 % by default).
     """
     reserve = room.total * reserve_percent / 100
     after = room.free - in_flight - needed

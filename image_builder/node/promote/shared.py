@@ -1,8 +1,9 @@
-"""What the workers share: the next item, the bucket of the rate, the bytes under way, and whether to stop.
+"""The state that workers share: the next item, the rate's token bucket, the bytes in flight, and whether to stop.
 
-An anonymous file in memory, locked by record locks: the kernel gives a dead process' lock back. The rate, in bytes per
-second of all workers together, is ours to keep: with the scheduler ``none``, the default of NVMe, the kernel has no
-priorities between the readers of a disk. The core is a token bucket without a clock: its state goes in and out.
+It is an anonymous file in memory, protected by record locks: the kernel releases a dead process's lock. The rate, in
+bytes per second for all workers together, is enforced here: with the scheduler ``none``, the default for NVMe, the
+kernel doesn't prioritize between the users of a disk. The core is a token bucket without a clock: its state is passed
+in and returned.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from typing import Self
 _HEAD = struct.Struct("=qqdd")  # the next item, whether to stop, the bucket's tokens, its time
 _COUNT = struct.Struct("=q")
 _NEVER = 1 << 60  # more than any number of items
-# What was not spent is kept for no longer than this: a burst is what slows a reader.
+# How long unspent tokens accumulate: bursts slow down readers.
 BURST_SECONDS = 0.05
-# A worker asks the shared bucket once for so many bytes at least, not for each small file.
+# A worker takes at least this many bytes at a time from the shared bucket, instead of once for each small file.
 QUANTUM = 1 << 18
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bytes that may be spent at a time, in seconds of a clock that only goes forward; below 0 they are owed."""
+    """Bytes that may be spent (``tokens``; negative if owed) at a time of a monotonic clock (``at``, in seconds)."""
 
     tokens: float = 0.0
     at: float = 0.0
 
 
 def take(bucket: Bucket, now: float, rate: float, cost: float) -> tuple[Bucket, float]:
-    """Return the bucket after ``cost`` bytes were taken, and the seconds to wait before they are used.
+    """Return the bucket after ``cost`` bytes were taken, and the seconds to wait before using them.
 
-    ``rate`` is in bytes per second and above 0. A cost is never refused: it is owed, and whoever comes next waits
-    longer, so that several takers together keep the rate.
+    ``rate`` is in bytes per second and must be above 0. A cost is never refused: it is owed, and the next taker waits
+    longer, so that all takers together keep to the rate.
     """
     earned = max(0.0, now - bucket.at) * rate
     tokens = min(bucket.tokens + earned, rate * BURST_SECONDS) - cost
@@ -46,7 +47,7 @@ def take(bucket: Bucket, now: float, rate: float, cost: float) -> tuple[Bucket, 
 
 
 class Pacer:
-    """One worker's share. ``exchange`` takes from the bucket of all and returns the seconds to wait."""
+    """One worker's share. ``exchange`` takes bytes from the shared bucket and returns the seconds to wait."""
 
     def __init__(self, exchange: Callable[[int], float], sleep: Callable[[float], None]) -> None:
         self._exchange = exchange
@@ -54,7 +55,7 @@ class Pacer:
         self._owed = 0
 
     def spend(self, cost: int) -> None:
-        """Take note of ``cost`` bytes, and wait where all workers together are ahead of the rate."""
+        """Count ``cost`` bytes as spent, and wait if all workers together exceed the rate."""
         self._owed += cost
         if self._owed >= QUANTUM:
             owed, self._owed = self._owed, 0
@@ -67,7 +68,7 @@ class Stopped(Exception):  # noqa: N818 (nothing went wrong)
 
 
 class Shared:
-    """The memory of ``workers`` workers; made before they are forked. ``rate`` is in bytes per second, 0 for none."""
+    """The memory that ``workers`` workers share; create it before forking. ``rate``: bytes per second, 0: no limit."""
 
     def __init__(self, workers: int, rate: int) -> None:
         self._rate = rate
@@ -87,7 +88,7 @@ class Shared:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep the other processes out; not for use inside itself."""
+        """Keep the other processes out; not reentrant."""
         fcntl.lockf(self._fd, fcntl.LOCK_EX)
         try:
             yield
@@ -95,13 +96,13 @@ class Shared:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def stop(self) -> None:
-        """Tell all workers to give up."""
+        """Tell all workers to stop."""
         with self.locked():
             following, _, tokens, at = _HEAD.unpack_from(self._memory)
             _HEAD.pack_into(self._memory, 0, following, 1, tokens, at)
 
     def no_more(self) -> None:
-        """Let copies under way end, and no other begin. Within ``locked``."""
+        """Let copies in flight finish, but start no others. Call within ``locked``."""
         _, stop, tokens, at = _HEAD.unpack_from(self._memory)
         _HEAD.pack_into(self._memory, 0, _NEVER, stop, tokens, at)
 
@@ -111,23 +112,23 @@ class Shared:
             raise Stopped
 
     def next_item(self) -> int:
-        """Take the number of the next item. Within ``locked``."""
+        """Take the number of the next item. Call within ``locked``."""
         following, stop, tokens, at = _HEAD.unpack_from(self._memory)
         _HEAD.pack_into(self._memory, 0, following + 1, stop, tokens, at)
         return int(following)
 
     def in_flight(self) -> int:
-        """Return the bytes that copies under way may take, all of them. Within ``locked``."""
+        """Return how many bytes all copies in flight may take. Call within ``locked``."""
         return sum(
             _COUNT.unpack_from(self._memory, _HEAD.size + n * _COUNT.size)[0] for n in range(self._workers)
         )
 
     def set_in_flight(self, worker: int, count: int) -> None:
-        """Say how many bytes this worker's copy may take. Only the worker itself writes this."""
+        """Set how many bytes this worker's copy may take. Only the worker itself writes this."""
         _COUNT.pack_into(self._memory, _HEAD.size + worker * _COUNT.size, count)
 
     def take(self, cost: int) -> float:
-        """Take bytes from the bucket of all; return the seconds to wait."""
+        """Take bytes from the shared bucket; return the seconds to wait."""
         with self.locked():
             following, stop, tokens, at = _HEAD.unpack_from(self._memory)
             bucket, seconds = take(Bucket(tokens, at), time.monotonic(), self._rate, cost)

@@ -1,4 +1,4 @@
-"""Delete what the seed set aside in an earlier boot, at the pace of promotion."""
+"""Delete what the seed set aside in an earlier boot, at the promotion's rate."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from image_builder.node.promote.shared import Bucket, Pacer, take
 
 
 def empty(trash: Path, rate: int, boot: str) -> list[str]:
-    """Delete what other boots than this one set aside; follow no link, cross no mount. Return what stays, and why.
+    """Delete what boots other than this one set aside, without following links or crossing mounts.
 
-    Volumes are users' data: a tree that holds any stays. ``rate`` is in bytes per second, 0 for as fast as it goes.
-    Raises OSError.
+    Return what stays, and why. Volumes are users' data: a tree that contains any stays. ``rate`` is in bytes per
+    second, 0 for no limit. Raises OSError.
     """
     remaining = []
     spend = _pacer(rate).spend
@@ -35,7 +35,7 @@ def empty(trash: Path, rate: int, boot: str) -> list[str]:
 
 
 def names(trash: Path) -> list[str]:
-    """Return what lies in the trash; nothing where there is none. Raises OSError."""
+    """Return the names in the trash; none if it doesn't exist. Raises OSError."""
     try:
         return sorted(os.listdir(trash))
     except FileNotFoundError:
@@ -43,7 +43,7 @@ def names(trash: Path) -> list[str]:
 
 
 def _volumes(path: Path) -> list[str]:
-    """Return the volumes in a data root; what Docker keeps of them all is a file."""
+    """Return the volumes in a data root: the directories there, since Docker's own metadata is a file."""
     try:
         with os.scandir(path / "volumes") as entries:
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))

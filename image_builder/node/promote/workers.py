@@ -1,7 +1,7 @@
-"""Copy items by several processes. A worker only makes copies; the agent itself syncs and exchanges.
+"""Copy items with several processes. A worker only makes copies; the agent itself syncs and exchanges them.
 
-Each worker takes the next item, copies it into the staging directory under the item's number, and says so in one line
-of JSON: ``{"item": 3}``, or ``{"item": 3, "code": "promote.store", "reason": "...", "damaged": true}``.
+Each worker takes the next item, copies it into the staging directory under the item's number, and reports it in one
+line of JSON: ``{"item": 3}``, or ``{"item": 3, "code": "promote.store", "reason": "...", "damaged": true}``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FULL = frozenset([errno.ENOSPC, errno.EDQUOT])
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers do. ``flush`` as of ``copy_tree``."""
+    """The workers' job. ``flush`` as in ``copy_tree``."""
 
     items: Sequence[Item]
     staging: Path
@@ -42,7 +42,7 @@ class Job:
 
 @dataclass(frozen=True)
 class ItemResult:
-    """What a worker said of an item: an empty ``code`` when it was copied. ``damaged``: the store could not be read."""
+    """A worker's report on an item: ``code`` is empty if it was copied. ``damaged``: the store seems to be damaged."""
 
     item: int
     code: str = ""
@@ -55,11 +55,11 @@ class Workers:
 
     def __init__(self, job: Job, shared: Shared) -> None:
         self._job, self._shared = job, shared
-        self._pipes: dict[int, int] = {}  # a pipe's end to read, the worker's process id
+        self._pipes: dict[int, int] = {}  # read end of a pipe: process id of the worker
         self._rest: dict[int, bytes] = {}
 
     def start(self, number: int) -> None:
-        """Start one more; ``number`` counts them from 0. Raises OSError."""
+        """Start another worker; ``number`` counts them from 0. Raises OSError."""
         job = self._job
         read_end, write_end = os.pipe()
         parent = os.getpid()
@@ -77,9 +77,9 @@ class Workers:
         self._rest[read_end] = b""
 
     def results(self, seconds: float) -> list[ItemResult] | None:
-        """Return what was said within that time, maybe nothing; None when all workers have ended.
+        """Return the results that arrive within ``seconds``, possibly none; None once all workers have ended.
 
-        Raises NodeError when a worker ended in a way that only a bug or a kill explains.
+        Raises NodeError if a worker ended in a way that only a bug or a kill explains.
         """
         if not self._pipes:
             return None
@@ -101,7 +101,7 @@ class Workers:
             raise NodeError("promote.worker", f"a process that copied layers ended with {code}")
 
     def end(self) -> None:
-        """Stop what runs and wait for it."""
+        """Stop the running workers and wait for them."""
         self._shared.stop()
         for child in self._pipes.values():
             os.kill(child, signal.SIGKILL)
@@ -113,7 +113,7 @@ class Workers:
 
 @contextmanager
 def running(job: Job, count: int, rate: int) -> Iterator[tuple[Workers, Shared]]:
-    """Start ``count`` workers; none is left after the block, however that ends."""
+    """Start ``count`` workers; none is left after the block, however it ends."""
     with Shared(count, rate) as shared:
         workers = Workers(job, shared)
         try:
@@ -125,7 +125,7 @@ def running(job: Job, count: int, rate: int) -> Iterator[tuple[Workers, Shared]]
 
 
 def _work(job: Job, shared: Shared, number: int, pipe: int, parent: int) -> NoReturn:
-    """Be a worker. A dead agent takes its workers along: nobody would exchange what they copy."""
+    """Run a worker. Workers die with the agent: without it, nothing would exchange what they copy."""
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -185,14 +185,14 @@ def _copy_items(job: Job, shared: Shared, number: int, say: Callable[[dict[str, 
 
 
 def disk_error(error: OSError) -> tuple[str, str]:
-    """Return the code and the reason of an error of the local disk."""
+    """Return the code and the reason for an error of the local disk."""
     code = "promote.space" if error.errno in _FULL else "promote.io"
     where = f"{error.filename}: " if error.filename else ""
     return code, f"{where}{os.strerror(error.errno or errno.EIO)}"
 
 
 def room(path: Path) -> Room:
-    """Return the room of the filesystem that holds ``path``. Raises OSError."""
+    """Return the size and free space of the filesystem that contains ``path``. Raises OSError."""
     info = os.statvfs(path)
     return Room(
         total=info.f_blocks * info.f_frsize,

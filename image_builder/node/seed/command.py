@@ -1,4 +1,4 @@
-"""``node-agent seed``: before the engine starts, give its data root the images that the node was baked with."""
+"""``node-agent seed``: before the engine starts, fill its data root with the images that the node was baked with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from image_builder.node.store import Store, close_store, open_store, read_manife
 FORMAT = 1
 
 
-# A failure of a disk may be over a moment later; what it says of a store or an engine's version stays so.
+# A disk failure may be over a moment later; a damaged store or a wrong engine version stays so.
 _FOR_NOW = frozenset(["seed.disk", "store.io", "store.verity"])
 _LOST = frozenset(["store.manifest", "store.truncated", "store.disagrees", "store.mount", "store.damaged"])
 _ATTEMPTS = 3
@@ -29,23 +29,24 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Places(status.Places):
-    """And the store's description."""
+    """Also the store's manifest."""
 
     manifest: Path = layout.MANIFEST
 
 
 def run(places: Places = Places(), *, pause: float = 1.0) -> int:
-    """Seed, and say how it went; return 1 where a later attempt may do better, else 0.
+    """Seed, and report the outcome; return 1 if a later attempt may do better, else 0.
 
-    ``pause`` are the seconds between two attempts of one call. What can't be seeded is loaded from the archive.
+    ``pause`` is the time in seconds between two attempts of one call. Images that can't be seeded are loaded from the
+    archive.
     """
     started = time.monotonic()
     try:
         settings = preload_settings.load(places.etc)
-    except NodeError as error:  # nothing is known of a data root, so nothing is done to any
+    except NodeError as error:  # the data root isn't known, so none is touched
         section: dict[str, Any] = {"state": status.DEGRADED, "code": error.code, "reason": error.message}
     else:
-        # Another agent may be at it: then it is found done.
+        # Another agent may be seeding: then this one finds the work done.
         with files.lock(places.run / "seed.lock"):
             section = _attempt(settings, places.manifest)
             for _ in range(_ATTEMPTS - 1):
@@ -70,7 +71,7 @@ def _attempt(settings: Preload, manifest: Path) -> dict[str, Any]:
 
 
 def _earlier(directory: Path, busy: dict[str, Any]) -> dict[str, Any]:
-    """Return what an attempt before the engine's start came to, where that was a failure: it still explains more."""
+    """Return the section of an attempt before the engine's start if that failed: its failure explains more."""
     earlier = status.read(directory).get("seed", {})
     if earlier.get("code") not in {*_FOR_NOW, "seed.version", "seed.engine"}:
         return busy
@@ -80,9 +81,9 @@ def _earlier(directory: Path, busy: dict[str, Any]) -> dict[str, Any]:
 def seed(settings: Preload, store: Store) -> dict[str, Any]:
     """Make the data root usable from the store; return the section of the status. Raises NodeError, OSError.
 
-    containerd's root of another image's store is set aside whole, with pulled images and containers: its databases
-    can't be merged, nor edited while it is stopped. A later boot that succeeds deletes it (``promote.trash``). So is
-    one without an image, as a start after a failed seed leaves it.
+    A containerd root from another image's store is set aside as a whole, with pulled images and containers: its
+    databases can't be merged, nor edited while containerd is stopped. A later boot that succeeds deletes it
+    (``promote.trash``). A root without any image, as left by a start after a failed seed, is set aside, too.
     """
     (settings.state / "seed").mkdir(parents=True, exist_ok=True)
     files.remove_tree(settings.state / "staging/seed")
@@ -106,10 +107,10 @@ def _goes_aside(settings: Preload, store: Store, marker: Mapping[str, Any]) -> b
 
 
 def leave(settings: Preload) -> dict[str, Any]:
-    """This image was baked without a store: what another one's seed linked leads nowhere. Raises NodeError, OSError.
+    """Handle an image baked without a store, where links from another image's seed lead nowhere.
 
-    The engine would take such layers for whole, and neither pull nor load them again. Of Docker the layers alone go,
-    containerd's root is set aside whole, as by ``seed``.
+    The engine would consider such layers complete, and neither pull nor load them again. For Docker, only these layers
+    are removed; containerd's root is set aside as a whole, as in ``seed``. Raises NodeError, OSError.
     """
     action = "none"
     if settings.data_root.is_dir() and _has_links(settings):
@@ -125,7 +126,7 @@ def leave(settings: Preload) -> dict[str, Any]:
 
 
 def _require_unused(settings: Preload) -> None:
-    """Raise NodeError (``seed.busy``) where somebody uses the data root: then nothing in it is changed."""
+    """Raise NodeError (``seed.busy``) if the data root is in use: then nothing in it may be changed."""
     if who := data_root.user(settings.engine, settings.data_root):
         raise NodeError("seed.busy", f"{settings.data_root} is left as it is: {who}")
 
@@ -140,10 +141,10 @@ def _forget(settings: Preload) -> None:
 
 
 def _open(settings: Preload, store: Store) -> None:
-    """Mount the store. Where an earlier boot found it damaged, look again: it may have been the disk, for a moment.
+    """Mount the store. If an earlier boot found it damaged, check it again: the disk may have failed only for a moment.
 
-    One that is damaged is closed: links that lead nowhere are replaced, those into it would be I/O errors in pods.
-    Raises NodeError.
+    Close a store that is still damaged: links that lead nowhere get replaced, whereas links into a damaged store would
+    cause I/O errors in pods. Raises NodeError.
     """
     open_store(store, verity=settings.verity)
     mark = settings.state / "store-damaged.json"
@@ -160,9 +161,9 @@ def _open(settings: Preload, store: Store) -> None:
 
 
 def _fresh(settings: Preload, store: Store, used: bool) -> dict[str, Any]:
-    """Make a data root beside its place, sync, rename, write the marker.
+    """Build a data root in the staging directory, sync it, rename it into place, and write the marker.
 
-    ``used``: one of another image is there. It is set aside when the new one is whole, and not before.
+    ``used``: another image's data root is there. It is set aside only once the new one is complete.
     """
     staging = settings.state / "staging/seed"
     # Docker's own mode for its root, and containerd's.
@@ -178,7 +179,7 @@ def _fresh(settings: Preload, store: Store, used: bool) -> dict[str, Any]:
             layers, file_count = filled.snapshots, filled.files
         files.syncfs(staging)
         if used:
-            _require_unused(settings)  # filling takes a while, and somebody may have started the engine
+            _require_unused(settings)  # filling takes a while, and the engine may have been started
             files.set_aside(settings.data_root, settings.trash, status.boot_id())
         _forget(settings)
         if os.path.lexists(settings.data_root):
@@ -197,7 +198,7 @@ def _fresh(settings: Preload, store: Store, used: bool) -> dict[str, Any]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a layer whole, for images with the mode ``copy``. Raises OSError, NodeError (``store``)."""
+    """Copy a whole layer, for images with the mode ``copy``. Raises OSError, NodeError (``store``)."""
     from image_builder.node.promote.copy import SourceError, copy_tree
 
     try:
@@ -207,9 +208,10 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[str, Any]:
-    """The data root is in use, be it this store's, another's or nobody's: add what it lacks, take nothing from it.
+    """Keep a data root that isn't blank: add what it lacks, and remove only lost layers.
 
-    See that its links lead somewhere first: whatever fails afterwards, the engine works as before.
+    It may be from this store, from another store or from none. First make sure that its links lead somewhere: whatever
+    fails afterwards, the engine works as before.
     """
     linked, ours = _has_links(settings), marker.get("store") == store.id
     if linked:
@@ -217,15 +219,15 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
     section = _section(settings, store)
     images = [image for image in store.images if image.mode != "archive"]
     if settings.engine != "docker":
-        # Its databases can't be merged: what is missing is loaded from the archive, when the engine runs.
-        if linked and not ours:  # a power cut came before the marker
+        # Its databases can't be merged: missing images are loaded from the archive once the engine runs.
+        if linked and not ours:  # a power cut happened before the marker was written
             _mark(settings, store)
         return {"action": "current" if linked or ours else "left", **section}
     has_lost = linked and not ours and bool(lost.caches(settings.data_root))
     if ours and not has_lost and not docker.lacking(images, settings.data_root):
         return {"action": "current", **section}
     _require_unused(settings)
-    if has_lost:  # layers of another image's store
+    if has_lost:  # layers from another image's store
         lost.take_out(settings.data_root, settings.trash, status.boot_id())
     check_version(store, settings.engine)
     _open(settings, store)
@@ -240,7 +242,7 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
 
 
 def _has_links(settings: Preload) -> bool:
-    """Tell whether anything in the data root is still a link into the store: not after it was all promoted."""
+    """Return whether the data root still has links into the store: after a complete promotion it has none."""
     return bool(data_root.find_links(settings.engine, settings.data_root))
 
 
@@ -250,10 +252,10 @@ def _section(settings: Preload, store: Store) -> dict[str, Any]:
 
 
 def _failed(settings: Preload, error: NodeError | OSError) -> dict[str, Any]:
-    """Say why nothing was seeded; a data root in use stays, with all that is in it.
+    """Return the section that says why nothing was seeded; an existing data root stays, with everything in it.
 
-    Only where the store is lost for good, Docker's layers that led into it are taken out, so that the archive can bring
-    them. Of containerd's, the engine itself is told (``node-agent preload``).
+    Only if the store is lost for good, Docker's layers that link into it are removed, so that they can be loaded from
+    the archive. containerd's lost layers are removed through the engine itself (``node-agent preload``).
     """
     if isinstance(error, OSError):
         error = NodeError("seed.disk", f"{error.filename or settings.data_root}: {error.strerror}")
@@ -293,10 +295,10 @@ def _mark(settings: Preload, store: Store) -> None:
 
 
 def check_version(store: Store, engine: str, ask: Callable[[str], str] | None = None) -> None:
-    """Raise NodeError unless the node's engine keeps its data as the baked one did.
+    """Raise NodeError unless the node's engine stores its data in the same layout as the baked one did.
 
-    The layout is the engine's own affair, so only the same minor version is trusted with it. The program that was
-    baked is known by its size; another one is asked. ``ask`` returns a program's version line.
+    The layout is internal to the engine, so only the same minor version is trusted with it. The baked program is
+    recognized by its size; any other is asked for its version. ``ask`` returns a program's version.
     """
     baked = store.engines.get(engine)
     if baked is None:

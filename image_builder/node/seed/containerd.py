@@ -1,11 +1,11 @@
-"""containerd's root with the overlayfs snapshotter, from the store (containerd: core/metadata, plugins/snapshots).
+"""containerd's root for the overlayfs snapshotter, from the store (containerd: core/metadata, plugins/snapshots).
 
-    io.containerd.metadata.v1.bolt/meta.db                       images, leases, what refers to what
+    io.containerd.metadata.v1.bolt/meta.db                       images, leases, references between objects
     io.containerd.snapshotter.v1.overlayfs/metadata.db           snapshots by name, parent and number
     io.containerd.snapshotter.v1.overlayfs/snapshots/<N>/fs      a layer's files
     io.containerd.content.v1.content/blobs/sha256/<hex>          indexes, manifests, configurations and layers
 
-The two databases belong together: a name in one leads to a number in the other. They are copied as a pair into a
+The two databases belong together: a name in one refers to a number in the other. They are copied as a pair into a
 blank root, and never merged.
 """
 
@@ -32,7 +32,7 @@ DATABASES = (
 
 @dataclass(frozen=True)
 class Filled:
-    """What was made, by number."""
+    """How many snapshots and files were created."""
 
     snapshots: int
     files: int
@@ -45,7 +45,7 @@ def fill(
     copied: frozenset[str] = frozenset(),
     copy: Callable[[Path, Path], None] | None = None,
 ) -> Filled:
-    """Fill a blank root. Layers whose diff ids are in ``copied`` come by ``copy(source, target)``.
+    """Fill a blank root. Layers whose diff ids are in ``copied`` are copied by ``copy(source, target)``.
 
     Raises OSError, and NodeError (``store.damaged``, ``store.io``).
     """
@@ -82,10 +82,10 @@ def fill(
 
 
 def _snapshots(baked: Records) -> Iterator[tuple[str, str]]:
-    """Yield (number, hex of the diff id): in the store ``fs`` is a link to the layer's files.
+    """Yield each snapshot's number and its layer's diff id (hexadecimal): in the store, ``fs`` is a link to the layer.
 
-    Where it is none, that was no image's: containerd deletes what its database does not know. Raises NodeError
-    (``store.damaged``).
+    A snapshot without such a link didn't belong to an image: containerd deletes whatever its database doesn't know.
+    Raises NodeError (``store.damaged``).
     """
     for number in baked.names(os.fspath(SNAPSHOTS)):
         target = baked.links.get(f"{SNAPSHOTS}/{number}/fs")

@@ -1,13 +1,13 @@
-"""Docker's data root with the graph driver overlay2, from the store (moby: layer/, image/, daemon/graphdriver).
+"""Docker's data root for the graph driver overlay2, from the store (moby: layer/, image/, daemon/graphdriver).
 
     image/overlay2/imagedb/{content,metadata}/sha256/<image id>
     image/overlay2/layerdb/sha256/<chain id>/{diff,size,cache-id,parent,tar-split.json.gz}
-    image/overlay2/distribution/...            digests by diff id, so that a push or pull knows the layers
+    image/overlay2/distribution/...            digests by diff id, so that a push or pull recognizes the layers
     image/overlay2/repositories.json           names and digests of images
     overlay2/<cache id>/{diff,link,lower,committed,work}, overlay2/l/<link> -> ../<cache id>/diff
 
-``fill`` merges: a blank directory gets everything, a data root in use gets what it has lost. Each layer's files come
-before what names them, and the names of images last.
+``fill`` merges: a blank directory gets everything, an existing data root gets what it has lost. Each layer's files are
+written before the records that name them, and image names last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _IMAGE = Path("image/overlay2")
 
 @dataclass(frozen=True)
 class Filled:
-    """What was added, by number; ``images`` are references."""
+    """What was added: numbers of layers and files; ``images`` are references."""
 
     images: tuple[str, ...]
     layers: int
@@ -47,11 +47,11 @@ def fill(
     copy: Callable[[Path, Path], None] | None = None,
     aside: bool = False,
 ) -> Filled:
-    """Give a data root whose engine is stopped the images that it lacks; what it has is left alone.
+    """Add missing images to a data root whose engine is stopped; leave everything else alone.
 
-    An image with the mode ``copy`` gets its layers by ``copy(source, target)``. ``store`` is where the store is
-    mounted. ``aside``: the root is empty and not in its place yet, so that nothing in it need be looked for, or be
-    there whole or not at all. Raises OSError, and NodeError (``store.damaged``, ``store.io``).
+    Layers of an image with the mode ``copy`` are copied by ``copy(source, target)``. ``store`` is where the store is
+    mounted. ``aside``: the root is new and not yet in its final place, so there is nothing to check for, and writes
+    need not be atomic. Raises OSError, and NodeError (``store.damaged``, ``store.io``).
     """
     baked = records_of.read(store / SOURCE)
     named = _baked_names(baked)
@@ -71,14 +71,14 @@ def fill(
             added.append(image.ref)
     _write_missing(work, f"{_IMAGE}/distribution")
     if added:
-        # Aside, the caller syncs it with all the rest.
+        # For a root set up aside, the caller syncs everything at the end.
         data = json.dumps(names).encode()
         files.write(root / _IMAGE / "repositories.json", data, 0o600, durable=not aside)
     return Filled(tuple(added), work.layers, work.files)
 
 
 def lacking(images: Iterable[Image], root: Path) -> list[str]:
-    """Return the references of the images that a data root has lost, without looking into the store."""
+    """Return the references of images that a data root lacks, without reading the store's records."""
     repositories = _names(root)["Repositories"].values()
     recorded = {ref: image_id for references in repositories for ref, image_id in references.items()}
     return [
@@ -107,7 +107,7 @@ def _directories(root: Path) -> None:
 
 
 def _has_layer(root: str | Path, layer: Layer) -> bool:
-    """Tell whether a layer is recorded and its files are where the record says, also through a link.
+    """Return whether a layer is recorded and its files are where the record says, possibly through a link.
 
     Raises NodeError (``store.damaged``, ``store.io``).
     """
@@ -128,9 +128,10 @@ def _record(chain_id: str) -> str:
 
 @dataclass
 class _Work:
-    """A data root that is being filled. Its paths are strings: there may be hundreds of layers, and the engine waits.
+    """A data root that is being filled. Paths are strings for speed: there may be hundreds of layers, and the engine
+    waits.
 
-    ``lowers`` has, by chain id, what a layer above writes as its ``lower``; ``written`` the small files.
+    ``lowers`` maps chain ids to the ``lower`` of a layer directly above; ``written`` has the small files written.
     """
 
     root: str
@@ -144,14 +145,14 @@ class _Work:
 
 
 def _place(work: _Work, layer: Layer, copy: Callable[[Path, Path], None] | None) -> None:
-    """See that a layer is there, above its parent, which was placed before: its files first, then its record."""
+    """Add a layer if it is missing: its files first, then its record. Its parent must have been placed before."""
     if layer.chain in work.lowers:
         return
     record = _record(layer.chain)
     target = f"{work.root}/{record}"
     is_recorded = not work.aside and os.path.isdir(target)
     if is_recorded and _has_layer(work.root, layer):
-        # Maybe not as baked: it may have been pulled again meanwhile, under another id.
+        # It may differ from the baked layer: it may have been pulled again since, under another cache id.
         place = Path(work.root, "overlay2", Path(target, "cache-id").read_text())
         lower = (place / "lower").read_text() if (place / "lower").exists() else ""
         work.lowers[layer.chain] = _above((place / "link").read_text(), lower)
@@ -165,12 +166,12 @@ def _place(work: _Work, layer: Layer, copy: Callable[[Path, Path], None] | None)
         if (record_file := work.baked.files.get(f"{record}/{name}")) is not None:
             files.create(f"{draft}/{name}", record_file[1].encode(), record_file[0])
         elif copy is None:
-            # It has a line for each file of the layer: read when an image is saved or pushed, and linked as well.
+            # It has a line for each file of the layer and is read only when an image is saved or pushed: link it, too.
             files.link(f"{source}/{name}", f"{draft}/{name}")
         else:
             copy_file(Path(source, name), Path(draft, name))
         work.files += 1
-    if is_recorded:  # but its files were gone
+    if is_recorded:  # its record exists, but its files were gone
         for name in os.listdir(draft):
             os.replace(f"{draft}/{name}", f"{target}/{name}")
         os.rmdir(draft)
@@ -184,7 +185,7 @@ def _make_directory(path: str, mode: int) -> None:
         os.mkdir(path, mode)
     except FileExistsError:
         return
-    if mode & 0o077:  # which a umask may have taken away
+    if mode & 0o077:  # a umask may have cleared these bits
         os.chmod(path, mode)
 
 
@@ -197,14 +198,14 @@ def _place_files(work: _Work, layer: Layer, cache: str, copy: Callable[[Path, Pa
     if lower:
         files.create(f"{place}/lower", lower.encode())
         _make_directory(f"{place}/work", 0o700)
-    # Docker says so of a layer when another one, or a container, is put above it. Of one that lacks it, it takes the
-    # files for the writable part of a mount when it saves the image, which the store can't be.
+    # Docker marks a layer as committed when it puts another layer, or a container, above it. When saving an image, it
+    # uses the files of an uncommitted layer as the writable part of a mount, which the store can't be.
     files.create(f"{place}/committed", b"", 0o600)
     source, target = layer_path(layer.diff_id, work.store), f"{place}/diff"
     if copy:
         _copy_layer(source, Path(target), copy)
     else:
-        # Files of which nothing records that they are whole: an earlier repair was cut short.
+        # No record says that these files are complete: an earlier repair was interrupted.
         if not work.aside and os.path.isdir(target) and not os.path.islink(target):
             files.remove_tree(Path(target))
         files.link(source, target)
@@ -214,12 +215,12 @@ def _place_files(work: _Work, layer: Layer, cache: str, copy: Callable[[Path, Pa
 
 
 def _above(link: str, lower: str) -> str:
-    """Return the ``lower`` of a layer whose parent has this ``link`` and this ``lower``."""
+    """Return the ``lower`` of a layer whose parent has this ``link`` and ``lower``."""
     return f"l/{link}:{lower}" if lower else f"l/{link}"
 
 
 def _copy_layer(source: Path, target: Path, copy: Callable[[Path, Path], None]) -> None:
-    """Copy a layer beside its place, then put it there: a name is never that of half a layer."""
+    """Copy a layer under a draft name, then rename it into place: the final name never has half a layer."""
     draft = target.with_name(f".{target.name}.new")
     files.remove_tree(draft)
     copy(source, draft)
@@ -231,7 +232,7 @@ def _copy_layer(source: Path, target: Path, copy: Callable[[Path, Path], None]) 
 
 
 def _write_missing(work: _Work, name: str) -> None:
-    """Write the small files at or below ``name`` that the data root lacks."""
+    """Write those small files at or below ``name`` that the data root lacks."""
     baked = work.baked
     if name in baked.files:
         path = f"{work.root}/{name}"
@@ -257,7 +258,7 @@ Names = dict[str, dict[str, str]]
 
 
 def _baked_names(baked: Records) -> dict[str, Any]:
-    """Return the names that the bake gave. Raises NodeError (``store.damaged``)."""
+    """Return the image names from the bake. Raises NodeError (``store.damaged``)."""
     try:
         document = json.loads(baked.text(f"{_IMAGE}/repositories.json"))
         names: dict[str, Any] = document["Repositories"]
@@ -267,7 +268,7 @@ def _baked_names(baked: Records) -> dict[str, Any]:
 
 
 def _names(root: Path) -> dict[str, Any]:
-    """Return the names in a data root; none where a power cut left no whole file, on which Docker would not start."""
+    """Return the image names in a data root; none if a power cut left a damaged file, with which Docker won't start."""
     try:
         document = json.loads((root / _IMAGE / "repositories.json").read_bytes())
     except (FileNotFoundError, ValueError):
@@ -277,7 +278,7 @@ def _names(root: Path) -> dict[str, Any]:
 
 
 def _names_of(baked: dict[str, Any], image_id: str) -> Names:
-    """Return what the bake calls an image: by repository, references by tag and by digest."""
+    """Return the bake's names for an image: for each repository, its references by tag and by digest."""
     return {
         repository: references
         for repository, all_ in baked["Repositories"].items()

@@ -1,7 +1,7 @@
-"""Layers of Docker's whose files were in a preload store that is gone: taken out, so that they can be loaded again.
+"""Docker's layers whose files were in a preload store that is gone: removed, so that they can be loaded again.
 
-Docker believes its records: it neither pulls nor loads a layer that it has on record. What else is in the data root
-stays: volumes, containers, and every layer that does not stand on a lost one.
+Docker trusts its records: it neither pulls nor loads a layer that it has a record of. Everything else in the data root
+stays: volumes, containers, and every layer that isn't above a lost one.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from image_builder.node.layout import MOUNT_POINT
 from image_builder.node.store import chain
 
 _IMAGES = Path("image/overlay2/imagedb")
-# Docker ignores names in the directory of records that are not digests.
+# Docker ignores names in its records directory that aren't digests.
 _SUFFIX = ".lost"
 
 
 def caches(root: Path, store: Path = MOUNT_POINT) -> set[str]:
-    """Return the directories of ``overlay2`` whose files are a link into the store, to where nothing is.
+    """Return the directories in ``overlay2`` whose files are a link to something missing from the store.
 
-    Raises OSError where that can't be told: a disk that fails now is no proof.
+    Raises OSError if that can't be determined: a disk that fails now doesn't prove anything.
     """
     return {place.name for place in listed(root / "overlay2") if _is_lost(place / "diff", store)}
 
 
 def take_out(root: Path, trash: Path, boot: str, store: Path = MOUNT_POINT) -> None:
-    """Delete lost layers, their records first; set aside what stands on them and has files of its own.
+    """Delete lost layers, their records first; set aside layers above them that have files of their own.
 
-    The engine is stopped. After a crash a second time does the rest. Raises OSError, NodeError.
+    The engine must be stopped. After a crash, a second call finishes the work. Raises OSError, NodeError.
     """
     gone = caches(root, store)
     records = {path.name: _read(path) for path in listed(root / RECORDS) if "." not in path.name}
@@ -64,7 +64,7 @@ def _seeded(records: Mapping[str, tuple[str, str]], gone: set[str]) -> set[str]:
 
 
 def _images(root: Path) -> Iterator[tuple[str, set[str]]]:
-    """Yield each image on record and its layers' chain ids. Asked for one without layers Docker answers by an error."""
+    """Yield each recorded image and its layers' chain ids. Docker returns an error for an image without its layers."""
     for path in listed(root / _IMAGES / "content/sha256"):
         try:
             diff_ids = json.loads(path.read_bytes())["rootfs"]["diff_ids"]
@@ -74,7 +74,7 @@ def _images(root: Path) -> Iterator[tuple[str, set[str]]]:
 
 
 def _forget_image(root: Path, image: str, trash: Path | None, boot: str) -> None:
-    """Delete an image's record, or set it aside where it was not a seed's; its names then lead to none."""
+    """Delete an image's record, or set it aside in ``trash`` if it isn't from a seed; its names then lead nowhere."""
     path = root / _IMAGES / "content/sha256" / image
     if trash:
         files.set_aside(path, trash, boot)
@@ -100,7 +100,7 @@ def _is_lost(path: Path, store: Path) -> bool:
 
 
 def _read(record: Path) -> tuple[str, str]:
-    """Return a layer's directory in ``overlay2`` and its parent's record; empty where that is not on record."""
+    """Return a layer's directory in ``overlay2`` and its parent's chain id; empty if not recorded."""
     return _text(record / "cache-id"), _text(record / "parent").removeprefix("sha256:")
 
 

@@ -1,7 +1,8 @@
-"""What an engine keeps beside its layers, in one file of the store.
+"""An engine's metadata about its layers, in one file of the store.
 
-A node reads it whole, at once: thousands of small files on a cold OS disk cost more than all else at boot. What is
-large or no text (databases, blobs, ``tar-split.json.gz``) stays a file of the store, and is listed.
+A node reads this file as a whole: reading thousands of small files from a cold OS disk would cost more than everything
+else at boot. Large or non-text files (databases, blobs, ``tar-split.json.gz``) remain files of the store, and are only
+listed.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from image_builder.node.errors import NodeError
 from image_builder.node.store import reading
 
 NAME = "records.json"
-# What is larger need not be at hand before the engine starts.
+# Larger files aren't needed before the engine starts.
 _LARGEST = 32 << 10
 
 
 @dataclass(frozen=True)
 class Records:
-    """Paths are relative to a data root. ``directories`` have modes, ``files`` mode and text, ``links`` targets.
+    """An engine's records, by path relative to a data root.
 
-    ``others`` are left where they are, in the store; with their bytes.
+    ``directories`` have modes, ``files`` mode and text, ``links`` targets. ``others`` stay files in the store, and have
+    sizes in bytes.
     """
 
     source: Path
@@ -46,19 +48,19 @@ class Records:
         return names
 
     def names(self, folder: str) -> list[str]:
-        """Return what is in a directory. Raises NodeError (``store.damaged``)."""
+        """Return the names in a directory. Raises NodeError (``store.damaged``)."""
         if folder not in self._names:
             raise self.lost(folder)
         return self._names[folder]
 
     def text(self, path: str) -> str:
-        """Return what a file holds. Raises NodeError (``store.damaged``)."""
+        """Return the text of a file. Raises NodeError (``store.damaged``)."""
         if path not in self.files:
             raise self.lost(path)
         return self.files[path][1]
 
     def lost(self, path: str) -> NodeError:
-        """Return the error that the store lacks something."""
+        """Return the error for a record that the store lacks."""
         return NodeError("store.damaged", f"{self.source / NAME} lacks {path}")
 
 
@@ -82,7 +84,7 @@ def read(source: Path) -> Records:
 
 
 def pack(tree: Path) -> None:
-    """Write the records of a data root into it, and take away the files that are in them."""
+    """Write a data root's records into it, and delete the files that they contain."""
     records: dict[str, dict[str, Any]] = {"directories": {}, "files": {}, "links": {}, "others": {}}
     for folder, folders, names in os.walk(tree):
         folders.sort()
