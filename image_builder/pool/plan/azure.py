@@ -1,10 +1,10 @@
-"""Scale sets as Azure Resource Manager reports them, through Azure's own SDK: each whole, or none at all.
+"""Scale sets as Azure Resource Manager reports them, read through Azure's own SDK: completely or not at all.
 
-Three questions for a scale set, whatever its size, each answered in pages: its model, its instances with their
-instance view, its network interfaces. The collection's ``azure_rm`` inventory asks one for each machine and one more
-for each of its interfaces instead, and where one of those is throttled it leaves the machine out without a word.
+A scale set takes three queries, whatever its size, each with paged results: its model, its instances with their
+instance views, and its network interfaces. The collection's ``azure_rm`` inventory instead sends a query for each
+machine and another for each of its interfaces, and silently omits a machine if one of those is throttled.
 
-What is returned is the service's JSON: only this module uses the SDK.
+Results are the service's JSON: only this module uses the SDK.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
     from azure.core.paging import ItemPaged
 
-# Seconds: to connect, for a byte of an answer, and for one question with all its repetitions.
+# Seconds to connect, to wait for the next byte of a response, and for one query with all its retries.
 _CONNECT_SECONDS, _READ_SECONDS, _ASK_SECONDS = 10, 60, 600
 _REPETITIONS = 8
 _THROTTLED = 429
@@ -39,14 +39,14 @@ Say = Callable[[str], None]
 
 @dataclass
 class Traffic:
-    """The cost of the queries. ``remaining``: the fewest that the service would still answer, by its own names."""
+    """The cost of the queries. ``remaining``: the fewest that the service would still accept, by its limits' names."""
 
     requests: int = 0
     throttled: int = 0
     remaining: dict[str, int] = field(default_factory=dict)
 
     def note(self, status: int, headers: Mapping[str, str]) -> str:
-        """Count an answer; return the notice for people, or nothing."""
+        """Count a response; return a notice for the user, or an empty string."""
         self.requests += 1
         limits = dict(_remaining(headers))
         for name, count in limits.items():
@@ -66,10 +66,10 @@ def _remaining(headers: Mapping[str, str]) -> Iterator[tuple[str, int]]:
 
 
 class Reader:
-    """Asks for scale sets; a context manager. ``traffic`` says what that took.
+    """Reads scale sets; a context manager. ``traffic`` is the cost so far.
 
-    ``endpoint`` is the address of Resource Manager; without it that of the cloud that AZURE_SDK_CLOUD_CONF names, the
-    public one by default. ``say`` is called with what people should know while they wait.
+    ``endpoint`` is the address of Resource Manager; the default is that of the cloud that AZURE_SDK_CLOUD_CONF names,
+    or else of the public one. ``say`` is called with notices for users while they wait.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Reader:
         repetitions: int = _REPETITIONS,
         say: Say = lambda _: None,
     ) -> None:
-        """Raises HostError where the SDK isn't installed."""
+        """Raises HostError if the SDK isn't installed."""
         host.check_azure()
         from azure.identity import DefaultAzureCredential
 
@@ -107,7 +107,7 @@ class Reader:
             self._credential.close()
 
     def read(self, scale_set_id: ScaleSetId) -> Listing:
-        """Return all that is known of a scale set; raises FetchError where any part of it can't be had."""
+        """Return everything known about a scale set; raises FetchError if any part of it can't be read."""
         with _blamed(scale_set_id):
             compute, network = (
                 self._client(kind, scale_set_id.subscription) for kind in ("compute", "network")
@@ -116,7 +116,7 @@ class Reader:
                 scale_set_id.group, scale_set_id.name
             ).as_dict()
             if is_flexible(scale_set):
-                # Its machines are ordinary ones, and so are their interfaces: of the whole resource group.
+                # Its machines are ordinary VMs with ordinary interfaces: list those of the whole resource group.
                 chosen = f"'virtualMachineScaleSet/id' eq '{scale_set_id.id}'"
                 instances = compute.virtual_machines.list(
                     scale_set_id.group, filter=chosen, expand="instanceView"
@@ -151,7 +151,7 @@ class Reader:
 
 
 def _all(pages: ItemPaged[Any]) -> Iterator[dict[str, Any]]:
-    """Return the items of every page; raises FetchError for pages that go round in circles."""
+    """Yield the items of every page; raises FetchError if the pages loop."""
     numbered: Any = pages.by_page()
     tokens = set()
     for page in numbered:
@@ -167,7 +167,7 @@ def _all(pages: ItemPaged[Any]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _blamed(scale_set_id: ScaleSetId) -> Iterator[None]:
-    """Say of what the SDK complains which scale set it was about."""
+    """Turn the SDK's errors into FetchErrors that name the scale set."""
     from azure.core.exceptions import AzureError
 
     try:
@@ -176,7 +176,7 @@ def _blamed(scale_set_id: ScaleSetId) -> Iterator[None]:
         message = " ".join(str(error).split())[:_LONGEST]
         raise FetchError(f"{scale_set_id.id}: {message}", hint=_HINT) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        # What the SDK's models raise for an answer that is none of the service's, such as a proxy's.
+        # What the SDK's models raise for a response that isn't the service's, such as a proxy's.
         message = " ".join(str(error).split())[:_LONGEST]
         raise FetchError(
             f"{scale_set_id.id}: the answer is invalid: {message}", hint="nothing was written"

@@ -1,17 +1,18 @@
-"""Ansible inventory -> the hosts of pools; everything that is wrong with them is found before one is touched.
+"""Ansible inventory -> the hosts of pools; everything that is wrong with them is found before any is touched.
 
-A pool is a group of the inventory. A scale set is a group in it (or the pool itself) whose hosts have in common:
+A pool is a group of the inventory. A scale set is a group within it (or the pool itself) whose hosts have these
+variables:
 
     pool_image      the image that they run, a host of the group `images`
     pool_vm_size    Azure's name of the size
-    pool_zone       the availability zone; without it there are none
-    pool_capacity   how many hosts there must be; without it nobody counts
-    pool_scale_set  the scale set's name, where it isn't the group's
+    pool_zone       the availability zone; unset if there are no zones
+    pool_capacity   how many hosts there must be; if unset, they aren't counted
+    pool_scale_set  the scale set's name, if it isn't the group's
     pool_vm_id      Azure's id of the machine
-    pool_scale_set_id, pool_instance_id  what Resource Manager calls both; only a roll needs them
-    pool_power_state  Azure's power state: who is stopped or deallocated, or about to be, is left out
+    pool_scale_set_id, pool_instance_id  ids of both in Resource Manager; only a roll needs them
+    pool_power_state  Azure's power state: hosts that are stopped or deallocated, or about to be, are skipped
 
-How a host is connected to stands in Ansible's own variables (definition/connection.py).
+How to connect to a host is in Ansible's own variables (definition/connection.py).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _TEXTS = (
     "pool_power_state",
 )
 _READ = frozenset({*_TEXTS, "pool_capacity", *connection.NAMES})
-# Nobody answers there: such hosts would time out, and spend what may fail.
+# Hosts in these states don't answer: they would time out and use up the failure budget.
 _OFF = ("stopping", "stopped", "deallocating", "deallocated")
 _REQUIRED = ("pool_image", "pool_vm_size")
 _VARIABLES_BESIDE = ("group_vars", "host_vars")
@@ -54,9 +55,9 @@ _VARIABLES_BESIDE = ("group_vars", "host_vars")
 
 @dataclass(frozen=True)
 class Fleet:
-    """The pools that were asked for, as an inventory has them now.
+    """The requested pools, as they are in the inventory now.
 
-    ``skipped`` are hosts that are off, by their power state; capacities count them, ``hosts`` doesn't have them.
+    ``skipped`` are hosts that are off, by power state; they count toward capacities, but aren't in ``hosts``.
     """
 
     inventory: PlannedFrom
@@ -66,13 +67,13 @@ class Fleet:
 
     @property
     def warnings(self) -> list[str]:
-        """Return a line for each power state that hosts are left out for."""
+        """Return a line for each power state because of which hosts are skipped."""
         return [f"skipped: {state}: {short_list(names)}" for state, names in self.skipped.items()]
 
 
 @dataclass
 class _Reading:
-    """An inventory while it is read. ``problems`` are few even if many hosts share one: they are gathered first."""
+    """An inventory while it is being read. Faults are grouped first, so that many hosts can share one problem."""
 
     source: Any
     here: str
@@ -80,9 +81,9 @@ class _Reading:
     problems: list[Problem] = field(default_factory=list)
     # (variable, what is wrong with it) -> the hosts
     faults: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
-    # (pool, scale set) -> capacity that was told -> the hosts that told it
+    # (pool, scale set) -> declared capacity -> the hosts that declare it
     capacities: dict[tuple[str, str], dict[JSON, list[str]]] = field(default_factory=dict)
-    # What only one host may have, (variable, value, port), and who has it.
+    # What must be unique to a host, as (variable, value, port), and the host that has it.
     own: list[tuple[tuple[str, str, str], str]] = field(default_factory=list)
     # power state -> the hosts that are off
     skipped: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -95,8 +96,8 @@ def read_fleet(
 ) -> Fleet:
     """Return the hosts of these pools.
 
-    Raises UsageError without an inventory or pool, DefinitionError with every problem, VaultError for a file that
-    can't be decrypted: what it hides may be a host's size or zone.
+    Raises UsageError if no inventory or pool is given, DefinitionError with every problem, VaultError for a file that
+    can't be decrypted, since it may contain a host's size or zone.
     """
     if not paths:
         raise UsageError("no inventory was given", hint="give it with -i: pools have no default inventory")
@@ -123,9 +124,9 @@ def read_fleet(
 
 
 def read_connection(paths: Sequence[Path], name: str, vault: Sequence[VaultId] = ()) -> Connection:
-    """Return how an inventory's host is connected to; raises UsageError without that host, else as ``read_fleet``."""
+    """Return how to connect to a host; raises UsageError if it isn't in the inventory, else as ``read_fleet`` does."""
     with opened([path.absolute() for path in paths], vault) as source:
-        # In an URL a name has no case.
+        # Host names in URLs are case-insensitive.
         host = next((host for host in map(str, source.manager.hosts) if host.lower() == name.lower()), None)
         if host is None:
             raise UsageError(f"no host `{name}` in the inventory{did_you_mean(name, source.manager.hosts)}")
@@ -165,7 +166,7 @@ def _hosts(reading: _Reading, pools: Sequence[str]) -> list[Host]:
 
 
 def _scale_set_groups(reading: _Reading, pool: Any) -> dict[str, list[str]]:
-    """Return the groups of a pool that list each host, and note the ones without any host."""
+    """Return, for each host, the groups of a pool that list it; note groups without any host."""
     listed: dict[str, list[str]] = defaultdict(list)
     visited: set[str] = set()
     todo = [pool]
@@ -183,7 +184,7 @@ def _scale_set_groups(reading: _Reading, pool: Any) -> dict[str, list[str]]:
 
 
 def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | None:
-    """Return a host, or None where it is off or what it needs is missing or wrong, which is noted."""
+    """Return a host, or None if it is off or a variable is missing or wrong, which is noted."""
     values, wrong = _values(reading, name)
 
     def fault(variable: str, reason: str) -> None:
@@ -191,7 +192,7 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
         reading.faults[variable, reason].append(name)
 
     if "/" in name or name in (".", ".."):
-        # Its reports have a directory of this name, which is removed when all is well.
+        # Its reports are in a directory of this name, which is removed if all is well.
         fault("inventory_hostname", "can't be the name of a directory")
     texts: dict[str, str] = {}
     for key in _TEXTS:
@@ -243,7 +244,7 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
 
 
 def _behind(hops: Sequence[Hop]) -> str:
-    """Return what tells an address from the same one behind another bastion."""
+    """Return a suffix that distinguishes an address from the same one behind another bastion."""
     return f" behind {hops[-1].address}" if hops else ""
 
 
@@ -252,7 +253,7 @@ def _hashable(value: JSON) -> JSON:
 
 
 def _values(reading: _Reading, name: str) -> tuple[dict[str, JSON], set[str]]:
-    """Return the variables of a host that matter here, evaluated, and those that can't be, which is noted."""
+    """Return the relevant variables of a host, evaluated, and those that can't be evaluated, which are noted."""
     values, failures = values_of(reading.source, name, _READ.__contains__)
     for key, why in failures.items():
         reading.faults[key, why].append(name)
@@ -296,10 +297,10 @@ def _doubles(reading: _Reading) -> list[Problem]:
 
 
 def inventory_digest(paths: Sequence[Path], hosts: Iterable[Host]) -> str:
-    """Return the SHA-256 over an inventory: its files, by their names in it, and its hosts.
+    """Return the SHA-256 of an inventory: of its files, by their names in it, and its hosts.
 
-    The hosts cover what no file holds, a dynamic inventory's answer; the files cover variables that only a playbook
-    reads.
+    The hosts cover what isn't in any file, such as the output of a dynamic inventory; the files cover variables that
+    only a playbook reads.
     """
     files = [
         [
@@ -314,7 +315,7 @@ def inventory_digest(paths: Sequence[Path], hosts: Iterable[Host]) -> str:
 
 
 def inventory_files(path: Path) -> list[Path]:
-    """Return the files of an inventory, in order: a directory's, or a file and the variables beside it."""
+    """Return the files of an inventory, in order: those of a directory, or a file and the variables next to it."""
     if path.is_dir():
         files = path.rglob("*")
         return sorted(f for f in files if f.is_file() and not f.relative_to(path).as_posix().startswith("."))

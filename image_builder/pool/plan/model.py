@@ -17,10 +17,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from image_builder.definition.connection import Hop
 
-# The one class that a host ends in. `dropped` is a connection that broke after it was made, `bastion` that the way to
-# the host is the fault, `failed` a phase on the host that said so itself, `unknown` that nobody can tell whether the
-# host joined. `skipped` is a host that stayed busy, or was somebody else's: as it was before, and no failure. `busy` is
-# how a step ends, and no host: it is taken later.
+# The one class that a host ends in. `dropped`: the connection broke after it was established. `bastion`: the fault is
+# on the way to the host. `failed`: the host itself reported a failed phase. `unknown`: it can't be determined whether
+# the host joined. `skipped`: the host stayed busy, or was taken out of service by somebody else; it is left as it was,
+# and isn't a failure. `busy` is how a step ends, never a host, which is taken later.
 Class = Literal[
     "ok",
     "refused",
@@ -36,10 +36,11 @@ Class = Literal[
     "busy",
 ]
 CLASSES: tuple[Class, ...] = tuple(kind for kind in get_args(Class) if kind != "busy")
-# What says nothing about the host's own state, so that asking again may be answered otherwise.
+# Classes that say nothing about the host's own state, so that a retry may end differently.
 UNREACHED: frozenset[Class] = frozenset({"refused", "timeout", "bastion", "dropped"})
 
-# What a run does: bring nodes up; verify those that come up by themselves; verify any; bring running ones to an image.
+# What a run does: bring nodes up; verify nodes that come up by themselves; verify any nodes; roll out an image to
+# running nodes.
 Mode = Literal["bootstrap", "verify", "check", "roll"]
 Step = Literal["probe", "await", "drain", "bootstrap", "reimage", "verify", "free", "restore"]
 _BRING_UP: tuple[Step, ...] = ("probe", "bootstrap", "verify")
@@ -49,8 +50,8 @@ STEPS: dict[Mode, tuple[Step, ...]] = {
     "check": _BRING_UP,
     "roll": ("probe", "await", "drain", "reimage", "verify", "free", "restore"),
 }
-# Whether a host is what the run makes of it, as far as a step could tell: a member of the cluster, or, in a roll, of
-# the new image.
+# Whether a host is in the run's target state, as far as a step could tell: it is a member of the cluster or, in a
+# roll, runs the new image.
 Joined = Literal["yes", "no", "unknown"]
 
 _SHARE = re.compile(r"[0-9]+|[0-9]+(?:\.[0-9]+)?%")
@@ -58,7 +59,7 @@ _MAX_DETAIL = 500
 
 
 class Strict(BaseModel):
-    """Frozen data that takes no other types and no unknown keys. Written as JSON, tuples are lists."""
+    """Frozen data that neither converts types nor accepts unknown keys. In JSON, tuples are lists."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -76,12 +77,12 @@ Share = Annotated[str, AfterValidator(_share)]
 
 
 def at_most(share: Share, total: int) -> int:
-    """Return how many of ``total`` hosts a share is, rounded down: what a budget allows."""
+    """Return a share of ``total`` hosts as a number, rounded down: what a budget allows."""
     return int(_exact(share, total))
 
 
 def at_least(share: Share, total: int) -> int:
-    """Return how many of ``total`` hosts a share is, rounded up and at least one: what a wave takes."""
+    """Return a share of ``total`` hosts as a number, rounded up and at least one: the size of a wave."""
     return max(1, math.ceil(_exact(share, total)))
 
 
@@ -92,7 +93,7 @@ def _exact(share: Share, total: int) -> Fraction:
 
 
 class Cell(NamedTuple):
-    """What makes hosts alike. A canary stands for one of these."""
+    """What similar hosts have in common. A canary represents one cell."""
 
     vm_size: str
     zone: str
@@ -104,11 +105,11 @@ def _is_empty(value: object) -> bool:
 
 
 class Host(Strict):
-    """One host, as the inventory has it. ``zone`` is empty where a scale set has no zones.
+    """One host, as the inventory describes it. ``zone`` is empty if its scale set has no zones.
 
-    ``vm_id`` is Azure's id of the instance: with another one, a host of the same name is another machine. ``user``,
-    ``key`` (a private key's file) and ``hops`` are how it is logged in to, where the inventory says so.
-    ``scale_set_id`` and ``instance`` are what Resource Manager calls its scale set and its place in it.
+    ``vm_id`` is Azure's id of the instance: a host of the same name with a different one is a different machine.
+    ``user``, ``key`` (a private key file) and ``hops`` are how to log in to it, if the inventory says so.
+    ``scale_set_id`` and ``instance`` identify its scale set and its instance in Resource Manager.
     """
 
     name: str = Field(min_length=1)
@@ -132,14 +133,15 @@ class Host(Strict):
 
 
 class Target(Strict):
-    """What a roll brings its hosts to: a version of a gallery's image (its id), and the build that this is.
+    """What a roll brings its hosts to: a gallery image version (its id), and the build that it contains.
 
-    ``before`` are the versions that the models of the scale sets name now, by the ids of those: the way back.
+    ``before`` are the versions that the models of the scale sets name now, by scale set id: the way back.
 
-    A rollback ``undoes`` a roll: the nodes' marks of that run are its own, and all models go first. ``broken`` are
-    hosts that failed in it, and that it left cordoned.
+    A rollback ``undoes`` a roll: it takes over that run's marks on the nodes, and changes all models first. ``broken``
+    are hosts that failed in that roll and were left cordoned.
 
-    Any other roll has the version's signed ``statement`` (a DSSE envelope), or the reason to do without: ``unproven``.
+    Any other roll has the version's signed ``statement`` (a DSSE envelope), or the reason for doing without:
+    ``unproven``.
     """
 
     version: str
@@ -160,7 +162,7 @@ class ScaleSet(Strict):
 
 
 class Pool(Strict):
-    """A pool is a set of scale sets: InfiniBand spans one placement group, at most 100 machines."""
+    """A set of scale sets, since InfiniBand spans only one placement group of at most 100 machines."""
 
     name: str
     scale_sets: tuple[ScaleSet, ...]
@@ -171,10 +173,10 @@ class Pool(Strict):
 
 
 class Outcome(Strict):
-    """How a step ended on a host; of the last step, how the host ended.
+    """How a step ended on a host; for the last step, how the host ended.
 
-    ``phase`` and ``code`` say what failed (only for `failed`): the phase of ``node-agent join``, ``bootstrap`` or
-    ``verify``, and the phase's number. ``detail`` is for people, and never part of a comparison.
+    ``phase`` and ``code`` say what failed (only for `failed`): the phase of ``node-agent join``, or a step such as
+    ``bootstrap`` or ``verify``, and its number for the failure. ``detail`` is for people, and is never compared.
     """
 
     kind: Class
@@ -198,7 +200,7 @@ class Outcome(Strict):
 
     @property
     def signature(self) -> str:
-        """Return what equal failures have in common: ``timeout``, ``failed disk 31``."""
+        """Return what identical failures have in common: ``timeout``, ``failed disk 31``."""
         return f"failed {self.phase} {self.code}" if self.kind == "failed" else self.kind
 
 
@@ -206,7 +208,7 @@ OK = Outcome(kind="ok")
 
 
 def failed(phase: str, code: int, detail: str = "") -> Outcome:
-    """Return the outcome of a host that says itself what failed."""
+    """Return the outcome of a failed phase or step."""
     return Outcome(kind="failed", phase=writable(phase), code=code, detail=writable(detail))
 
 
@@ -216,12 +218,12 @@ def ended(kind: Class, detail: str = "") -> Outcome:
 
 
 def writable(text: str) -> str:
-    """Return what a host said as a journal can hold it: not too long, and without halves of characters."""
+    """Return a host's text in a form that a journal can hold: not too long, and without lone surrogates."""
     return text[:_MAX_DETAIL].encode("utf-8", "replace").decode()
 
 
 def rank(name: str) -> str:
-    """Return a host's place among others, by its name alone: random, yet the same in every plan."""
+    """Return a sort key for a host, derived only from its name: random, yet the same in every plan."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 

@@ -1,6 +1,6 @@
-"""The plan of a rollout as a document: only what is in one is run.
+"""The plan of a rollout as a document: a run does only what its plan contains.
 
-It is made only from an inventory and a policy, without a clock: the same ones give the same bytes.
+It is made only from an inventory and a policy, without a clock: the same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from image_builder.text import json_lines, short_list
 
 T = TypeVar("T")
 _RUN_DIGITS = 12
-# What the names of all rolls on nodes begin with.
+# The prefix of every roll's name on nodes.
 ROLL = "roll-"
-# Between the run that a rollback undoes and its own name.
+# Separates the name of the run that a rollback undoes from the rollback's own.
 BACK = "-back-"
 
 
@@ -41,7 +41,7 @@ class PlannedFrom(Strict):
 
 
 class Plan(Strict):
-    """Hosts, waves and the policy; ``digest`` covers all of the rest."""
+    """Hosts, waves and the policy; ``digest`` covers everything else."""
 
     format: Literal[1] = 1
     digest: str
@@ -58,12 +58,15 @@ class Plan(Strict):
 
     @property
     def run(self) -> str:
-        """Return what names a roll on nodes."""
+        """Return the name of a roll on nodes."""
         return (self.target.undoes if self.target else "") or f"{ROLL}{self.digest[:_RUN_DIGITS]}"
 
     @property
     def holder(self) -> str:
-        """Return what names a roll on scale sets. It never drives one beside the roll that it undoes."""
+        """Return the name of a roll on scale sets.
+
+        A rollback's differs from that of the roll that it undoes, so that the two never drive a set at the same time.
+        """
         return (
             f"{self.run}{BACK}{self.digest[:_RUN_DIGITS]}" if self.target and self.target.undoes else self.run
         )
@@ -78,17 +81,17 @@ class Plan(Strict):
 
     @property
     def max_fenced(self) -> int:
-        """Return how many hosts of a roll's last wave may be cordoned while they work."""
+        """Return how many hosts of a roll's last wave may be cordoned while they still work."""
         return at_most(self.policy.rolls.max_fenced, len(self.hosts)) if self.policy.rolls else 0
 
     @property
     def deadline(self) -> str:
-        """Return after which time a roll evicts jobs whose owners didn't allow it; empty: never."""
+        """Return the time after which a roll evicts jobs whose owners didn't allow it; empty: never."""
         return self.policy.rolls.deadline if self.policy.rolls else ""
 
     @property
     def skip_budget(self) -> int:
-        """Return how many skipped hosts a roll may have and be a success."""
+        """Return how many hosts a roll may skip and still be a success."""
         return at_most(self.policy.rolls.skip_budget, len(self.hosts)) if self.policy.rolls else 0
 
     @property
@@ -104,7 +107,7 @@ def make_plan(
     waves: tuple[Wave, ...] | None = None,
     target: Target | None = None,
 ) -> Plan:
-    """Return the plan of these hosts; unless ``waves`` are given, in those of the policy. A roll has a target."""
+    """Return the plan for these hosts, in the policy's waves unless ``waves`` are given. A roll has a target."""
     plan = Plan(
         digest="",
         inventory=inventory,
@@ -122,12 +125,12 @@ def _digest(plan: Plan) -> str:
 
 
 def render(plan: Plan) -> bytes:
-    """Return a plan as its document: JSON, with a line for each host and each slice."""
+    """Return a plan as a JSON document, with a line for each host and each slice."""
     return json_lines(plan.model_dump(mode="json")).encode()
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Write a plan; afterwards the file holds it or what it held before. Raises OSError."""
+    """Write a plan; the file contains either all of it or its previous content. Raises OSError."""
     files.write(path, render(plan))
 
 
@@ -169,7 +172,7 @@ def _inconsistent(plan: Plan) -> list[str]:
 
 
 def doubles(users: Iterable[tuple[T, str]]) -> dict[T, list[str]]:
-    """Return what more than one name has, of pairs of a thing and a name: thing -> the names."""
+    """Return the things that more than one name has, from (thing, name) pairs: thing -> the names."""
     names: dict[T, list[str]] = defaultdict(list)
     for thing, name in users:
         names[thing].append(name)
@@ -183,7 +186,7 @@ class Faults:
         self.problems: list[Problem] = []
 
     def collect(self, path: str, work: Callable[[], T]) -> T | None:
-        """Return what ``work`` does, or None where it raises, which is kept."""
+        """Return what ``work`` returns, or None if it raises; the error is collected."""
         try:
             return work()
         except DefinitionError as error:
@@ -196,19 +199,19 @@ class Faults:
         self.problems.append(Problem("", path, reason))
 
     def all(self) -> DefinitionError:
-        """Return the error with all of them."""
+        """Return an error with all problems."""
         return DefinitionError(self.problems, hint="no host was touched")
 
     def report(self) -> None:
-        """Raise DefinitionError, if anything was wrong."""
+        """Raise DefinitionError if anything was wrong."""
         if self.problems:
             raise self.all()
 
 
 class Difference(NamedTuple):
-    """How an inventory differs from the hosts that were planned, as names in order.
+    """How an inventory differs from the planned hosts, as sorted names.
 
-    ``replaced`` are other machines under a planned name, ``changed`` the same ones with another address or place.
+    ``replaced`` are different machines under a planned name, ``changed`` the same ones with another address or place.
     """
 
     new: tuple[str, ...]
@@ -223,9 +226,9 @@ class Difference(NamedTuple):
 
 
 def compare(planned: Iterable[Host], current: Iterable[Host]) -> Difference:
-    """Return how the hosts that were ``found`` now differ from the ``planned`` ones.
+    """Return how the ``current`` hosts differ from the ``planned`` ones.
 
-    Without ids of the machines, another address means another machine: it is looked at before it is trusted.
+    Without machine ids, a different address means a different machine, which is checked before it is trusted.
     """
     before, now = ({host.name: host for host in hosts} for hosts in (planned, current))
     both = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
@@ -245,12 +248,12 @@ def _other_machine(before: Host, now: Host) -> bool:
 
 
 def stale(plan: Plan, inventory: PlannedFrom, hosts: Iterable[Host]) -> list[Problem]:
-    """Return why a plan doesn't fit an inventory as it is now; nothing where they fit."""
+    """Return why a plan doesn't match an inventory as it is now; an empty list if it does."""
     if plan.inventory.digest == inventory.digest:
         return []
     return [older(inventory.paths, compare(plan.hosts, hosts).text or "no host differs, a file does")]
 
 
 def older(paths: Iterable[str], how: str) -> Problem:
-    """Return the problem of a plan that was made of another state of these inventories."""
+    """Return the problem of a plan that was made from another state of these inventories."""
     return Problem(", ".join(paths), "plan", f"is older than the inventory: {how}")

@@ -12,13 +12,13 @@ from image_builder.drain.pods import moment
 from image_builder.drain.policy import Policy as DrainPolicy
 from image_builder.pool.plan.model import Mode, Share, Step, Strict, at_least, at_most
 
-# Ansible's cost for a host and task is flat up to here, and grows beyond: measured, see docs/explanation/waves.md.
+# Ansible's cost per host and task is constant up to here, and grows beyond: measured, see docs/explanation/waves.md.
 MAX_SLICE = 500
-# A drain whose patience is over frees its hosts in less than that, unless the API server is away.
+# A drain that has run out of time frees its hosts within this, unless the API server is down.
 DRAIN_ENDS_SECONDS = 600.0
-# A wave doesn't wait for jobs: there is a last one for hosts that are at work.
+# A wave doesn't wait for jobs: hosts that are still working go to a last one.
 _WAVE_SECONDS = 600.0
-# A worker whose patience is over asks what it started to end, and then kills what is left: in less than that.
+# A worker that has run out of patience terminates what it started, and then kills what is left, within this.
 WORKER_ENDS_SECONDS = 4.0
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -26,7 +26,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class _Limits(Strict):
-    # YAML has infinity, which no deadline of a process and no JSON can be.
+    # YAML has infinity, which neither a process's deadline nor JSON can represent.
     model_config = ConfigDict(allow_inf_nan=False)
 
 
@@ -48,7 +48,7 @@ class GateLimits(_Limits):
 
 
 class Deadlines(_Limits):
-    """Seconds for one step on one host; the join slot comes on top."""
+    """Seconds for one step on one host, not counting the join slot."""
 
     probe: Positive = Field(
         default=60.0,
@@ -61,7 +61,7 @@ class Deadlines(_Limits):
 
 
 class WaveDrain(DrainPolicy):
-    """A drain that a wave waits for: not for jobs."""
+    """The drain of a host in its wave, which doesn't wait for jobs."""
 
     max_wait_seconds: Positive = Field(
         default=_WAVE_SECONDS, description=DrainPolicy.model_fields["max_wait_seconds"].description
@@ -69,7 +69,7 @@ class WaveDrain(DrainPolicy):
 
 
 class Roll(_Limits):
-    """What only a roll needs: a new image on nodes that are at work."""
+    """Settings that only a roll needs: a new image on working nodes."""
 
     max_unavailable: Share = Field(
         default="2%",
@@ -124,7 +124,7 @@ class Roll(_Limits):
 
     @property
     def deadline_at(self) -> float:
-        """Return the deadline in seconds of the epoch; never, without one."""
+        """Return the deadline in seconds since the epoch; infinity if there is none."""
         at = moment(self.deadline)
         return math.inf if at is None else at
 
@@ -134,7 +134,7 @@ def _is_none(value: object) -> bool:
 
 
 class Sample(_Limits):
-    """Which share of a wave after the canaries is verified, and at least how many of its hosts."""
+    """The share of a wave after the canaries that is verified, and the minimum number of its hosts."""
 
     share: Share = Field(default="10%", description="Sample of a wave: this share of its hosts,")
     least: int = Field(default=20, ge=0, description="and at least this many of them.")
@@ -222,7 +222,7 @@ class Policy(_Limits):
         roll = self.rolls or Roll()
         return {
             "probe": self.deadlines.probe,
-            # The drain ends by itself before, and says for what it waited.
+            # The drain ends by itself before that, and reports what it waited for.
             "drain": roll.drain.max_wait_seconds + roll.drain.settle_seconds + DRAIN_ENDS_SECONDS,
             "await": roll.max_wait_seconds + DRAIN_ENDS_SECONDS,
             "bootstrap": self.deadlines.bootstrap,
@@ -234,11 +234,11 @@ class Policy(_Limits):
 
     @property
     def changing_seconds(self) -> float:
-        """Return how long what the run changes on a host may take: joining, or a new image."""
+        """Return how long the run's change to a host may take: joining, or a new image."""
         return self.deadline("reimage" if self.mode == "roll" else "bootstrap")
 
     def verified(self, hosts: int) -> int:
-        """Return how many of a wave's hosts are verified, if it has no canaries."""
+        """Return how many hosts of a wave without canaries are verified."""
         if self.verify is not None:
             return at_most(self.verify, hosts)
         if self.mode != "bootstrap":
@@ -247,5 +247,5 @@ class Policy(_Limits):
 
     @property
     def worker_gone_seconds(self) -> float:
-        """Return how long after the last word to a worker a slice may still be at work there; 0 without workers."""
+        """Return how long after the last message to a worker a slice may still run there; 0 without workers."""
         return self.worker_silent_seconds + WORKER_ENDS_SECONDS if self.workers else 0.0

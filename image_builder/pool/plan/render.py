@@ -1,7 +1,7 @@
 """Inventory variables -> node configurations, as ``node-agent join`` reads them.
 
 Each variable is a part of the configuration (docs/reference/node-config.md). What the node would refuse is refused
-here, by the same rules, and a secret anywhere in them is: user data are readable by every process of a machine.
+here by the same rules, and so is any secret: user data is readable by every process on a machine.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ VARIABLES: Mapping[str, tuple[str, ...]] = {
     "join_deadlines": ("join", "deadlines"),
 }
 _PLACES = {".".join(path): name for name, path in VARIABLES.items()}
-# Parts of `node` that a single one can have.
+# Parts of `node` that must be unique to one node.
 _ITS_OWN = ("name", "ip", "provider_id")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A host's configuration, as text; how many bytes it is as user data, which are base64."""
+    """A host's configuration as text, and its size as user data, which is base64."""
 
     host: str
     text: str
@@ -63,7 +63,7 @@ class Rendered:
 
 @dataclass
 class _Reading:
-    """An inventory while it is read. (variable, what is wrong with it) -> the hosts; ``nodes``: what each is to be."""
+    """An inventory being read. ``faults``: (variable, fault) -> the hosts; ``nodes``: each host's `node` part."""
 
     source: Any
     faults: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -75,9 +75,9 @@ def render(
     names: Sequence[str],
     vault: Sequence[VaultId] = (),
 ) -> list[Rendered]:
-    """Return the configuration of each host of these groups and hosts, each once.
+    """Return the configuration of each of these hosts, and of those of these groups, each once.
 
-    Raises UsageError without an inventory or a name, DefinitionError with every problem, VaultError for a file that
+    Raises UsageError if no inventory or name is given, DefinitionError with every problem, VaultError for a file that
     can't be decrypted.
     """
     if not paths or not names:
@@ -109,9 +109,9 @@ def write(rendered: Iterable[Rendered], directory: Path) -> None:
 
 
 def one_nodes_of_several(nodes: Mapping[str, Mapping[str, object]]) -> dict[tuple[str, str], list[str]]:
-    """Return what belongs to a single node and is said of several: (key of ``node``, value) -> the hosts.
+    """Return values that can belong to only one node but that several have: (key of ``node``, value) -> the hosts.
 
-    Of two kubelets with one name the second takes the first one's Node object over.
+    If two kubelets have the same name, the second takes over the first one's Node object.
     """
     users = (((key, node.get(key, "")), host) for host, node in nodes.items() for key in _ITS_OWN)
     none = ("", node_config.PLATFORM, node_config.NONE)
@@ -138,7 +138,7 @@ def _hosts(source: Any, names: Sequence[str], here: str) -> tuple[list[Problem],
 
 
 def _render(reading: _Reading, host: str) -> Rendered:
-    """Return a host's configuration; what is wrong with it is noted."""
+    """Return a host's configuration; note what is wrong with it."""
     values = _values(reading, host)
     if "/" in host:
         reading.faults["inventory_hostname", "can't be the name of a file"].append(host)
@@ -165,7 +165,7 @@ def _set(document: dict[str, Any], path: tuple[str, ...], value: JSON) -> None:
 
 
 def _values(reading: _Reading, host: str) -> dict[str, JSON]:
-    """Return the variables of a host that are parts of its configuration, evaluated; what can't be is noted."""
+    """Return the variables of a host that are parts of its configuration, evaluated; note those that can't be."""
     variables, failures = values_of(reading.source, host, lambda name: name.startswith(PREFIX))
     for name in sorted((variables.keys() | failures.keys()) - VARIABLES.keys()):
         reading.faults[name, f"unknown variable{did_you_mean(name, VARIABLES)}"].append(host)
@@ -179,7 +179,7 @@ def _values(reading: _Reading, host: str) -> dict[str, JSON]:
 
 
 def _variable(path: str) -> str:
-    """Return the variable that a path of the configuration comes from, and what is behind it."""
+    """Return the variable that a path of the configuration comes from, with the rest of the path."""
     for place, name in _PLACES.items():
         if path == place or path.startswith((f"{place}.", f"{place}[")):
             return name + path.removeprefix(place)

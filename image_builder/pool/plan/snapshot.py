@@ -1,9 +1,9 @@
 """Scale sets as Azure lists them -> a static inventory, and everything that is wrong with it.
 
-A host is lost in two ways that a listing doesn't show: it isn't in it, or it has no address. So the number of hosts is
+A listing can lose a host silently in two ways: by omitting it, or by omitting its address. So the number of hosts is
 compared with the capacity of the scale set, and the instances with the owners of the network interfaces, which are
-listed by another service. Nothing that is taken from the cloud becomes part of an inventory unless it has the form that
-it must have: Ansible evaluates what it reads there, and a tag may hold a template.
+listed by another service. No value from the cloud becomes part of an inventory unless it is well-formed: Ansible
+evaluates what it reads there, and a tag may contain a template.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ID = re.compile(
 )
 _GALLERY = re.compile(r"/galleries/[^/]+/images/(?P<definition>[^/]+)(?:/versions/[^/]+)?$", re.IGNORECASE)
 _POOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-# Groups that Ansible has, that image definitions are, and that all pools are in.
+# Ansible's own groups, the group of image definitions, and the group of all pools.
 _RESERVED = frozenset({"all", "ungrouped", "images", "pools"})
-# A name, number, version or state: no space, brace or other sign that YAML or a template gives a meaning.
+# A name, number, version or state, without spaces, braces or other characters that are special in YAML or a template.
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _MACHINE_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _GONE = ("deleting", "deleted")
@@ -40,7 +40,7 @@ _GONE = ("deleting", "deleted")
 
 @dataclass(frozen=True)
 class ScaleSetId:
-    """A scale set that belongs to a pool. ``id`` is its name in Resource Manager."""
+    """A scale set that belongs to a pool. ``id`` is its Resource Manager id."""
 
     pool: str
     id: str
@@ -50,13 +50,13 @@ class ScaleSetId:
 
     @property
     def inventory_group(self) -> str:
-        """The group that its hosts are in; a pool has one for each scale set."""
+        """Return the group that its hosts are in; a pool has one for each scale set."""
         return re.sub(r"[^a-z0-9_]", "_", f"{self.pool}_{self.name}".lower())
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A scale set's model, its instances with their instance view, and network interfaces, as Azure's JSON."""
+    """A scale set's model, its instances with their instance views, and its network interfaces, as Azure's JSON."""
 
     scale_set: Json
     instances: Sequence[Json]
@@ -74,7 +74,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A scale set that was read. ``expected`` is its capacity (None: it has none), ``missing`` says who is not here."""
+    """A scale set that was read. ``expected`` is its capacity (None: unknown), ``missing`` says what is lost."""
 
     source: ScaleSetId
     image: str
@@ -93,7 +93,7 @@ class Snapshot:
 
 
 def parse(text: str) -> ScaleSetId:
-    """Return what ``POOL=SCALE_SET_ID`` asks for; raises UsageError."""
+    """Return the scale set and pool in ``POOL=SCALE_SET_ID``; raises UsageError."""
     pool, _, name = text.partition("=")
     match = _ID.fullmatch(name.rstrip("/"))
     if not match or not _POOL.fullmatch(pool):
@@ -109,19 +109,19 @@ def parse(text: str) -> ScaleSetId:
 
 
 def is_flexible(scale_set: Json) -> bool:
-    """Return whether a scale set's machines are ordinary ones: orchestration mode Flexible."""
+    """Return whether a scale set's machines are ordinary VMs, that is, its orchestration mode is Flexible."""
     return str(_part(scale_set, "properties").get("orchestrationMode", "")).lower() == "flexible"
 
 
 def take(scale_set_id: ScaleSetId, listing: Listing) -> Snapshot:
-    """Return the hosts of a scale set, in order of their names, and what is missing or wrong with them."""
+    """Return the hosts of a scale set, sorted by name, and what is missing or wrong."""
     addresses, owners = _addresses(listing.interfaces)
     tags = _part(listing.scale_set, "tags")
     present: dict[str, Json] = {}
     wrong: list[str] = []
     for instance in listing.instances:
         before = present.setdefault(_id(instance), instance)
-        # While machines come and go one may be on two pages. That it is the same one is all that matters.
+        # While machines come and go, one may be on two pages. It only matters that it is the same machine.
         if _identity(before) != _identity(instance):
             wrong.append(f"two machines have the id {_id(instance)}")
     machines, missing = [], []
@@ -162,7 +162,7 @@ def take(scale_set_id: ScaleSetId, listing: Listing) -> Snapshot:
 
 
 def _variables(instance: Json, address: str, tags: Json) -> dict[str, Any]:
-    """Return an instance's name and variables; what Azure doesn't say is left out."""
+    """Return an instance's name and variables; omit what Azure doesn't report."""
     properties = _part(instance, "properties")
     view = _part(properties, "instanceView")
     reference = _part(properties, "storageProfile", "imageReference")
@@ -187,7 +187,7 @@ def _variables(instance: Json, address: str, tags: Json) -> dict[str, Any]:
 
 
 def _malformed(name: str, variables: Mapping[str, Any]) -> list[str]:
-    """Return what is not of the form that it must have; an address is one already."""
+    """Return what is malformed; the address has already been checked."""
     wrong = [] if _PLAIN.fullmatch(name) else [f"can't be a host's name: {json.dumps(name)}"]
     if not _MACHINE_ID.fullmatch(str(variables.get("pool_vm_id", ""))):
         wrong.append(f"{name} has no id of a machine: {json.dumps(variables.get('pool_vm_id'))}")
@@ -210,7 +210,7 @@ def _addresses(interfaces: Iterable[Json]) -> tuple[dict[str, str], set[str]]:
             address = str(inner.get("privateIPAddress", ""))
             if not _is_address(address):
                 continue
-            # The primary address of the primary interface; a machine with one alone may say neither.
+            # Prefer the primary address of the primary interface; a machine with only one may mark neither as primary.
             rank = (bool(properties.get("primary")), bool(inner.get("primary")))
             if owner not in ranked or rank > ranked[owner][0]:
                 ranked[owner] = (rank, address)
@@ -226,7 +226,7 @@ def _is_address(text: str) -> bool:
 
 
 def _definition(reference: Json) -> str:
-    """Return the name of the gallery's image definition; empty for an image of another kind."""
+    """Return the name of the gallery image definition; empty for any other kind of image."""
     match = _GALLERY.search(str(reference.get("id", "")))
     return match["definition"] if match else ""
 
@@ -241,7 +241,7 @@ def _text(value: object) -> str | None:
 
 
 def _part(value: Json, *keys: str) -> Json:
-    """Return an object inside another; an empty one where it isn't there."""
+    """Return a nested object; an empty one if it doesn't exist."""
     for key in keys:
         inner = value.get(key)
         value = inner if isinstance(inner, Mapping) else {}
@@ -261,7 +261,7 @@ def _last(key: str) -> str:
 
 
 def check(snapshots: Sequence[Snapshot], *, fewer: bool) -> None:
-    """Raise DefinitionError with everything that is wrong with these hosts; ``fewer`` hosts may be wanted."""
+    """Raise DefinitionError with everything that is wrong with these hosts; ``fewer`` accepts missing ones."""
     problems = [
         p for snapshot in snapshots for p in (*snapshot.problems, *(() if fewer else snapshot.shortfalls))
     ]
@@ -286,15 +286,15 @@ def check(snapshots: Sequence[Snapshot], *, fewer: bool) -> None:
 
 
 def _unique(machine: Machine) -> list[tuple[str, str]]:
-    """Return what only one machine may have: (variable, value)."""
+    """Return what must be unique to a machine, as (variable, value)."""
     own = [(key, str(machine.variables[key])) for key in ("ansible_host", "pool_vm_id")]
     return [("name", machine.name), *own]
 
 
 def document(snapshots: Sequence[Snapshot], at: str) -> bytes:
-    """Return the inventory of these scale sets: the same bytes for the same hosts and the time ``at``, a line each.
+    """Return the inventory of these scale sets, a line per host: the same bytes for the same hosts and time ``at``.
 
-    Where fewer hosts than the capacity were accepted, ``pool_capacity`` is what is there: that was decided here.
+    If fewer hosts than the capacity were accepted, ``pool_capacity`` is their number: that was decided here.
     """
     lines = [
         "# Made by `image-builder pool snapshot`; the next one replaces it. Put variables for these hosts",
@@ -330,12 +330,12 @@ def _group(snapshot: Snapshot) -> list[str]:
         own = dict(machine.variables)
         definition = own.pop("pool_image_definition", "")
         if definition != snapshot.image:
-            # It runs another image than its scale set's model says: what it is counts.
+            # It runs a different image from the one in its scale set's model: the one it runs counts.
             own["pool_image"] = definition
         lines.append(f"                {json.dumps(machine.name)}: {_flow(own)}")
     return lines
 
 
 def _flow(values: Mapping[str, object]) -> str:
-    """Return an object as JSON, which is YAML too."""
+    """Return an object as JSON, which is also YAML."""
     return json.dumps(values, sort_keys=True)

@@ -1,6 +1,6 @@
-"""An Ansible inventory as the pools' commands read it: opened, and a host's variables evaluated.
+"""Reading an Ansible inventory for the pool commands: opening it, and evaluating a host's variables.
 
-What it holds is judged elsewhere: which hosts there are (inventory.py), and their node configurations (render.py).
+Its content is checked elsewhere: the hosts in inventory.py, their node configurations in render.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from image_builder.settings import VaultId, project_root
 
 
 class Values(NamedTuple):
-    """Variables of a host: evaluated, and why others of them can't be."""
+    """Variables of a host: the evaluated ones, and why others can't be evaluated."""
 
     good: dict[str, JSON]
     failures: dict[str, str]
@@ -27,8 +27,8 @@ class Values(NamedTuple):
 def opened(paths: Sequence[Path], vault: Sequence[VaultId]) -> Iterator[Any]:
     """Yield an inventory, as ``engine.Source``; ``paths`` are absolute.
 
-    Raises DefinitionError for what can't be read, here or in the block, and after it VaultError for a file that
-    can't be decrypted: it may hide anything.
+    Raises DefinitionError for what can't be read, here or in the block, and after the block VaultError for a file that
+    can't be decrypted, since it may hide anything.
     """
     from image_builder.definition import engine
     from image_builder.definition.roles import LAYERS
@@ -47,14 +47,14 @@ def opened(paths: Sequence[Path], vault: Sequence[VaultId]) -> Iterator[Any]:
 
 
 def values_of(source: Any, host: str, is_read: Callable[[str], bool]) -> Values:
-    """Return the variables of a host whose names are wanted; raises ``engine.UnreadableError``."""
+    """Return the variables of a host that ``is_read`` accepts by name; raises ``engine.UnreadableError``."""
     from image_builder.definition import engine
 
     try:
-        # Without places, which would take ten times as long: those are looked up for what is wrong.
+        # Without places, which would take ten times as long: those are only looked up for faults.
         merged = source.variables.get_vars(host=source.manager.get_host(host), include_hostvars=False)
-    except Exception:  # of Ansible's templar and plugins, anything; nothing of it is swallowed
-        source.host_variables(host)  # raises what names the file
+    except Exception:  # Ansible's templar and plugins may raise anything; none of it is swallowed
+        source.host_variables(host)  # raises an error that names the file
         raise
     values: dict[str, JSON] = {
         str(name): engine.plain(value) for name, value in merged.items() if is_read(str(name))
@@ -68,13 +68,13 @@ def values_of(source: Any, host: str, is_read: Callable[[str], bool]) -> Values:
 
 
 def where(source: Any, host: str, variable: str) -> str:
-    """Return where a host's variable was set, or where the host is listed."""
+    """Return where a host's variable was set, or else where the host is listed."""
     _, places = source.host_variables(host)
     return str(places.get(variable) or source.host_place(host))
 
 
 def _all_plain(merged: Mapping[str, Any], host: str) -> dict[str, JSON]:
-    """Return a host's merged variables as plain data, without Ansible's own, for its templates to be evaluated with."""
+    """Return a host's merged variables as plain data, without Ansible's own, for evaluating its templates."""
     from image_builder.definition import engine
 
     skipped = ("groups", "omit", "vars", "hostvars")

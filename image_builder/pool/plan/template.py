@@ -1,8 +1,8 @@
-"""A pool's scale sets as a template of Azure Resource Manager: what the inventory says of them, fit for the image.
+"""A pool's scale sets as an Azure Resource Manager template: what the inventory says about them, matched to the image.
 
-The image says which security its machines have and where their health is asked for; the pool's group says the rest, in
-``pool_azure`` and the variables that a rollout reads, too. Nothing is guessed: what is missing is an error. User data
-are the node configuration that all machines share, so what belongs to one machine is refused.
+The image determines the machines' security profile and where to ask for their health; the pool's group determines the
+rest, in ``pool_azure`` and the variables that a rollout reads too. Nothing is guessed: a missing value is an error.
+User data is the node configuration that all machines share, so what belongs to one machine is refused.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _JOIN_LAYER = "join"
 _READ = ("pool_image", "pool_vm_size", "pool_zone", "pool_scale_set", "pool_capacity", VARIABLE)
 _API = "2024-07-01"
 _SCHEMA = "https://schema.management.azure.com/schemas/2019-04-01/deploymentTemplate.json#"
-# InfiniBand spans one placement group. Without it a scale set of a gallery's image has up to 1000 machines.
+# InfiniBand spans one placement group. Without it, a scale set with a gallery image has up to 1000 machines.
 _PLACEMENT_GROUP, _LARGEST_SET = 100, 1000
-# The longest that the health extension leaves a new machine alone.
+# The longest grace period that the health extension can give a new machine.
 _LONGEST_GRACE = 14400
-# With the number of a set and of a machine it is a host's name, which has 64 characters at most.
+# With the numbers of a set and a machine appended, it is a host name, which has at most 64 characters.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,49}", re.ASCII)
 
 _NETWORK = r"^/subscriptions/[0-9a-f-]{36}/resourceGroups/[\w.()-]{1,90}/providers/Microsoft\.Network"
@@ -65,7 +65,7 @@ class AzureDisk(Strict):
 
 
 class PoolAzure(Strict):
-    """What a scale set of a pool is, beyond its size and zone."""
+    """The properties of a pool's scale sets, other than size and zone."""
 
     location: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+$")] = Field(
         description="Region, by Azure's short name; the image's gallery must replicate to it."
@@ -93,7 +93,7 @@ class PoolAzure(Strict):
 
 @dataclass(frozen=True)
 class MachineModel:
-    """What all machines of a pool have in common. ``configuration`` says how they join, where the inventory does."""
+    """What all machines of a pool have in common. ``configuration`` is how they join, if the inventory says so."""
 
     name: str
     image: str
@@ -105,12 +105,12 @@ class MachineModel:
 
 
 def read_model(paths: Sequence[Path], pool: str, vault: Sequence[VaultId] = ()) -> MachineModel:
-    """Return what an inventory says of a pool's machines, of which none has to be there yet.
+    """Return what an inventory says about a pool's machines, none of which has to exist yet.
 
     Raises UsageError for an unknown group, DefinitionError with every problem, VaultError.
     """
     absolute = [path.absolute() for path in paths]
-    # It is no name of a host, so that what would be one machine's own is no valid configuration.
+    # Not a valid host name, so that a value derived from it, which would be one machine's own, is invalid.
     machine = f"each machine of {pool}"
     with opened(absolute, vault) as source:
         if source.group(pool) is None:
@@ -140,7 +140,7 @@ def read_model(paths: Sequence[Path], pool: str, vault: Sequence[VaultId] = ()) 
 
 
 def _configuration(source: Any, machine: str) -> tuple[str, list[Problem]]:
-    """Return the node configuration that all machines share, and what is wrong with it; empty where there is none."""
+    """Return the node configuration that all machines share, and what is wrong with it; empty if there is none."""
     if not any(values_of(source, machine, VARIABLES.__contains__)):
         return "", []
     rendered, problems = render_host(source, machine)
@@ -182,7 +182,7 @@ def _text(values: Mapping[str, JSON], name: str, faults: dict[str, str]) -> str:
 
 
 def require_fit(model: MachineModel, image: ImageDefinition) -> None:
-    """Raise DefinitionError with every reason why a pool's machines and an image don't fit."""
+    """Raise DefinitionError with every reason why a pool's machines and an image don't match."""
     variables, problems = resolved_variables(image), list[Problem]()
     if image.gallery is None:
         problems.append(Problem("", "image_gallery", f"is missing: `{image.name}` is in no gallery"))
@@ -211,7 +211,7 @@ def require_fit(model: MachineModel, image: ImageDefinition) -> None:
 
 
 def template(model: MachineModel, image: ImageDefinition, version: str) -> dict[str, Any]:
-    """Return the template; ``version`` is the id of a gallery's version. They must fit: see ``require_fit``."""
+    """Return the template; ``version`` is a gallery version's id. Model and image must match: see ``require_fit``."""
     return {
         "$schema": _SCHEMA,
         "contentVersion": "1.0.0.0",
@@ -222,7 +222,7 @@ def template(model: MachineModel, image: ImageDefinition, version: str) -> dict[
 
 
 def capacities(model: MachineModel) -> dict[str, int]:
-    """Return the scale sets that a pool needs, and how many machines each has: as equal as can be."""
+    """Return the scale sets that a pool needs, and how many machines each has: as equal as possible."""
     largest = _PLACEMENT_GROUP if model.azure.infiniband else _LARGEST_SET
     count = math.ceil(model.capacity / largest)
     if count == 1:
@@ -281,7 +281,7 @@ def _storage(azure: PoolAzure, version: str) -> dict[str, Any]:
 def _system(azure: PoolAzure, name: str) -> dict[str, Any]:
     path = f"/home/{azure.admin_user}/.ssh/authorized_keys"
     return {
-        # Azure appends six digits; a host's name has neither dots nor underscores.
+        # Azure appends six digits; a host name has neither dots nor underscores.
         "computerNamePrefix": re.sub(r"[._]", "-", name.lower()) + "-",
         "adminUsername": azure.admin_user,
         "linuxConfiguration": {
@@ -306,7 +306,7 @@ def _interface(azure: PoolAzure) -> dict[str, Any]:
 
 
 def _health(model: MachineModel, variables: Mapping[str, JSON]) -> dict[str, Any]:
-    """Return the extension that asks each node for its health (docs/how-to/tell-azure-of-health.md)."""
+    """Return the extension that polls each node's health (docs/how-to/tell-azure-of-health.md)."""
     return {
         "name": "health",
         "properties": {
@@ -327,7 +327,7 @@ def _health(model: MachineModel, variables: Mapping[str, JSON]) -> dict[str, Any
 
 
 def _grace(model: MachineModel, variables: Mapping[str, JSON]) -> int:
-    """Return the seconds that a first boot may take, with its turn to join."""
+    """Return the seconds that a first boot may take, including the wait for its turn to join."""
     turn = 0.0
     if model.configuration:
         turn = node_config.parse(model.configuration.encode()).window
@@ -335,7 +335,7 @@ def _grace(model: MachineModel, variables: Mapping[str, JSON]) -> int:
 
 
 def _security(image: ImageDefinition) -> dict[str, Any]:
-    """Return the security profile that the image was built for; a plain one has none."""
+    """Return the security profile that the image was built for; a plain image has none."""
     if not image.secure_boot and not (image.gallery and image.gallery.security_type == "TrustedLaunch"):
         return {}
     firmware = {"secureBootEnabled": image.secure_boot, "vTpmEnabled": True}

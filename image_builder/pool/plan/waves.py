@@ -1,7 +1,7 @@
 """The waves of a rollout, as pure functions over hosts and a policy.
 
-Canaries come first and cover every VM size x zone x image; then waves of the sizes that the policy has. The order
-within is that of a hash of the names: each wave is a random sample of all scale sets, and the same in every plan.
+Canaries come first and cover every VM size x zone x image; waves of the policy's sizes follow. Hosts are ordered by
+a hash of their names: each wave is a random sample of all scale sets, yet the same in every plan.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CANARIES, _REST = "canaries", "rest"
 
 
 class Wave(Strict):
-    """Hosts that are brought up together, cut into slices of one Ansible process each.
+    """Hosts that are brought up together, split into slices of one Ansible process each.
 
-    ``budget`` is the number of failed hosts that doesn't stop the run, ``same`` that of identical failures that
-    does. ``verify`` are the hosts whose verification is part of the wave.
+    ``budget`` is the number of failed hosts that the run tolerates, ``same`` the number of identical failures that
+    stops it. ``verify`` are the hosts whose verification is part of the wave.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Wave(Strict):
 
     @property
     def is_canary(self) -> bool:
-        """Whether its hosts stand for their cells."""
+        """Return whether its hosts represent their cells."""
         return self.name.startswith(_CANARIES)
 
     @property
     def is_rest(self) -> bool:
-        """Whether its hosts were busy in their own waves, and each is taken when it is idle."""
+        """Return whether its hosts were busy in their own waves, and each is taken once it is idle."""
         return self.name == _REST
 
 
@@ -58,9 +58,9 @@ def plan_waves(
 ) -> tuple[Wave, ...]:
     """Return the waves of these hosts: each host is in exactly one of them.
 
-    ``covered`` are the cells that had their canaries in ``waves_before`` waves of the same run, which these waves
-    come after. No wave is larger than what may be unavailable at once. The hosts to verify are drawn by their names and
-    ``seed``: the same ones for the same inventory, others for the next.
+    ``covered`` are the cells that had their canaries in the ``waves_before`` earlier waves of the same run. No wave has
+    more hosts than may be unavailable at once. The hosts to verify are drawn by their names and ``seed``: the same ones
+    for the same inventory, others for the next.
     """
     ordered = sorted(hosts, key=lambda host: rank(host.name))
     canaries = choose_canaries(ordered, policy.canaries, covered)
@@ -79,7 +79,7 @@ def plan_waves(
 
 
 def rest_wave(number: int, names: Sequence[str], policy: Policy, seed: str) -> Wave:
-    """Return the last wave of a roll: hosts that were busy in their own."""
+    """Return the last wave of a roll: hosts that were busy in their own waves."""
     wave = _wave(number, names, policy, _sample(names, policy, seed), is_canary=False)
     return wave.model_copy(update={"name": _REST})
 
@@ -94,7 +94,7 @@ def choose_canaries(ordered: Iterable[Host], each: int, covered: Collection[Cell
 
 
 def _sized(names: Sequence[str], policy: Policy, total: int, most: int) -> list[Sequence[str]]:
-    """Cut hosts into the policy's sizes, of which the last one repeats."""
+    """Split hosts into waves of the policy's sizes, the last of which repeats."""
     parts: list[Sequence[str]] = []
     start = 0
     while start < len(names):
@@ -110,7 +110,7 @@ def _chunks(names: Sequence[str], most: int) -> list[Sequence[str]]:
 
 
 def _sample(names: Sequence[str], policy: Policy, seed: str) -> list[str]:
-    """Draw the hosts to verify. Not the first ones: those are all of one slice."""
+    """Draw the hosts to verify: not the first ones, which are all in one slice."""
     drawn = sorted(names, key=lambda name: rank(f"{seed}\n{name}"))
     return drawn[: policy.verified(len(names))]
 
@@ -119,7 +119,7 @@ def _wave(
     number: int, names: Sequence[str], policy: Policy, sample: Sequence[str], *, is_canary: bool
 ) -> Wave:
     size = len(names)
-    # One more than the others at most: a slice of three hosts would cost an Ansible process all the same.
+    # Slices differ by at most one host: a slice of three would also cost a whole Ansible process.
     count = -(-size // policy.slice_hosts)
     bounds = [size * n // count for n in range(count + 1)]
     return Wave(
@@ -134,8 +134,8 @@ def _wave(
 
 
 def join_delays(names: Iterable[str], rate: float) -> dict[str, float]:
-    """Return for each host of a slice how many seconds after its start it joins: ``rate`` hosts a second.
+    """Return how many seconds after a slice's start each of its hosts joins: ``rate`` hosts per second.
 
-    Slots are given by rank, not drawn: of hosts that each draw one by themselves, some second gets too many.
+    Slots are assigned by rank, not drawn: if each host drew its own, some seconds would get too many.
     """
     return {name: place / rate for place, name in enumerate(sorted(names, key=rank))}

@@ -20,7 +20,7 @@ Connect = Callable[[ExitStack, Way], paramiko.Transport]
 
 
 class Bastions:
-    """Threads share it: who asks for a bastion while it is being connected to gets that connection, or its failure."""
+    """Connections that threads share: those that ask for one while it is being made get that one, or its failure."""
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
@@ -29,9 +29,9 @@ class Bastions:
         self._open: dict[Way, ExitStack] = {}
 
     def through(self, way: Way) -> paramiko.Transport:
-        """Return the connection to the last bastion of a way, a new one where it was lost.
+        """Return the connection to the last bastion of a way, or a new one if it was lost.
 
-        Raises NotReachedError: `bastion`, whatever is wrong with it.
+        Raises NotReachedError of class `bastion`, whatever is wrong.
         """
         with self._guard:
             connection = self._connections.get(way)
@@ -61,7 +61,7 @@ class Bastions:
             stack.close()
 
     def close(self) -> None:
-        """Close all, those first that lead through others."""
+        """Close all connections, those that lead through others first."""
         for way in sorted(self._open, key=len, reverse=True):
             self._close(way)
 

@@ -1,11 +1,11 @@
 """Host keys: signed by a host CA, pinned per VM, or trusted on first use.
 
-Each is a file in OpenSSH's ``known_hosts`` format, so that OpenSSH (Ansible's connections) reads the same one, by
-the options of ``openssh_options``. A host stands in it under ``known_as``, never under its address: a scale set gives
-an address to the next VM.
+Each is a file in OpenSSH's ``known_hosts`` format, so that OpenSSH (for Ansible's connections) can read the same file,
+with the options of ``openssh_options``. It lists a host under ``known_as``, never under its address, which a scale set
+gives to the next VM.
 
-paramiko can't check certificates, so that is done here, and more strictly than OpenSSH does it: a certificate without
-principals, which OpenSSH takes for any host, and a pattern among them are not enough.
+paramiko can't check certificates, so that is done here, more strictly than by OpenSSH: a certificate without
+principals, which OpenSSH accepts for any host, isn't enough, nor is a pattern among the principals.
 https://cvsweb.openbsd.org/src/usr.bin/ssh/PROTOCOL.certkeys
 """
 
@@ -32,7 +32,7 @@ from image_builder.node import files
 from image_builder.pool.plan.model import Host
 
 _CERTIFICATE = "-cert-v01@openssh.com"
-# What a host may sign the key exchange with, best first, and the kind of key that it takes. No SHA-1.
+# The algorithms that a host may sign the key exchange with, best first, and the kind of key that each needs. No SHA-1.
 _SIGNATURES = {
     "ssh-ed25519": "ssh-ed25519",
     "ecdsa-sha2-nistp256": "ecdsa-sha2-nistp256",
@@ -47,26 +47,26 @@ _MARKERS = {"@cert-authority": "cert-authority", "@revoked": "revoked"}
 
 
 class HostKeyError(Exception):
-    """A host's key is not one that it may show; says why."""
+    """A host's key isn't one that it may show; the message says why."""
 
 
 @dataclass(frozen=True)
 class CertificateAuthority:
-    """``@cert-authority`` lines: a host shows a certificate for its name, signed by one of these keys."""
+    """``@cert-authority`` lines: a host must show a certificate for its name, signed by one of these keys."""
 
     path: Path
 
 
 @dataclass(frozen=True)
 class Pinned:
-    """One line or more for each host, from a channel that can be trusted, such as the serial console."""
+    """One or more lines for each host, from a trusted channel such as the serial console."""
 
     path: Path
 
 
 @dataclass(frozen=True)
 class FirstUse:
-    """The first key that a host shows is taken and kept in the file; from then on it is as ``Pinned``."""
+    """The first key that a host shows is accepted and stored in the file; from then on, it is like ``Pinned``."""
 
     path: Path
 
@@ -85,10 +85,10 @@ class Entry:
 
 
 def known_as(host: Host | Hop) -> str:
-    """Return the name of a host's keys: the VM's id, or its name in the inventory where no id is known.
+    """Return the name that a host's keys are listed under: the VM's id, or its inventory name if no id is known.
 
-    A bastion's is its address, as the inventory has it. Lower case, as OpenSSH makes it. Raises UsageError for a name
-    that a known_hosts file can't hold as itself.
+    A bastion's is its address in the inventory. The name is in lower case, as OpenSSH makes it. Raises UsageError for a
+    name that a known_hosts file can't contain literally.
     """
     if isinstance(host, Hop):
         return host.address.lower()
@@ -99,7 +99,7 @@ def known_as(host: Host | Hop) -> str:
 
 
 def openssh_options(host_keys: HostKeys, host: Host | Hop) -> dict[str, str]:
-    """Return what makes OpenSSH hold a host to the same file; a first key is never learnt by it."""
+    """Return the options that make OpenSSH check a host against the same file; it never learns a first key."""
     return {
         "HostKeyAlias": known_as(host),
         "UserKnownHostsFile": f'"{host_keys.path}"',
@@ -118,7 +118,7 @@ def fingerprint(blob: bytes) -> str:
 def parse(text: str, where: str) -> tuple[Entry, ...]:
     """Return the lines of a known_hosts file; raises UsageError with all lines that aren't understood.
 
-    Hashed names and negated patterns are refused: what can't be read back by a person isn't a list of keys to trust.
+    Hashed names and negated patterns are refused: people must be able to read a list of keys to trust.
     """
     entries: list[Entry] = []
     problems: list[str] = []
@@ -159,7 +159,7 @@ def _entry(fields: Sequence[str]) -> Entry:
 
 
 def _is_named(entry: Entry, name: str) -> bool:
-    """Tell whether a line is about a host; its names may hold ``*`` and ``?``."""
+    """Return whether a line is about a host; its names may contain ``*`` and ``?``."""
     patterns = (re.escape(n).replace(r"\*", ".*").replace(r"\?", ".") for n in entry.names)
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
@@ -168,8 +168,8 @@ def check_certificate(blob: bytes, authorities: Iterable[bytes], name: str, now:
     """Return the key that a host certificate is for.
 
     ``authorities`` are the keys (blobs) that may sign for ``name``, ``now`` is in seconds since 1970. Raises
-    HostKeyError: no certificate, of another kind, of another authority, badly signed, for other hosts, out of its
-    time, or with an option that must be understood (there are none for hosts).
+    HostKeyError if it isn't a certificate, or is one of another kind, from another authority, badly signed, for other
+    hosts, outside its validity period, or with a critical option (there are none for hosts).
     """
     try:
         kind = _first_string(blob)
@@ -215,8 +215,8 @@ def _first_string(data: bytes) -> bytes:
 def _signer(shown: forms.SSHCertificate, blob: bytes) -> tuple[bytes, str]:
     """Return the key that signed a certificate, and the algorithm of its signature.
 
-    The library verifies SHA-1 with RSA too and doesn't tell, so the name is read here. The signature is a
-    certificate's last string, and the key that made it the one before.
+    The library also accepts RSA with SHA-1 and doesn't report the algorithm, so its name is read here. The signature is
+    a certificate's last string, and the key that made it the one before.
     """
     key = _blob(shown.signature_key())
     marked = len(key).to_bytes(4, "big") + key
@@ -225,17 +225,17 @@ def _signer(shown: forms.SSHCertificate, blob: bytes) -> tuple[bytes, str]:
 
 
 class Verifier:
-    """Says which keys to ask a host for, and whether the one it shows is its own. Threads may share it."""
+    """Knows which keys to request from a host, and checks the one that it shows. Threads may share it."""
 
     def __init__(self, host_keys: HostKeys) -> None:
-        """Read the file. Raises UsageError: it isn't there, or holds what its kind of file doesn't."""
+        """Read the file. Raises UsageError if it doesn't exist, or has lines that don't belong in its kind of file."""
         self._source = host_keys
         self._guard = threading.Lock()
         self._marked: tuple[Entry, ...] = ()
         self._keys: dict[str, list[Entry]] = {}
         if isinstance(host_keys, FirstUse):
             _make(host_keys.path)
-        self._size = self._whole = 0  # bytes of the file, and of its whole lines
+        self._size = self._whole = 0  # bytes of the file, and of its complete lines
         self._read()
 
     def _read(self) -> None:
@@ -247,7 +247,7 @@ class Verifier:
         self._size = len(data)
         self._whole = data.rfind(b"\n") + 1
         if isinstance(self._source, FirstUse):
-            # A crash may have cut the last line; the host that it was for was not logged in to.
+            # A crash may have truncated the last line; there was no login to its host.
             data = data[: self._whole]
         entries = parse(data.decode("utf-8", "replace"), str(path))
         marker = "cert-authority" if isinstance(self._source, CertificateAuthority) else ""
@@ -265,7 +265,7 @@ class Verifier:
         self._keys = dict(keys)
 
     def algorithms(self, host: Host | Hop) -> tuple[str, ...]:
-        """Return the algorithms to ask a host for; raises HostKeyError where no key of it could be right."""
+        """Return the algorithms to request from a host; raises HostKeyError if no key of it could be right."""
         if isinstance(self._source, CertificateAuthority):
             return _CERTIFICATES
         kinds = {entry.kind for entry in self._keys.get(known_as(host), ())}
@@ -274,9 +274,9 @@ class Verifier:
         return tuple(name for name, kind in _SIGNATURES.items() if not kinds or kind in kinds)
 
     def check(self, host: Host | Hop, blob: bytes) -> bytes:
-        """Return the key of a host that may show this key or certificate; raises HostKeyError.
+        """Return a host's key if it may show this key or certificate; raises HostKeyError otherwise.
 
-        A key that is learnt is on the disk when this returns. Raises UsageError where it can't be written.
+        A learned key is on disk when this returns. Raises UsageError if it can't be written.
         """
         name = known_as(host)
         marked = [(entry.marker, entry.blob) for entry in self._marked if _is_named(entry, name)]
@@ -299,7 +299,7 @@ class Verifier:
         return blob
 
     def _learn(self, name: str, blob: bytes) -> None:
-        """Add a host's first key to the file, unless another process knows one already."""
+        """Add a host's first key to the file, unless another process has already added one."""
         path = self._source.path
         line = f"{name} {_first_string(blob).decode('ascii')} {base64.b64encode(blob).decode()}\n"
         with self._guard, files.lock(path.with_name(f".{path.name}.lock")):

@@ -1,7 +1,7 @@
 """The status of a host's join: `/run/node/provision.json`, as ``node-agent join --status`` prints it.
 
-Told to join, a host does it by itself (playbooks/bootstrap.yml starts it and lets go): a connection that breaks
-takes nothing back. Whether something on it still tries is shown by a lock that it holds until it gives up.
+Once told to join, a host does so by itself (playbooks/bootstrap.yml starts it and lets go): a broken connection
+doesn't cancel anything. A lock on the host, held until it gives up, shows whether something there is still trying.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 
 from image_builder.pool.plan.model import OK, Joined, Outcome, ended, failed, writable
 
-# Held on the host from when it is told to join until that ended, its join slot included. Its own directory is made
-# by the node agent's unit, or here.
+# Held on the host from when it is told to join until that has ended, including its join slot. The directory is made
+# by the node agent's unit, or by playbooks/bootstrap.yml.
 LOCK = "/run/node/.told-to-join"
-# After one of these phases failed the kubelet was not started: the host is certainly no member. Behind them it may be.
+# If one of these phases failed, the kubelet wasn't started: the host certainly isn't a member. After them it may be.
 BEFORE_KUBELET = frozenset({"identity", "network", "disk", "runtime", "gpu", "credentials", "join"})
-# What failed in `bootstrap`, which is all that isn't a phase of the host's own.
+# The numbers of failures of `bootstrap`, which are all those that aren't in one of the host's own phases.
 NO_AGENT, NO_CONFIG, NOT_STARTED, NOT_ENDED = 1, 2, 3, 4
 _NOT_FOUND = 127
-STILL_HELD = 75  # flock's, as playbooks/bootstrap.yml asks for it
+STILL_HELD = 75  # flock's exit status, as playbooks/bootstrap.yml requests it
 BUSY = "busy"
 _MOST_SECONDS = 1e9
-# A node has nine. What it tells stands in the journal, and in each report.
+# A node has nine. What it reports is written to the journal and to each report.
 _MOST_PHASES = 64
-# `exec 9<` would need the file to be there; a shell that can't open it has told why, and asks nothing.
+# `exec 9<` would need the file to exist; a shell that can't open it prints an error and doesn't ask anything.
 _ASK = (
     f"if [ -e {LOCK} ] && ! flock --nonblock --shared {LOCK} true; then echo {BUSY}; exit 0; fi; "
     "exec node-agent join --status"
@@ -34,7 +34,7 @@ ASK = ("sh", "-c", _ASK)
 
 
 class JoinStatus(NamedTuple):
-    """How joining stands on a host. ``busy``: something on it still tries to join; nothing else is known then."""
+    """The state of joining on a host. ``busy``: something on it is still trying to join; nothing else is known then."""
 
     outcome: Outcome
     joined: Joined
@@ -43,7 +43,7 @@ class JoinStatus(NamedTuple):
 
 
 def read(status: int, stdout: bytes | str, stderr: bytes | str = b"") -> JoinStatus:
-    """Return the status in the answer to ``ASK``. A host that was never told to join is `ok`, with `no`."""
+    """Return the status in the response to ``ASK``. A host that was never told to join is `ok`, with `no`."""
     out, err = (_text(stream).strip() for stream in (stdout, stderr))
     if out == BUSY:
         return JoinStatus(OK, "unknown", busy=True)
@@ -58,7 +58,7 @@ def read(status: int, stdout: bytes | str, stderr: bytes | str = b"") -> JoinSta
 
 
 def after_join(status: int, stdout: str, stderr: str = "") -> JoinStatus:
-    """Return how a host that was told to join ended: as ``read`` returns it, and `no` without a failure is one."""
+    """Return how a host that was told to join ended: as ``read`` does, but `ok` without joining is `unknown`."""
     answer = read(status, stdout, stderr)
     if answer.busy or status == STILL_HELD:
         return JoinStatus(ended("unknown", "still tries to join"), "unknown")
@@ -85,7 +85,7 @@ def _judge(document: Mapping[str, Any], *, joined: bool) -> JoinStatus:
         case "ok" if joined:
             return JoinStatus(OK, "yes", phases)
         case "running":
-            # Nobody holds the lock: it is told by the boot itself, or what wrote it was killed.
+            # The lock isn't held: the boot itself started this, or the process that wrote the status was killed.
             return JoinStatus(OK, "unknown", phases, busy=True)
         case "failed":
             phase, code = str(document.get("phase") or "bootstrap"), document.get("code")
@@ -114,5 +114,5 @@ def _phases(document: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _is_duration(value: object) -> bool:
-    """Tell whether it is one: JSON has numbers that no float holds, and Python reads NaN there."""
+    """Return whether a value is a duration: JSON has numbers that no float can hold, and Python reads NaN there."""
     return isinstance(value, int | float) and 0 <= value < _MOST_SECONDS

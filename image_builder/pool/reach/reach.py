@@ -1,16 +1,16 @@
 """Commands on hundreds of hosts at once over SSH: each host ends in exactly one class.
 
-    refused    something there says no: no server at the port, or one that hangs up or isn't SSH
-    timeout    nothing answers in time, or there is no way there
-    host key   its key is not the one it may show; nothing was sent that could tell it who we are
-    bastion    the way there is the fault: a bastion isn't reached, doesn't let us in or through, or was lost
+    refused    the connection is rejected: no server at the port, or one that hangs up or isn't SSH
+    timeout    nothing answers in time, or there is no route
+    host key   its key isn't one that it may show; nothing was sent that could reveal who we are
+    bastion    the fault is on the way: a bastion isn't reached, doesn't let us in or through, or was lost
     auth       it doesn't let us in
     sudo       sudo asks for a password, refuses, or doesn't answer
-    dropped    the connection broke after it was made
+    dropped    the connection broke after it was established
     ok         the command ran, whatever its exit status
 
-Commands run in one shell of a connection, which may be kept for the host's next one. Whatever waits, waits until a
-time: a watch closes a connection that is past it, since some of paramiko's waits have none.
+Commands run in one shell per connection, which may be kept for the host's next command. Every wait has a time limit: a
+watch closes connections that exceed theirs, since some of paramiko's waits have none.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ from image_builder.pool.reach.session import (
 )
 
 _MISSED_KEEPALIVES = 3
-# How often a connection that waits is looked after: hundreds do, and paramiko's tenth of a second is a core's work.
+# How often a waiting connection polls: hundreds do, and paramiko's tenth of a second would keep a core busy.
 _IDLE_SECONDS = 1.0
-_KEPT_SECONDS = 60.0  # a connection for its host's next command
-# RFC 4254: the other reasons not to open a channel say nothing of the host.
+_KEPT_SECONDS = 60.0  # how long a connection is kept for its host's next command
+# RFC 4254: the other reasons for not opening a channel say nothing about the host.
 _CONNECT_FAILED = 2
 KEY_HINT = "give --key, or ansible_ssh_private_key_file; SSH agents and default keys are not used"
 
 
 @dataclass(frozen=True)
 class Access:
-    """How hosts are reached: by a private key each, without agent, key search or password.
+    """How hosts are reached: with one private key each, without an agent, key search or password.
 
-    ``user`` and ``key`` win over the inventory's.
+    ``user`` and ``key`` override the inventory's.
 
-    Seconds: until a TCP connection stands, until the server has shown its banner, for the key exchange and again for
-    the login, between two signs of life (after three without an answer the connection counts as broken), and until
-    a shell answers, root's by sudo.
+    Times in seconds: until a TCP connection is established, until the server has shown its banner, for the key exchange
+    and again for the login, between two keepalives (after three without an answer the connection counts as broken), and
+    until a shell answers, which for root is reached through sudo.
     """
 
     host_keys: HostKeys
@@ -81,7 +81,7 @@ class Access:
 
     @property
     def answer_seconds(self) -> float:
-        """Return the seconds until a shell answers, at most, where no bastion is on the way."""
+        """Return the maximum number of seconds until a shell answers, if there is no bastion on the way."""
         return self._login_seconds + self.sudo_seconds
 
     @property
@@ -89,11 +89,11 @@ class Access:
         return self.connect_seconds + self.banner_seconds + 2 * self.auth_seconds
 
     def way_seconds(self, host: Host) -> float:
-        """Return the seconds until all bastions on the way to a host have let us in, at most."""
+        """Return the maximum number of seconds until all bastions on the way to a host have let us in."""
         return len(host.hops) * self._login_seconds
 
     def login(self, host: Host) -> Host:
-        """Return a host with the user and key that are used for it, and for each hop to it. Raises UsageError."""
+        """Return a host with the user and key to use for it and for each hop on the way to it. Raises UsageError."""
         user = self.user or host.user or "root"
         key = _absolute(self.key or host.key)
         if not key:
@@ -107,10 +107,10 @@ class Access:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one command on one host.
+    """The result of one command on one host.
 
-    ``outcome`` is OK when the command ran, whatever its ``status`` (None: it did not run; 128 and its number: a signal
-    ended it). Of each stream the first MiB is kept. ``seconds`` count from the first packet on.
+    ``outcome`` is OK if the command ran, whatever its ``status`` (None: it did not run; 128 plus its number: a signal
+    ended it). The first MiB of each stream is kept. ``seconds`` count from the first packet.
     """
 
     outcome: Outcome
@@ -121,7 +121,7 @@ class Answer:
 
 
 class _Transport(paramiko.Transport):
-    """Asks for the algorithms that it is told; paramiko's own list prefers plain keys to certificates."""
+    """Requests the given key algorithms; paramiko's own list prefers plain keys to certificates."""
 
     algorithms: tuple[str, ...] = ()
 
@@ -131,18 +131,18 @@ class _Transport(paramiko.Transport):
 
     @property
     def preferred_ciphers(self) -> tuple[str, ...]:
-        # First those that need no sum beside them, which Python makes anew for each packet.
+        # First the ciphers that need no separate MAC, which Python sets up again for each packet.
         return tuple(sorted(super().preferred_ciphers, key=lambda name: "-gcm@" not in name))
 
 
 class Reach:
-    """Reaches so many hosts at once; a context manager. Leaving it waits for the commands that still run.
+    """Reaches ``at_once`` hosts at the same time; a context manager. Leaving it waits for commands still running.
 
-    Leaving it by an exception closes the connections: what runs ends as ``dropped``, what waits is cancelled.
+    Leaving it with an exception closes the connections: running commands end as ``dropped``, waiting ones are canceled.
     """
 
     def __init__(self, access: Access, *, at_once: int = 200) -> None:
-        """Read the key and the hosts' keys; raises UsageError when they can't be had."""
+        """Read the key and the hosts' keys; raises UsageError if they can't be read."""
         self._access = access
         self._read_key = functools.cache(read_key)
         if access.key:
@@ -154,7 +154,7 @@ class Reach:
         self._bastions = Bastions(self._connect_hop)
 
     def login(self, host: Host) -> Host:
-        """Return a host as it is logged in to; see ``Access.login``."""
+        """Return a host with the user and keys to log in with; see ``Access.login``."""
         return self._access.login(host)
 
     def __enter__(self) -> Self:
@@ -176,20 +176,20 @@ class Reach:
     def submit(
         self, host: Host, argv: Sequence[str], *, root: bool = False, seconds: float, keep: bool = False
     ) -> Future[Answer]:
-        """Run a command on a host; with ``root`` by ``sudo -n``, unless the user is root.
+        """Run a command on a host; with ``root`` through ``sudo -n``, unless the user is root.
 
-        ``seconds`` are for the command alone, from the login on; given up, it may still run on the host. With
-        ``keep`` the connection is kept for a while for the host's next command. The future raises what is no host's
-        fault: UsageError for a name that can't have keys or a file of them that can't be written, HostError for too
-        many open files here.
+        ``seconds`` are for the command only, counted from the login; after a timeout, it may still be running on the
+        host. With ``keep``, the connection is kept for a while for the host's next command. The future raises errors
+        that aren't the host's fault: UsageError for a name that can't have keys or a key file that can't be written,
+        HostError for too many open files on this machine.
         """
         return self._pool.submit(self._ask, host, shlex.join(argv), root, seconds, keep)
 
     @contextmanager
     def session(self, host: Host, *, root: bool, seconds: float) -> Iterator[Session]:
-        """Reach a host for so long, in the caller's thread; who runs commands is as with ``submit``.
+        """Reach a host for ``seconds``, in the caller's thread; commands run as the same user as with ``submit``.
 
-        Raises NotReachedError, also for what breaks in the block, and what is no host's fault.
+        Raises NotReachedError, also for what breaks in the block, and errors that aren't the host's fault.
         """
         with ExitStack() as stack:
             yield self._enter(stack, host, root, seconds)
@@ -218,7 +218,7 @@ class Reach:
         return Answer(outcome, status, out, err, time.monotonic() - started)
 
     def _enter(self, stack: ExitStack, host: Host, root: bool, seconds: float) -> Session:
-        """Return a host's kept connection, or a new one, for so long; the stack closes it."""
+        """Return a host's kept connection, or a new one, for ``seconds``; the stack closes it."""
         session = self._kept.take(stack, host, root) or self._connect(stack, host, root)
         self._watch.until(session.transport, seconds + GRACE_SECONDS)
         return session
@@ -229,7 +229,7 @@ class Reach:
         return Session(transport, sudo=root and host.user != "root", seconds=self._access.sudo_seconds)
 
     def _connect_hop(self, stack: ExitStack, hops: tuple[Hop, ...]) -> paramiko.Transport:
-        """Connect to the last of these bastions, for as long as it lasts."""
+        """Connect to the last of these bastions, without a time limit."""
         transport = self._log_in(stack, hops[-1], hops[:-1])
         self._watch.until(transport, math.inf)
         return transport
@@ -278,7 +278,7 @@ def read_key(path: Path) -> paramiko.PKey:
 
 
 def _open_channel(via: paramiko.Transport, host: Host | Hop, access: Access) -> paramiko.Channel:
-    """Let a bastion connect to a host."""
+    """Have a bastion connect to a host."""
     to = (host.address, host.port)
     try:
         return via.open_channel("direct-tcpip", to, ("127.0.0.1", 0), timeout=access.connect_seconds)
@@ -291,7 +291,7 @@ def _open_channel(via: paramiko.Transport, host: Host | Hop, access: Access) -> 
 
 
 def _dial(host: Host | Hop, access: Access) -> socket.socket:
-    """Connect, and see that a server is there."""
+    """Connect, and check that a server is there."""
     try:
         sock = dial(host.address, host.port, access.connect_seconds, access.banner_seconds)
     except (ConnectionRefusedError, ConnectionResetError) as error:
@@ -302,7 +302,7 @@ def _dial(host: Host | Hop, access: Access) -> socket.socket:
         raise NotReachedError("timeout", error) from error
     except UnicodeError as error:  # a name that DNS can't have, such as `gpu..example`
         raise NotReachedError("timeout", error) from error
-    # Signs of life that nobody acknowledges: paramiko itself doesn't wait for an answer to them.
+    # For keepalives that aren't acknowledged: paramiko itself doesn't wait for an answer to them.
     patience = round(access.keepalive_seconds * _MISSED_KEEPALIVES * 1000)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, patience))
     return sock
@@ -310,7 +310,7 @@ def _dial(host: Host | Hop, access: Access) -> socket.socket:
 
 def _exchange_keys(transport: paramiko.Transport, seconds: float) -> None:
     done = threading.Event()
-    # Longer than ours: of two that end together, paramiko's would look like a broken connection.
+    # Longer than ours: if both ended at the same time, paramiko's would look like a broken connection.
     transport.banner_timeout = transport.handshake_timeout = 2 * seconds
     transport.start_client(event=done)
     if not done.wait(seconds):
@@ -320,7 +320,7 @@ def _exchange_keys(transport: paramiko.Transport, seconds: float) -> None:
     error = transport.get_exception() or EOFError("the server hung up during the key exchange")
     if not transport.remote_version:
         raise NotReachedError("refused", error)
-    # The server has no key of the kind that it may show, or can't sign with the one that it shows.
+    # The server has no key of a kind that it may show, or can't sign with the one that it shows.
     if "host key" in str(error) or "Signature verification" in str(error):
         raise NotReachedError("host key", error)
     raise error

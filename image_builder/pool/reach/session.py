@@ -1,4 +1,4 @@
-"""A connection to a host that is logged in: its shell, the time that it has, and its rest between two commands."""
+"""A logged-in connection to a host: its shell, its time limit, and keeping it between two commands."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from image_builder.machine.shell import Shell, ShellEndedError
 from image_builder.pool.plan.model import Class, Host, ended
 
 OUTPUT_LIMIT = 1 << 20  # bytes of each stream that are kept
-GRACE_SECONDS = 2.0  # what ends by itself gets this much before the watch ends it
+GRACE_SECONDS = 2.0  # how much longer the watch waits for what should end by itself
 _WATCH_SECONDS = 0.25
 _SETTLE_SECONDS = 0.5
 
 
 class NotReachedError(Exception):
-    """A host was not reached, or is no longer: ``outcome`` tells its class."""
+    """A host wasn't reached, or no longer is: ``outcome`` has its class."""
 
     def __init__(self, kind: Class, detail: object) -> None:
         super().__init__(kind)
         self.outcome = ended(kind, str(detail) or type(detail).__name__)
 
     def of_bastion(self, address: str) -> NotReachedError:
-        """Return the error of the hosts behind it, where what was not reached is a bastion."""
-        if self.outcome.kind == "bastion":  # it is behind another one
+        """Return the error for the hosts behind it, if a bastion is what wasn't reached."""
+        if self.outcome.kind == "bastion":  # it is itself behind another one
             return self
         return NotReachedError("bastion", f"bastion {address}: {self.outcome.kind}: {self.outcome.detail}")
 
 
 class Session:
-    """Commands on a host that is reached, one after the other; for one thread at a time."""
+    """Runs commands on a connected host, one after the other; for one thread at a time."""
 
     def __init__(self, transport: paramiko.Transport, *, sudo: bool, seconds: float) -> None:
-        """Take over a connection; ``seconds`` are what a shell, with ``sudo`` root's, has to answer."""
+        """Take over a connection; a shell (with ``sudo``, root's) has ``seconds`` to answer."""
         self.transport = transport
         self._sudo, self._seconds = sudo, seconds
         self._shell: Shell | None = None
 
     def run(self, command: str, seconds: float, limit: int) -> tuple[int, bytes, bytes]:
-        """Run a command of the shell's language; see ``Shell.run``.
+        """Run a command in the shell's language; see ``Shell.run``.
 
-        Raises TimeoutError, and ShellEndedError where the shell is gone and not the connection: the next command gets
-        another one. NotReachedError where there is no shell, EOFError and SSHException without connection.
+        Raises TimeoutError, ShellEndedError if the shell is gone but the connection isn't (the next command gets
+        another shell), NotReachedError if there is no shell, EOFError and SSHException if the connection is lost.
         """
         try:
             if self._shell is None:
@@ -60,14 +60,14 @@ class Session:
             raise
 
     def cut(self) -> None:
-        """End the connection, and so what runs over it; may be called from any thread."""
+        """End the connection, and with it what runs over it; may be called from any thread."""
         _cut(self.transport)
 
     def _start(self) -> Shell:
-        """Start a shell, and see that it is one. Raises as ``run``."""
+        """Start a shell, and check that it is one. Raises as ``run`` does."""
         who = "sudo" if self._sudo else "the shell"
-        kind: Class = "sudo" if self._sudo else "auth"  # an account may let nobody work
-        # Longer than the watch waits: what paramiko raises in the end doesn't say that it is a timeout.
+        kind: Class = "sudo" if self._sudo else "auth"  # an account may not allow a shell
+        # Longer than the watch waits: what paramiko finally raises doesn't say that it is a timeout.
         shell = Shell(self.transport, sudo=self._sudo, seconds=self._seconds + 2 * GRACE_SECONDS)
         try:
             shell.run(":", self._seconds, OUTPUT_LIMIT)
@@ -79,7 +79,7 @@ class Session:
         return shell
 
     def _raise_lost(self, error: OSError) -> None:
-        """Raise what ended the connection, if that was it."""
+        """Raise the error that ended the connection, if the connection was lost."""
         if isinstance(error, ShellEndedError) and error.lost:
             raise self.transport.get_exception() or EOFError(
                 "the connection broke during the command"
@@ -94,7 +94,7 @@ class _Connection(NamedTuple):
 
 
 class Kept:
-    """Connections that wait for their hosts' next commands, up to so many."""
+    """Connections that wait for their hosts' next commands, at most ``most`` of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -102,7 +102,7 @@ class Kept:
         self._connections: dict[Host, _Connection] = {}
 
     def put(self, host: Host, root: bool, session: Session, stack: ExitStack) -> None:
-        """Keep a connection, or close it where there is no room."""
+        """Keep a connection, or close it if there is no room."""
         connection = _Connection(session, root, stack)
         with self._guard:
             gone = {
@@ -118,7 +118,7 @@ class Kept:
             open_stack.close()
 
     def take(self, stack: ExitStack, host: Host, root: bool) -> Session | None:
-        """Return what is kept for a host, which the stack then closes."""
+        """Return the session that is kept for a host, if any, which the stack then closes."""
         with self._guard:
             connection = self._connections.pop(host, None)
         if connection is None:
@@ -130,7 +130,7 @@ class Kept:
         return connection.session
 
     def close(self, host: Host | None = None) -> None:
-        """Close what is kept for a host, or all."""
+        """Close the connection that is kept for a host, or all of them."""
         with self._guard:
             hosts = list(self._connections) if host is None else [host]
             connections = [c for h in hosts if (c := self._connections.pop(h, None))]
@@ -139,7 +139,7 @@ class Kept:
 
 
 class Watch:
-    """Cuts connections that are past their time, so that whoever waits for one is woken."""
+    """Cuts connections that have exceeded their time, so that threads that wait for one wake up."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -166,14 +166,14 @@ class Watch:
                 _cut(transport)
 
     def until(self, transport: paramiko.Transport, seconds: float) -> None:
-        """Let a connection be for so long from now on; raises NotReachedError once all are cut."""
+        """Limit a connection to ``seconds`` from now on; raises NotReachedError once all are cut."""
         with self._guard:
             if self._all:
                 raise NotReachedError("dropped", "given up")
             self._times[transport] = time.monotonic() + seconds
 
     def cut_all(self) -> None:
-        """Cut every connection, and let no further one get far."""
+        """Cut every connection, and make new ones fail early."""
         with self._guard:
             self._all = True
             transports = list(self._times)
@@ -182,15 +182,15 @@ class Watch:
 
     @contextmanager
     def over(self, transport: paramiko.Transport, via: paramiko.Transport | None = None) -> Iterator[None]:
-        """Watch a connection and close it in the end; what paramiko raises inside becomes NotReachedError.
+        """Watch a connection and close it in the end; what paramiko raises in the block becomes NotReachedError.
 
-        ``via`` is the connection to a bastion that it leads through: where that is lost, it is the cause.
+        ``via`` is the connection to a bastion that it leads through: if that is lost, it is the cause.
         """
         try:
             yield
         except ImageBuilderError:
             raise
-        except Exception as error:  # what a broken peer's bytes make of paramiko's parsers can be anything
+        except Exception as error:  # a broken peer's bytes can make paramiko's parsers raise anything
             if via is not None and is_lost(via):
                 raise NotReachedError("bastion", "the connection to the bastion is lost") from error
             if isinstance(error, NotReachedError):
@@ -198,7 +198,7 @@ class Watch:
             kind: Class = "timeout" if transport in self._late else "dropped"
             raise NotReachedError(kind, error) from error
         finally:
-            _cut(transport)  # else its thread holds the connection until it looks again
+            _cut(transport)  # otherwise its thread holds the connection until it polls again
             transport.close()
             with self._guard:
                 self._times.pop(transport, None)
@@ -206,7 +206,7 @@ class Watch:
 
 
 def is_lost(transport: paramiko.Transport) -> bool:
-    """Tell whether a connection has ended; what ran over it may learn of that a moment earlier."""
+    """Return whether a connection has ended; what ran over it may notice that a moment earlier."""
     transport.join(_SETTLE_SECONDS)
     return not transport.is_alive()
 

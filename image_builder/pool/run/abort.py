@@ -1,6 +1,6 @@
-"""Ask the process that drives a run to stop, from any other one of the same machine.
+"""Ask the process that drives a run to stop, from any other process on the same machine.
 
-The kernel knows that process by the lock of the journal. No file names it, so none can be stale.
+It is found through the kernel's lock on the journal: there is no PID file that could be stale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.2
 def ask_to_stop(journal: Path) -> int:
     """Send SIGTERM to the process that writes ``journal``; return its id.
 
-    Raises UsageError where no run has begun or none is at work, PoolError where its process can't be found or told.
+    Raises UsageError if no run has started or none is running, PoolError if its process can't be found or signaled.
     """
     if not journal.exists():
         raise UsageError(f"no run has started: {journal} does not exist", hint="image-builder pool run")
@@ -31,7 +31,7 @@ def ask_to_stop(journal: Path) -> int:
         except ProcessLookupError:
             continue
         try:
-            # It is still the one that writes, now that its number can't become another one's.
+            # Check that it still is the writer, now that the pidfd rules out a reused PID.
             if pid in holders(journal):
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
                 return pid
@@ -50,7 +50,7 @@ def ask_to_stop(journal: Path) -> int:
 
 
 def wait_until_over(journal: Path, tell: Callable[[], None] = lambda: None) -> None:
-    """Return when nobody drives the run any more; ``tell`` is called meanwhile."""
+    """Wait until no process drives the run any longer; ``tell`` is called meanwhile."""
     while in_use(journal):
         tell()
         time.sleep(_POLL_SECONDS)

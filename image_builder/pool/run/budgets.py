@@ -1,8 +1,9 @@
-"""Pure decisions on the state of a run, whether it goes on: budgets, identical failures, stragglers, soak.
+"""Pure decisions on whether a run goes on, from its state: budgets, identical failures, stragglers, soak.
 
-Two kinds of limits. What may be *unavailable* at once is reserved before a host is touched, so it is never
-exceeded, whatever happens then. What may *fail* is only known afterwards: the first failure beyond a budget stops
-the run, nothing is started from then on, and what is in work by then is at most what may be unavailable.
+There are two kinds of limits. Room among the hosts that may be *unavailable* at once is reserved before a host is
+touched, so this limit is never exceeded, whatever happens. How many hosts *fail* is only known afterwards: the first
+failure beyond a budget stops the run, nothing is started from then on, and the hosts in progress by then are at most
+as many as may be unavailable.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from image_builder.pool.plan.model import STEPS, Cell, Step, quantile
 from image_builder.pool.run.records import Passed
 from image_builder.pool.run.state import IN_WORK, OPEN, RUNNING, Progress, State, WaveStatus
 
-# Of fewer durations the 95th percentile says nothing.
+# The 95th percentile of fewer durations says nothing.
 _MIN_DURATIONS = 10
 _STRAGGLER = 0.95
-# Hosts of a unit that will be ready to be drained soon, or are and weren't asked about.
+# States of hosts of a unit that will be ready to be drained soon, or are ready but weren't passed in.
 _ON_THEIR_WAY: tuple[State, ...] = ("awaiting", "ready", "settled", "freeing")
 
 
@@ -27,16 +28,16 @@ def room(progress: Progress) -> int:
 
 
 def admitted(progress: Progress, names: Iterable[str]) -> list[str]:
-    """Return those of a roll's hosts that may be drained now: as many as may be away, and never over half of a zone.
+    """Return the hosts of a roll that may be drained now: as many as may be unavailable, and at most half of a zone.
 
-    A zone of which more is NotReady is one that Kubernetes itself takes for broken (node-monitor's 55 %). Hosts of a
-    unit are admitted together.
+    If more of a zone is NotReady, Kubernetes itself considers the zone broken (node-monitor's 55 %). Hosts of a unit
+    are admitted together.
     """
     names = list(names)
     if not names:
         return names
     most = _most_of_zones(progress)
-    # Those that are being drained may be empty at any moment.
+    # Hosts that are being drained may become empty at any moment.
     emptying = Counter(
         status.host.zone
         for wave in progress.open_waves
@@ -51,7 +52,7 @@ def admitted(progress: Progress, names: Iterable[str]) -> list[str]:
             status.host.zone for status in map(progress.hosts.__getitem__, unit) if not status.unavailable
         )
         fits = all(away[zone] + count <= most(zone) for zone, count in zones.items())
-        # Who is away already takes no place.
+        # A host that is already unavailable takes no room.
         if not zones or (zones.total() <= left and fits):
             left -= zones.total()
             away += zones
@@ -60,13 +61,13 @@ def admitted(progress: Progress, names: Iterable[str]) -> list[str]:
 
 
 def _most_of_zones(progress: Progress) -> Callable[[str], int]:
-    """Return how many hosts of a zone may be away."""
+    """Return a function that gives the number of hosts of a zone that may be unavailable."""
     of_zone = Counter(host.zone for host in progress.plan.hosts)
     return lambda zone: max(1, of_zone[zone] // 2)
 
 
 def _units(progress: Progress, names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield hosts that are drained together; not yet where one of them has still to become ready."""
+    """Yield the hosts that are drained together, except while one of them has yet to become ready."""
     remaining = dict.fromkeys(names)
     for name in list(remaining):
         if name not in remaining:
@@ -81,7 +82,7 @@ def _units(progress: Progress, names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def too_many(progress: Progress, unit: Iterable[str]) -> str:
-    """Return why hosts can never be drained together, nothing where they can."""
+    """Return why hosts can never be drained together; an empty string if they can."""
     zones = Counter(progress.hosts[name].host.zone for name in unit if name in progress.hosts)
     most, most_of = progress.plan.max_unavailable, _most_of_zones(progress)
     if zones.total() > most:
@@ -95,9 +96,10 @@ def too_many(progress: Progress, unit: Iterable[str]) -> str:
 
 
 def proven(progress: Progress, names: Iterable[str]) -> list[str]:
-    """Return those of a roll's empty hosts that may get another image now.
+    """Return those of a roll's empty hosts that may get the new image now.
 
-    Of a cell in which no host is fine with it yet, no more than its canaries: who was to be one may have been busy.
+    Until a host of a cell is fine with it, no more hosts of that cell may get it than the cell has canaries: those
+    that were planned may have been busy.
     """
     in_trial: Counter[Cell] | None = None
     chosen = []
@@ -117,12 +119,12 @@ def proven(progress: Progress, names: Iterable[str]) -> list[str]:
 
 
 def away(progress: Progress) -> int:
-    """Return how many hosts may not be Ready because of a roll: they get another image, or came to grief with it."""
+    """Return how many hosts may be NotReady because of a roll: they are getting the new image, or failed with it."""
     begun = [wave for wave in progress.waves[: progress.began] if wave.unfinished or wave.failed]
     broken = [
         name
         for wave in begun
-        # Who ended and is away has failed.
+        # A host that has finished but is still unavailable has failed.
         for name in (
             *wave.names("waiting", "probing", "broken"),
             *(wave.names("ended") if wave.failed else ()),
@@ -133,7 +135,7 @@ def away(progress: Progress) -> int:
 
 
 def in_work(progress: Progress) -> int:
-    """Return how many hosts are in work: a step was begun, or has to follow before anything is known of them."""
+    """Return how many hosts are in progress: a step has begun, or must follow before anything is known about them."""
     count = sum(w.count(*IN_WORK) for w in progress.open_waves)
     return count + sum(
         progress.hosts[name].unavailable for w in progress.open_waves for name in w.names("waiting")
@@ -141,7 +143,7 @@ def in_work(progress: Progress) -> int:
 
 
 def stop_reason(progress: Progress, now: float) -> str:
-    """Return why nothing may be started any more, or nothing."""
+    """Return why nothing more may be started; an empty string if it may."""
     plan = progress.plan
     if progress.failed > plan.budget:
         return f"{_hosts(progress.failed)} failed, the run's budget is {plan.budget}"
@@ -183,11 +185,12 @@ def _to_start(progress: Progress) -> int:
 
 
 def decide(progress: Progress, number: int, now: float) -> Passed | None:
-    """Return the record that lets a wave be over, or None while it has to be waited for.
+    """Return the record that ends a wave, or None while it has to be waited for.
 
-    A wave is over when all its hosts ended. It is, too, when it would keep its budget, and the run its own, even
-    if all that are left failed, and those are much slower than the rest: a single host that hangs until its
-    deadline would hold up every other one. They stay in work, and hold their place among the unavailable.
+    A wave is over when all its hosts have ended. It is also over when the remaining hosts are much slower than the
+    rest and both the wave and the run would stay within their budgets even if all of them failed: otherwise a single
+    host that hangs until its deadline would hold up all the others. The remaining hosts stay in progress, and still
+    count as unavailable.
     """
     status = progress.waves[number]
     unfinished = status.unfinished
@@ -207,7 +210,7 @@ def _affordable(progress: Progress, status: WaveStatus, unfinished: int) -> bool
 
 
 def _all_straggle(progress: Progress, status: WaveStatus, now: float) -> bool:
-    """Tell whether every host of a wave that isn't finished is repeated, or slower than most by the policy's factor."""
+    """Return whether every unfinished host of a wave is retried, or is slower than most by the policy's factor."""
     running = [state for state in OPEN if state in RUNNING.values()]
     if status.count(*OPEN) > status.count("waiting", *running):
         return False
@@ -228,7 +231,7 @@ def _all_straggle(progress: Progress, status: WaveStatus, now: float) -> bool:
 
 
 def straggler_seconds(progress: Progress, status: WaveStatus, step: Step) -> float | None:
-    """Return after how many seconds a host is a straggler in a step, None while there is too little to compare."""
+    """Return after how many seconds in a step a host is a straggler, None while there is too little to compare."""
     durations = [
         host.seconds[step]
         for host in (progress.hosts[name] for name in status.names("ended"))
@@ -240,9 +243,9 @@ def straggler_seconds(progress: Progress, status: WaveStatus, step: Step) -> flo
 
 
 def next_wave_at(progress: Progress) -> float | None:
-    """Return when the next wave may begin, None while the last one isn't over or the control plane is red.
+    """Return when the next wave may begin, None while the current one isn't over or the control plane is red.
 
-    The soak counts from the wave's end or from the last red reading: a gate has to hold all through it.
+    The soak counts from the wave's end or from the last red reading: the gate has to stay green throughout.
     """
     if progress.verdict != "go":
         return None

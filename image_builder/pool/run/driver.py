@@ -1,7 +1,7 @@
-"""The loop that brings pools up: what to do next is decided from the state, and done through ``Steps``.
+"""The loop that brings pools up: it decides from the state what to do next, and does it through ``Steps``.
 
-One thread, one journal. ``Steps`` begins work and tells of its end; with a real fleet or a simulated one this code
-is the same. Whatever is learnt becomes a record first and changes the state then.
+One thread, one journal. ``Steps`` begins work and reports its end; this code is the same for a real fleet and a
+simulated one. Everything that is learned becomes a record first, and only then changes the state.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from image_builder.pool.run.records import (
 )
 from image_builder.pool.run.state import RUNNING, Progress, WaveStatus
 
-# Hosts that came back after a repetition, or for which there was no room, are started when there are as many as
-# this share of a slice, or when nothing else is in work: each slice costs an Ansible process.
+# Hosts that are retried, or for which there was no room, are started once they make up one in this many hosts of a
+# slice, or when nothing else is in progress: each slice costs an Ansible process.
 _WORTH_A_SLICE = 10
-# A control plane that takes longer for one reading needs no more nodes.
+# A control plane that takes longer than this for one reading must not get more nodes.
 _READING_SECONDS = 15.0
-# What ends when the jobs of a host do.
+# Steps that end when a host's jobs do.
 _WAITING_FOR_JOBS: tuple[Step, ...] = ("await", "drain")
 
 
 class Work(NamedTuple):
-    """A step on a host. ``delay`` is the join slot: so many seconds pass before the host joins.
+    """A step on a host. ``delay`` is the join slot: the seconds that pass before the host joins.
 
-    ``until`` is when a host that is not idle is waited for no longer.
+    ``until`` is when to stop waiting for a host that isn't idle.
     """
 
     host: Host
@@ -56,7 +56,7 @@ class Work(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A step ended on a host. ``seconds`` don't count the join slot; ``phases`` are what the host told of itself."""
+    """The end of a step on a host. ``seconds`` exclude the join slot; ``phases`` are those that the host reported."""
 
     host: str
     step: Step
@@ -69,57 +69,60 @@ class Event(NamedTuple):
 
 
 class Steps(Protocol):
-    """What a fleet does. Steps return at once; how they end is told by ``wait``.
+    """What a fleet does. Steps return immediately; ``wait`` reports how they ended.
 
-    An event without `ok` has ``joined`` `no` only where it is certain that the host is no member of the cluster and
-    that nothing on it still tries to become one.
+    An event that isn't `ok` has `no` as ``joined`` only if it is certain that the host isn't a member of the cluster
+    and that nothing on it is still trying to join.
     """
 
     def now(self) -> float:
         """Return seconds since 1970; never less than before."""
 
     def wait(self, until: float) -> Sequence[Event]:
-        """Return what ended, as soon as there is anything, at ``until`` the latest."""
+        """Return the steps that ended, as soon as there are any, at ``until`` at the latest."""
 
     def begin(self, step: Step, work: Sequence[Work]) -> None:
         """Begin a step on hosts.
 
-        `probe` finds out whether they answer, and whether they joined, or run the new image; `verify` checks them:
+        `probe` finds out whether they answer, and whether they have joined or run the new image; `verify` checks them:
         neither changes anything. `bootstrap` makes hosts of one slice join, `reimage` gives them the new image: neither
-        is idempotent. `drain` lets nothing more onto a host and waits until it is empty, `await` waits until it is
-        idle and keeps its next work off it, `free` takes both back: all three may be repeated. `restore` gives a host
-        that failed its previous image and frees it.
+        is idempotent. `drain` keeps new work off a host and waits until it is empty, `await` waits until it is idle
+        and then keeps new work off it, `free` undoes both: all three may be repeated. `restore` gives a failed host its
+        previous image and frees it.
         """
 
     def turn(self) -> None:
-        """Let scale sets name the previous image again, as the run stopped; before any host is restored."""
+        """Make the scale sets name the previous image again after the run stopped, before any host is restored."""
 
     def missing(self, hosts: Sequence[Host]) -> Mapping[str, str] | None:
-        """Return which hosts can take no job, by nothing that a roll did, and why; None while that is found out, and
-        ``wait`` returns once it is.
+        """Return which hosts can't take jobs, for reasons other than a roll, and why.
+
+        None while that is being found out; ``wait`` returns once it is known.
         """
 
     def idle(self, cells: Sequence[Sequence[Host]], each: int) -> Collection[str] | None:
-        """Return the first ``each`` hosts of each cell that are idle, None while they are sought; ``wait`` returns once
-        that is known.
+        """Return the first ``each`` idle hosts of each cell.
+
+        None while they are being looked for; ``wait`` returns once they are known.
         """
 
     def give_up(self, host: str, step: Step, attempt: int) -> None:
-        """Take back a step whose deadline is over; what still comes of it is not waited for."""
+        """Abandon a step, such as one whose deadline has passed: its result is no longer waited for."""
 
     def conclude(self) -> None:
-        """Give back what was held for hosts, none of which is in work any more; what is raised ends this process."""
+        """Release what was held for hosts, none of which is still in progress; an exception here ends the process."""
 
     def unplanned(self, hosts: Sequence[Host]) -> Mapping[str, str]:
-        """Return the instances of a roll's scale sets that are none of these hosts, and their versions, by ids; of a
-        set that can't be read its own id, without a version.
+        """Return the instances of a roll's scale sets that aren't among these hosts, and their versions, by id.
+
+        A set that can't be read is included by its own id, without a version.
         """
 
     def room(self, step: Step) -> int:
-        """Return how many hosts more that step can be in work on; who waits for room here has no deadline yet."""
+        """Return on how many more hosts that step can run now; hosts that wait for room have no deadline yet."""
 
     def gate(self) -> Reading | None:
-        """Return what the control plane shows, None while it is being read; ``wait`` returns once it was."""
+        """Return a reading of the control plane, None while it is being read; ``wait`` returns once it has been."""
 
 
 @dataclass
@@ -127,11 +130,11 @@ class _Run:
     progress: Progress
     steps: Steps
     write: Callable[[Record], None]
-    # (when, host, step, attempt): deadlines of steps, and with an empty host the ends of pauses.
+    # (when, host, step, attempt): the deadlines of steps and, with an empty host, the ends of pauses.
     alarms: list[tuple[float, str, Step, int]] = field(default_factory=list)
-    # Whether a roll that stopped was taken back in this process.
+    # Whether a stopped roll has been undone in this process.
     turned: bool = False
-    # When the reading that is under way was asked for.
+    # When the reading in progress was requested.
     reading_since: float | None = None
 
     def note(self, record: Record) -> None:
@@ -145,13 +148,13 @@ def run(
     write: Callable[[Record], None],
     stop_asked: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Bring the waves up until all are over or the run is stopped; ``progress`` tells which.
+    """Bring the waves up until all are over or the run is stopped; ``progress`` shows which.
 
-    ``progress`` is the state of all records so far, the last of which opened the journal. ``write`` makes a
-    record last before it returns. ``stop_asked`` is asked all the time: then nothing is started any more.
+    ``progress`` is the state after all records so far, including those of opening the journal. ``write`` saves a
+    record before it returns. ``stop_asked`` is polled all the time: once true, nothing more is started.
     """
     r = _Run(progress, steps, write)
-    # Of a run that was taken up: who was being told when the last driver ended is not asked at once.
+    # In a resumed run, hosts that were being told to join when the last driver ended aren't probed at once.
     pauses = sorted({status.not_before for status in progress.hosts.values() if status.not_before})
     r.alarms += [(at, "", "probe", 0) for at in pauses]
     while True:
@@ -178,7 +181,7 @@ def run(
 
 
 def _observe(r: _Run, event: Event, at: float) -> None:
-    """Record how a step ended, unless nobody waits for it any more."""
+    """Record how a step ended, unless it is no longer waited for."""
     status = r.progress.hosts.get(event.host)
     if status is None or status.state != RUNNING[event.step] or status.tries[event.step] != event.attempt:
         return
@@ -200,7 +203,7 @@ def _observe(r: _Run, event: Event, at: float) -> None:
 
 
 def _expire(r: _Run, now: float) -> None:
-    """End the steps whose deadline is over. Whether the host joined meanwhile nobody knows then."""
+    """End the steps whose deadline has passed. Whether the host has joined in the meantime is then unknown."""
     while r.alarms and r.alarms[0][0] <= now:
         _, name, step, attempt = heapq.heappop(r.alarms)
         if not name:
@@ -229,7 +232,7 @@ def _read_gate(r: _Run, now: float) -> None:
     verdict, reasons = gates.judge(
         reading,
         limits,
-        # Before the first wave there is nothing to compare with: what is so then is what is so before it.
+        # Before the first wave there is nothing to compare with: this reading is the baseline.
         not_ready_before=current.not_ready_before if current else reading.not_ready,
         hosts=len(progress.plan.hosts),
         away=budgets.away(progress) if progress.plan.policy.rolls else 0,
@@ -238,7 +241,7 @@ def _read_gate(r: _Run, now: float) -> None:
 
 
 def _survey(r: _Run, now: float) -> None:
-    """Look at all nodes, once in each process of a roll and before it takes any out of work."""
+    """Check all nodes, once in each process of a roll and before it takes any out of service."""
     progress = r.progress
     if progress.plan.policy.mode != "roll" or progress.surveyed:
         return
@@ -249,7 +252,7 @@ def _survey(r: _Run, now: float) -> None:
 
 
 def _turn_waves(r: _Run, now: float) -> None:
-    """Let the wave be over when it is, and begin the next one when that may be."""
+    """End the current wave when it is over, and begin the next one when it may begin."""
     progress = r.progress
     current = progress.current
     if current and current.passed is None and (passed := budgets.decide(progress, progress.began - 1, now)):
@@ -266,14 +269,14 @@ def _turn_waves(r: _Run, now: float) -> None:
             r.note(Rested(at=now, wave=rest_wave(len(progress.waves), names, plan.policy, plan.digest)))
             r.note(Began(at=now, wave=progress.began))
         else:
-            # Who is killed before the record is there takes the run up, and concludes it again.
+            # If this process is killed before the record is written, the next one resumes and concludes the run again.
             r.steps.conclude()
             _find_unplanned(r, now)
             r.note(Finished(at=now))
 
 
 def _find_unplanned(r: _Run, now: float) -> None:
-    """Record which instances a roll leaves beside its hosts: those that were scaled out meanwhile."""
+    """Record the instances that aren't among a roll's hosts, such as those that were scaled out meanwhile."""
     if r.progress.plan.policy.mode == "roll":
         hosts = [status.host for status in r.progress.hosts.values() if status.state != "gone"]
         if instances := r.steps.unplanned(hosts):
@@ -281,7 +284,7 @@ def _find_unplanned(r: _Run, now: float) -> None:
 
 
 def _canaries_chosen(r: _Run, now: float) -> bool:
-    """Tell whether the canaries of a roll are hosts that were idle a moment ago, where there are any."""
+    """Return whether a roll's canaries have been chosen: hosts that were idle a moment ago, if there are any."""
     progress = r.progress
     if progress.plan.policy.mode != "roll" or progress.began or progress.chosen:
         return True
@@ -295,7 +298,7 @@ def _canaries_chosen(r: _Run, now: float) -> bool:
 
 
 def _dispatch(r: _Run, now: float) -> None:
-    """Begin every step that may be begun. Of a stopped run only what ends what is in work."""
+    """Begin every step that may begin; in a stopped run, only those that finish what is in progress."""
     for wave in r.progress.open_waves:
         _begin(r, "probe", _fitting(r, "probe", wave.names("waiting"), now), now)
         _begin(r, "verify", _fitting(r, "verify", wave.names("joined"), now), now)
@@ -306,7 +309,7 @@ def _dispatch(r: _Run, now: float) -> None:
             if may_start and r.progress.surveyed:
                 _roll(r, wave, now)
             if wave.wave.is_rest and not r.progress.stopped:
-                # Who is idle and can't be taken now may work until it can.
+                # An idle host that can't be taken now may work until it can.
                 awaited = [name for name in wave.names("ready") if r.progress.hosts[name].awaited]
                 _begin(r, "free", _fitting(r, "free", awaited, now), now)
         elif may_start:
@@ -315,7 +318,7 @@ def _dispatch(r: _Run, now: float) -> None:
 
 
 def _roll(r: _Run, wave: WaveStatus, now: float) -> None:
-    """Begin what takes hosts out of work, as far as that may be."""
+    """Begin the steps that take hosts out of service, as far as allowed."""
     progress = r.progress
     _begin(r, "reimage", _fitting(r, "reimage", budgets.proven(progress, wave.names("drained")), now), now)
     _begin(r, "drain", budgets.admitted(progress, _fitting(r, "drain", wave.names("ready"), now)), now)
@@ -323,7 +326,7 @@ def _roll(r: _Run, wave: WaveStatus, now: float) -> None:
 
 
 def _turn(r: _Run, now: float) -> None:
-    """Take a roll back that stopped: what is being drained, then scale sets, then hosts that failed."""
+    """Undo a stopped roll: first what is being drained, then scale sets, then hosts that failed."""
     progress = r.progress
     roll = progress.plan.policy.rolls
     if roll is None:
@@ -335,7 +338,7 @@ def _turn(r: _Run, now: float) -> None:
                 attempt, outcome = status.tries[step], ended("skipped", rolling.STOPPED)
                 r.steps.give_up(name, step, attempt)
                 _observe(r, Event(name, step, attempt, outcome, "unknown", now - status.since), now)
-    # Who is asked to stop means to go on.
+    # A user who asks a run to stop intends to resume it.
     if progress.stop_asked or roll.restore == "never":
         return
     hosts = rolling.to_restore(progress)
@@ -346,7 +349,7 @@ def _turn(r: _Run, now: float) -> None:
 
 
 def _fitting(r: _Run, step: Step, names: Iterable[str], now: float) -> list[str]:
-    """Return those on which a step is due and can be in work at once, first come first served."""
+    """Return the hosts on which a step is due and can start now, first come, first served."""
     due = _due(r, names, now)
     return due[: max(0, r.steps.room(step))] if due else due
 
@@ -363,13 +366,13 @@ def _due(r: _Run, names: Iterable[str], now: float) -> list[str]:
 
 
 def _start_slice(r: _Run, wave: WaveStatus, part: Sequence[str], now: float) -> None:
-    """Start those of a slice that are ready, as far as the join rate and the unavailable hosts allow."""
+    """Start the hosts of a slice that are ready, as far as the join rate and the limit on unavailable hosts allow."""
     progress = r.progress
     if now < progress.next_join or not wave.count("ready"):
         return
     states = [(name, progress.hosts[name].state) for name in part]
     ready = [name for name, state in states if state == "ready"]
-    # Who is asked for the first time, or waits for room to be asked, will be ready soon.
+    # A host that is being probed for the first time, or waits for room to be probed, will be ready soon.
     soon = [name for name, state in states if state in ("waiting", "probing")]
     if not ready or not all(progress.hosts[name].row for name in soon):
         return
@@ -395,8 +398,8 @@ def _begin(r: _Run, step: Step, names: Sequence[str], now: float) -> None:
         work.append(Work(status.host, attempt, delay, ends))
         until = now + delay + policy.deadline(step)
         if step == "probe":
-            # Who was told may still try to join, and is waited for as if it had never been lost sight of; so is who
-            # does it without being told.
+            # A host that was told to join may still be trying, and gets as much time as if contact had never been
+            # lost; so does a host that joins without being told.
             until = max(until, status.until)
         elif step == "await":
             until = status.idle_by
@@ -405,13 +408,13 @@ def _begin(r: _Run, step: Step, names: Sequence[str], now: float) -> None:
 
 
 def _wake(r: _Run, now: float) -> float:
-    """Return when there is something to do even if nothing happens until then."""
+    """Return when there is something to do even if no event arrives before that."""
     progress = r.progress
     due = []
     if progress.read_at is not None:
         due.append(progress.read_at + progress.plan.policy.gate.interval_seconds)
     if r.reading_since is not None:
-        # Its answer wakes us; without one it is red then, and stays so from reading to reading.
+        # The result wakes us; without one the gate turns red then, and stays red from reading to reading.
         due = [max([r.reading_since + _READING_SECONDS, *due])]
     if r.alarms:
         due.append(r.alarms[0][0])

@@ -1,6 +1,6 @@
 """The gate of a run: whether the next hosts may be started, decided from a reading of the control plane.
 
-A reading that could not be had is red: a control plane that doesn't answer needs no more nodes.
+A failed reading is red: a control plane that doesn't answer must not get more nodes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Verdict = Literal["go", "hold", "stop"]
 
 
 class Reading(Strict):
-    """What was seen of a control plane since the reading before.
+    """What was seen of a control plane since the previous reading.
 
-    ``requests`` are all that its API servers answered, ``throttled`` those with 429, ``errors`` those with 5xx.
-    ``csr_seconds`` is the age of the oldest certificate request of a joining node that pends, 0 without one.
-    ``not_ready`` are nodes that registered more than five minutes ago and aren't Ready: those that just join are no
-    alarm. ``unread`` says why there is no reading, ``unwatched`` that nobody was to look; the numbers mean nothing
-    then.
+    ``requests`` counts all that its API servers answered, ``throttled`` those with 429, ``errors`` those with 5xx.
+    ``csr_seconds`` is the age of the oldest pending certificate request of a joining node, 0 if there is none.
+    ``not_ready`` counts nodes that registered more than five minutes ago and aren't Ready: nodes that are just joining
+    are no cause for alarm. ``unread`` says why there is no reading, ``unwatched`` that the control plane isn't watched;
+    the numbers mean nothing then.
     """
 
     requests: int = Field(default=0, ge=0)
@@ -39,9 +39,9 @@ def judge(
 ) -> tuple[Verdict, tuple[str, ...]]:
     """Return whether hosts may be started, and every reason against it.
 
-    ``hold`` passes by itself, or becomes a stop by the policy's patience; ``stop`` doesn't: nodes that were Ready
-    and are not any more are the harm that waves are there to bound. ``not_ready_before`` is what was so before
-    the wave, ``hosts`` all hosts of the run, ``away`` those of them that a roll has taken out of work itself.
+    ``hold`` passes by itself, or becomes a stop after the policy's patience; ``stop`` doesn't pass: nodes that are no
+    longer Ready are the damage that waves exist to limit. ``not_ready_before`` is the number of NotReady nodes before
+    the wave, ``hosts`` that of all hosts of the run, ``away`` that of those that a roll itself took out of service.
     """
     if reading.unwatched:
         return "go", ("the control plane is not watched: no kubeconfig was given",)
@@ -52,7 +52,7 @@ def judge(
         (reading.throttled, limits.throttled, "answered with 429"),
         (reading.errors, limits.errors, "answered with 5xx"),
     ):
-        # Of few requests one is soon a percent, yet a share that is exceeded by one request is no storm.
+        # Out of few requests, a single one may exceed the limit, but isn't a storm.
         if count > max(1, limit * reading.requests):
             held.append(f"{count} of {reading.requests} requests {answer}, limit {limit:.1%}")
     if reading.csr_seconds > limits.csr_seconds:

@@ -1,4 +1,4 @@
-"""The journal of a rollout, beside its plan."""
+"""The journal of a rollout, next to its plan."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ FORMAT: journal.Format[Record] = journal.Format(
 
 
 def real_plan(plan: Path) -> Path:
-    """Return the file beside which the files of a plan's run are: where a link leads to.
+    """Return the plan that the files of its run are next to: the target, if it is a symbolic link.
 
-    By the link's own name two processes could drive one run.
+    If they were named after the link, two processes could drive one run.
     """
     return plan.resolve() if plan.is_symlink() else plan
 
 
 def journal_of(plan: Path) -> Path:
-    """Return where the journal of a plan's run is: beside it."""
+    """Return the path of the journal of a plan's run, next to the plan."""
     return _beside(plan, "journal")
 
 
 def requests_of(plan: Path) -> Path:
-    """Return where the journal of a roll's requests to Azure is: beside the other one."""
+    """Return the path of the journal of a roll's requests to Azure, next to the run's journal."""
     return _beside(plan, "requests")
 
 
@@ -54,10 +54,10 @@ def _beside(plan: Path, kind: str) -> Path:
 
 
 def open_journal(path: Path) -> AbstractContextManager[Journal]:
-    """Open a rollout's journal to append to it; raises as ``system.journal.open_journal`` does."""
+    """Open a rollout's journal for appending; raises as ``system.journal.open_journal`` does."""
     return journal.open_journal(path, FORMAT)
 
 
 def read_journal(path: Path) -> list[Record]:
-    """Return what a rollout's journal tells; raises as ``system.journal.read_journal`` does."""
+    """Return the records of a rollout's journal; raises as ``system.journal.read_journal`` does."""
     return journal.read_journal(path, FORMAT)

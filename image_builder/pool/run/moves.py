@@ -1,4 +1,4 @@
-"""How a host gets from one state to another: whatever is counted follows, and nothing else changes a state."""
+"""How a host moves from one state to another: all counts are kept up to date, and nothing else changes a state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def end(progress: Progress, status: HostStatus, outcome: Outcome, at: float) -> 
 
 
 def again(progress: Progress, status: HostStatus, at: float, state: State) -> bool:
-    """Let a host wait for another attempt, twice as long each time; False where it had all of them."""
+    """Let a host wait for another attempt, twice as long each time; return False if it has none left."""
     policy = progress.plan.policy
     if status.row >= policy.retries:
         return False
@@ -42,28 +42,28 @@ def again(progress: Progress, status: HostStatus, at: float, state: State) -> bo
 
 
 def count_unavailable(progress: Progress, status: HostStatus, by: int) -> None:
-    """Count a host that is unavailable, or no longer; what makes it so changes between the two calls."""
+    """Add ``by`` to the counts of unavailable hosts if a host is one; call with -1 before a change and 1 after it."""
     if status.unavailable:
         progress.unavailable += by
         progress.zones[status.host.zone] += by
 
 
 def set_empty(progress: Progress, status: HostStatus, *, empty: bool) -> None:
-    """Note whether a host that is cordoned has nothing to do."""
+    """Note whether a cordoned host has no work."""
     count_unavailable(progress, status, -1)
     status.empty = empty
     count_unavailable(progress, status, 1)
 
 
 def set_missing(progress: Progress, status: HostStatus, *, missing: bool) -> None:
-    """Note whether a host can take no job for another reason than the run."""
+    """Note whether a host can't take jobs for a reason other than the run."""
     count_unavailable(progress, status, -1)
     status.missing = missing
     count_unavailable(progress, status, 1)
 
 
 def change_wave(progress: Progress, name: str, number: int) -> None:
-    """Put a host into another wave; its state stays."""
+    """Put a host into another wave; its state stays the same."""
     status = progress.hosts[name]
     progress.waves[status.wave].remove(name, status.state)
     status.wave = number

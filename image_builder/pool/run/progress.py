@@ -1,8 +1,8 @@
-"""The progress of a run: the state that its records make, applied in order.
+"""The progress of a run: the state that results from applying its records in order.
 
-The driver changes nothing by itself. It appends a record to the journal and applies it here, and so does a replay:
+The driver never changes the state itself. It appends a record to the journal and applies it here, as a replay does:
 that is why a resumed run knows exactly what the killed one knew. The state is changed in place, since 7,500 hosts
-give some 50,000 records.
+produce some 50,000 records.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from image_builder.pool.run.records import (
 )
 from image_builder.pool.run.state import RUNNING, HostStatus, Progress, State, WaveStatus
 
-# Phases whose failure may pass: the network, the runtime's start, a token that ran out. A disk or a GPU stays broken.
+# Phases whose failure may be transient: the network, the runtime's start, an expired token. A disk or a GPU stays
+# broken.
 TRANSIENT_PHASES = frozenset({"identity", "network", "runtime", "credentials", "join"})
-# What failed in `bootstrap`, after the numbers of provision.py.
+# A failure of `bootstrap`; it continues the numbers of provision.py.
 _NO_MEMBER = 5
 
 
-# What another process knew of a host, and nobody does after its end.
+# States that only the driving process knew of; they are unknown after it has ended.
 _UNKNOWN: tuple[State, ...] = (
     "probing",
     "ready",
@@ -69,7 +70,7 @@ def replay(plan: Plan, records: Iterable[Record]) -> Progress:
 
 
 def apply(progress: Progress, record: Record) -> None:
-    """Change the state as a record says."""
+    """Apply a record to the state."""
     progress.records += 1
     match record:
         case Opened():
@@ -107,7 +108,7 @@ def apply(progress: Progress, record: Record) -> None:
         case Turned():
             rolling.turn(progress, record.hosts)
         case Unplanned():
-            pass  # no host's
+            pass  # about no host of the run
         case Finished():
             progress.finished = True
         case _:
@@ -126,20 +127,20 @@ def _add(progress: Progress, hosts: Iterable[Host], waves: Iterable[Wave]) -> No
 
 
 def _open(progress: Progress, record: Opened) -> None:
-    """Take up a journal: what was in progress is unknown now, and is found out by a probe."""
+    """Resume a journal: what was in progress is unknown now, and has to be found out by a probe."""
     progress.opened += 1
     progress.stopped, progress.stop_asked, progress.finished = "", False, False
     progress.surveyed = False
     progress.reading, progress.read_at, progress.verdict, progress.reasons = None, None, "hold", ()
     progress.red_at = progress.red_since = None
-    # A clock that was set back must not make anybody wait for a moment of the day before.
+    # If the clock was set back, recorded times may be far in the future: don't wait for them.
     window = progress.plan.policy.slice_hosts / progress.plan.policy.join_rate
     progress.next_join = min(progress.next_join, record.at + window)
     for wave in progress.waves:
         wave.began = None if wave.began is None else min(wave.began, record.at)
         wave.passed = None if wave.passed is None else min(wave.passed, record.at)
-    # A worker that lost sight of a driver which was killed goes on until its patience is over: nobody is asked, and
-    # then told, beside it.
+    # A worker that has lost contact with a killed driver goes on until its patience is over: until then, no host is
+    # probed and then told to join.
     free = record.at + progress.plan.policy.worker_gone_seconds
     for name, status in progress.hosts.items():
         status.starts, status.row = 0, 0
@@ -149,7 +150,7 @@ def _open(progress: Progress, record: Opened) -> None:
         status.idle_by = min(status.idle_by, record.at + progress.plan.policy.deadline("await"))
         status.awaited = False
         if status.state == "draining":
-            # It has our cordon, and may be empty by now.
+            # It has our cordon and may be empty by now.
             set_empty(progress, status, empty=True)
         if status.state in _UNKNOWN:
             move(progress, name, "waiting")
@@ -187,7 +188,7 @@ def _intend(progress: Progress, record: Intent) -> None:
         status.starts += changes
         count_unavailable(progress, status, 1)
         status.since, status.delay = record.at, record.delays.get(name, 0.0)
-        # Where nobody tells hosts, each has its time from the first question on.
+        # If hosts join without being told, the time of each one counts from its first probe.
         if changes or (progress.plan.policy.mode == "verify" and not status.until):
             status.until = record.at + status.delay + progress.plan.policy.changing_seconds
         if record.step == "await" and not status.idle_by:
@@ -238,7 +239,7 @@ def _result(progress: Progress, record: Result) -> None:
 
 def _after_probe(progress: Progress, status: HostStatus, record: Result) -> None:
     policy, outcome = progress.plan.policy, record.outcome
-    # A phase of its own that failed before the kubelet: it was reached, and is no member.
+    # If a phase of its own failed before the kubelet started, it was reached and isn't a member.
     is_reached = outcome.ok or (record.joined == "no" and outcome.phase not in ("", "bootstrap"))
     if not is_reached:
         if outcome.kind in UNREACHED and again(progress, status, record.at, "waiting"):
@@ -269,7 +270,7 @@ def _after_probe(progress: Progress, status: HostStatus, record: Result) -> None
 
 
 def _by_itself(progress: Progress, status: HostStatus, record: Result) -> None:
-    """Judge a host that nobody tells and that is no member: it failed, or has not begun yet, for which it has time."""
+    """Judge a host that joins without being told and isn't a member: it failed, or may still have time to join."""
     if not record.outcome.ok:
         end(progress, status, record.outcome, record.at)
     elif record.at >= status.until:
@@ -283,7 +284,7 @@ def _by_itself(progress: Progress, status: HostStatus, record: Result) -> None:
 
 
 def _settle(progress: Progress, status: HostStatus, at: float) -> None:
-    """End a host that waited to be told once more, in a run that tells nobody any more."""
+    """End a host that was waiting to be told to join again, in a run that no longer tells any host to."""
     if status.touched:
         end(progress, status, status.last or ended("unknown", "told to join, but didn't"), at)
 
@@ -321,7 +322,7 @@ def _conclude(progress: Progress, status: HostStatus, outcome: Outcome, at: floa
 
 
 def _joined(progress: Progress, status: HostStatus, at: float) -> None:
-    # A host that was a member before is not of a kind with those of the wave that the sample stands for.
+    # A host that was already a member isn't one of those that the wave's sample stands for.
     was_member = progress.plan.policy.verify is None and not status.touched
     if was_member or status.host.name in progress.waves[status.wave].sample:
         move(progress, status.host.name, "joined")

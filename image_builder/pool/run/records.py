@@ -1,4 +1,4 @@
-"""The records of a journal, one a line. The state of a run is these, applied in order."""
+"""The records of a journal, one per line. Applied in order, they make the state of a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from image_builder.pool.run.gates import Reading, Verdict
 
 
 class Emptied(Strict):
-    """What there is to know of a host that is emptied.
+    """Details about a host that is emptied.
 
-    ``unit`` are the hosts that share its gangs, itself among them, where it is due although it is busy. ``evicted`` are
-    pods that its drain evicted, ``gpus`` what stands idle once it is empty.
+    ``unit`` are the hosts that share its gangs, including itself, if it is due although it is busy. ``evicted`` are
+    pods that its drain evicted, ``gpus`` is the number of GPUs that are idle once it is empty.
     """
 
     unit: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Emptied(Strict):
 
 
 class _Record(Strict):
-    """``at`` is the moment, in seconds since 1970 by the clock of the machine that drives."""
+    """``at`` is the time in seconds since 1970, by the clock of the machine that drives the run."""
 
     at: float
 
@@ -34,8 +34,8 @@ class _Record(Strict):
 class Opened(_Record):
     """A process opened the journal. ``retry``: hosts that failed before are tried again.
 
-    ``builds`` are those that hosts of each image are verified against, by their ids. ``evicts`` is the deadline of a
-    roll after which it evicts jobs, as who began the process confirmed.
+    ``builds`` are the ids of those that hosts of each image are verified against. ``evicts`` is the deadline after
+    which a roll evicts jobs, as confirmed by the user who started the process.
     """
 
     kind: Literal["opened"] = "opened"
@@ -179,10 +179,10 @@ RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
 
 def must_last(record: Record) -> bool:
-    """Tell whether a record has to be on the disk before anything else is done.
+    """Return whether a record has to be on disk before anything else is done.
 
-    A step that isn't idempotent must not be taken before its intent is. The rest is found out again by probing
-    the hosts.
+    A step that isn't idempotent must not begin before its intent is on disk. Everything else is found out again by
+    probing the hosts.
     """
     match record:
         case Opened() | Changed() | Chosen() | Rested() | Stopped() | Turned() | Finished():

@@ -1,4 +1,4 @@
-"""Start or resume a run: the state that its journal has, reconciled with the inventory as it is now."""
+"""Start or resume a run: the state in its journal, reconciled with the inventory as it is now."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def take_up(
     retry: bool = False,
     builds: Mapping[str, str] | None = None,
 ) -> Progress:
-    """Return the state to go on from, after noting in the journal that it was opened.
+    """Return the state to continue from, after recording in the journal that it was opened.
 
     ``hosts`` are those of the inventory now: vanished ones are dropped, new ones get waves of their own after the
-    planned ones, with canaries for what has none yet. With ``retry`` failed hosts get another chance.
-    ``builds`` are what they are verified against, by image. Raises ImageBuilderError for a journal of another plan,
+    planned ones, with canaries for cells that have none yet. With ``retry``, failed hosts are tried again.
+    ``builds`` are those that they are verified against, by image. Raises ImageBuilderError for another plan's journal,
     OSError.
     """
     progress = past(plan, journal.records, str(journal.path))
@@ -40,7 +40,7 @@ def take_up(
 
 
 def past(plan: Plan, records: Iterable[Record], where: str) -> Progress:
-    """Return the state that records make; raises ImageBuilderError where they are those of another plan."""
+    """Return the state after these records; raises ImageBuilderError if they are those of another plan."""
     records = list(records)
     for record in records:
         if isinstance(record, Opened) and record.plan != plan.digest:
@@ -52,7 +52,7 @@ def past(plan: Plan, records: Iterable[Record], where: str) -> Progress:
 
 
 def reconcile(progress: Progress, hosts: Collection[Host], *, at: float) -> Changed | None:
-    """Return the record that lets a run's hosts be those of the inventory now, None where they are."""
+    """Return the record that makes a run's hosts match the inventory as it is now, None if they do already."""
     present = {s.host.name: s for s in progress.hosts.values() if s.state != "gone"}
     difference = compare((status.host for status in present.values()), hosts)
     if not any(difference):

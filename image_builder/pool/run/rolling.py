@@ -1,8 +1,8 @@
-"""What becomes of a host of a roll after each step: drained, of another image, verified, freed; or as it was before.
+"""What becomes of a host of a roll after each step: it is drained, reimaged, verified and freed, or left as it was.
 
-A host that never got another image is freed, whatever happened. One that did and is not fine keeps its cordon: only
-`restore` takes it back to work. One that is busy for longer than its wave waits is freed too, and taken in the last
-wave when it is idle.
+A host that never got the new image is freed, whatever happened. One that got it and isn't fine stays cordoned: only
+`restore` returns it to work. One that is busy for longer than its wave waits is freed too, and taken in the last wave
+when it is idle.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from image_builder.pool.run.moves import (
 from image_builder.pool.run.records import Chosen, Rested, Result, Surveyed
 from image_builder.pool.run.state import HostStatus, Progress, WaveStatus
 
-# The node runs the image that it was to leave.
+# The number of a failed `reimage`: the node still runs the previous image.
 OLD_IMAGE = 1
 STOPPED = "the run stopped before it got another image"
 
 
 def after_look(progress: Progress, status: HostStatus, record: Result) -> None:
-    """Decide on a host that was reached: it runs the new image already, or is to get it."""
+    """Decide on a host that was reached: it already runs the new image, or has yet to get it."""
     if record.joined == "yes":
         move(progress, status.host.name, "joined")
     elif record.joined == "unknown":
@@ -47,7 +47,7 @@ def after_look(progress: Progress, status: HostStatus, record: Result) -> None:
 
 
 def after_await(progress: Progress, status: HostStatus, record: Result) -> None:
-    """Take a host of the last wave that is idle; skip one that never was."""
+    """Take a host of the last wave that is idle; skip one that never became idle."""
     outcome = record.outcome
     status.unit = record.emptied.unit
     if outcome.ok and not progress.stopped and (reason := too_many(progress, status.unit)):
@@ -63,7 +63,7 @@ def after_await(progress: Progress, status: HostStatus, record: Result) -> None:
 
 
 def after_drain(progress: Progress, status: HostStatus, record: Result) -> None:
-    """Go on with an empty host; defer one that stayed busy, free one whose cluster did not answer."""
+    """Continue with an empty host; defer one that stayed busy; free one whose cluster didn't answer."""
     status.awaited = False
     if record.outcome.ok:
         set_empty(progress, status, empty=True)
@@ -86,13 +86,13 @@ def after_drain(progress: Progress, status: HostStatus, record: Result) -> None:
 
 
 def after_reimage(progress: Progress, status: HostStatus, record: Result) -> None:
-    """Verify what came back with the new image; find out about what may have it."""
+    """Verify a host that came back with the new image; probe one that may have it."""
     outcome = status.last = record.outcome
     if outcome.ok:
         status.row = 0
         move(progress, status.host.name, "joined")
     elif record.joined == "no" and outcome.kind in (*UNREACHED, "busy"):
-        # Nothing was sent: no request arrived, or the host was not empty any more.
+        # Nothing was sent: no request arrived, or the host was no longer empty.
         count_unavailable(progress, status, -1)
         status.unsent += 1
         status.starts -= 1
@@ -109,7 +109,7 @@ def after_reimage(progress: Progress, status: HostStatus, record: Result) -> Non
 
 
 def after_free(progress: Progress, status: HostStatus, record: Result) -> None:
-    """End a host as it was to end, or defer it; one that stays cordoned is a failure."""
+    """End a host with its pending outcome, or defer it; one that stays cordoned is a failure."""
     outcome = record.outcome
     if not outcome.ok and outcome.kind in UNREACHED and again(progress, status, record.at, "settled"):
         return
@@ -124,10 +124,10 @@ def after_free(progress: Progress, status: HostStatus, record: Result) -> None:
 
 
 def _defer(progress: Progress, status: HostStatus, at: float, reason: str, *, is_soon_again: bool) -> None:
-    """Have a host that works, without a cordon of ours, wait for the last wave, or in it as long as that waits.
+    """Let a working host, without our cordon, wait for the last wave, or within it for as long as that waits.
 
-    ``reason`` is what was in the way. In the last wave who seems to be idle, or is due after a deadline, is drained at
-    once: where the reason may still be there, that is not to be soon again.
+    ``reason`` is what was in the way. In the last wave, a host that seems idle or is due after a deadline is drained at
+    once: if the reason may persist, the next attempt must not be soon, that is, ``is_soon_again`` is false.
     """
     status.row = 0
     rolls = progress.plan.policy.rolls
@@ -143,15 +143,16 @@ def _defer(progress: Progress, status: HostStatus, at: float, reason: str, *, is
 
 
 def after_restore(progress: Progress, status: HostStatus, record: Result) -> None:
-    """End a host that failed as it did; ``restored`` says whether it is what it was before. It is tried once."""
-    assert status.last is not None  # turn gave it
+    """End a host with its failure; ``restored`` says whether it is as it was before. There is only one attempt."""
+    assert status.last is not None  # turn() set it
     status.restored = record.outcome.ok
     end(progress, status, status.last, record.at)
 
 
 def conclude(progress: Progress, status: HostStatus, outcome: Outcome, at: float) -> None:
-    """End a host, after its cordon was taken back where it is to work again."""
-    # Who is fine without a drain may have been left cordoned: by a roll that is undone, or whose journal is lost.
+    """End a host, after removing its cordon if it is to work again."""
+    # A host that is fine without a drain may have been left cordoned by a roll that is being undone, or whose journal
+    # is lost.
     if outcome.ok or (status.tries["drain"] and not (status.touched and outcome.is_failure)):
         _settle(progress, status, outcome)
     else:
@@ -159,32 +160,32 @@ def conclude(progress: Progress, status: HostStatus, outcome: Outcome, at: float
 
 
 def _settle(progress: Progress, status: HostStatus, outcome: Outcome) -> None:
-    """Have a host freed, and ended with an outcome; one that is `busy` is deferred."""
+    """Have a host freed and ended with an outcome; if that is `busy`, the host is deferred instead."""
     status.last = outcome
     move(progress, status.host.name, "settled")
 
 
 def stop(progress: Progress, at: float) -> None:
-    """Let go of who has no other image yet, in a run that changes no host any more."""
+    """Let go of hosts that don't have the new image yet, in a run that no longer changes any host."""
     for wave in progress.waves:
         for name in wave.names("waiting", "ready", "resting", "drained"):
             status = progress.hosts[name]
-            # Who was told is asked what came of it.
+            # A host that was told to take the new image is probed for the result.
             if status.state != "waiting" or not status.touched:
                 leave(progress, status, at)
 
 
 def leave(progress: Progress, status: HostStatus, at: float) -> None:
-    """Free a host that keeps its image, in a run that stopped; who was never drained waits, as it did before."""
+    """Free a host that keeps its image, in a run that stopped; one that was never drained goes on waiting."""
     if status.touched:
-        # It was told to take another one, and has not.
+        # It was told to take the new one, and hasn't.
         end(progress, status, status.last or ended("unknown", STOPPED), at)
     elif status.tries["drain"]:
         conclude(progress, status, ended("skipped", STOPPED), at)
 
 
 def survey(progress: Progress, record: Surveyed) -> None:
-    """Leave hosts alone that are missing; they count as unavailable, as long as they are."""
+    """Skip hosts that can't take jobs; as long as that is so, they count as unavailable."""
     progress.surveyed = True
     for name, status in progress.hosts.items():
         reason = record.missing.get(name, "")
@@ -194,9 +195,9 @@ def survey(progress: Progress, record: Surveyed) -> None:
 
 
 def busy_canaries(progress: Progress, idle: Collection[str]) -> dict[str, str]:
-    """Return which canaries change places with which idle hosts of their cells, as far as there are any.
+    """Return which canaries swap places with which idle hosts of their cells, as far as there are any.
 
-    Those that ended before the first wave are missing.
+    Canaries that ended before the first wave can't take jobs.
     """
     spare: dict[Cell, list[str]] = defaultdict(list)
     for name in sorted(idle, key=rank, reverse=True):
@@ -213,7 +214,7 @@ def busy_canaries(progress: Progress, idle: Collection[str]) -> dict[str, str]:
 
 
 def cells(progress: Progress) -> list[list[Host]]:
-    """Return the hosts of each cell that has canaries, those first."""
+    """Return the waiting hosts of each cell that has canaries, the canaries first."""
     hosts: dict[Cell, list[Host]] = {
         progress.hosts[name].host.cell: []
         for wave in _canaries(progress)
@@ -233,7 +234,7 @@ def _canaries(progress: Progress) -> list[WaveStatus]:
 
 
 def choose(progress: Progress, record: Chosen) -> None:
-    """Let canaries that are busy change places with idle hosts."""
+    """Let busy canaries swap places with idle hosts."""
     progress.chosen = True
     for busy, idle in record.places.items():
         places = progress.hosts[idle].wave, progress.hosts[busy].wave
@@ -247,7 +248,7 @@ def deferred(progress: Progress) -> list[str]:
 
 
 def rest(progress: Progress, record: Rested) -> None:
-    """Make the last wave."""
+    """Add the last wave."""
     progress.waves.append(WaveStatus(record.wave, frozenset(record.wave.verify)))
     for name in record.wave.hosts:
         change_wave(progress, name, len(progress.waves) - 1)
@@ -255,7 +256,7 @@ def rest(progress: Progress, record: Rested) -> None:
 
 
 def turn(progress: Progress, names: Iterable[str]) -> None:
-    """Let hosts that failed get back the image that they had."""
+    """Let failed hosts get their previous image back."""
     for name in names:
         status = progress.hosts[name]
         status.last = status.outcome
@@ -263,7 +264,7 @@ def turn(progress: Progress, names: Iterable[str]) -> None:
 
 
 def to_restore(progress: Progress) -> list[str]:
-    """Return the hosts that failed with another image, and were not restored."""
+    """Return the hosts that failed with the new image and haven't been restored."""
     return [
         name
         for wave in progress.waves[: progress.began]

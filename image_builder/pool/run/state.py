@@ -1,17 +1,17 @@
-"""The state of a run: of each host, of each wave, and of all of it; ``progress.py`` changes it, and nothing else does.
+"""The state of a run: of each host, of each wave, and overall; it changes only through ``progress.py``.
 
-waiting  to be probed; one that was touched has to be found out first: whether it joined, or which image it runs
-probing -> ready  reached, and not a member yet, or of another image
+waiting  to be probed; for one that was touched, to find out first whether it joined or which image it runs
+probing -> ready  reached, but not a member yet, or not on the new image yet
 joining -> joined -> verifying
 ended    with an outcome
-deferred it was busy in its wave, and will be in the last one
+deferred was busy in its wave, and will be in the last one
 gone     no longer in the inventory
 
-Of a roll, in the place of joining:
-resting -> awaiting      in the last wave, until it is idle, and ready then
+In a roll, instead of joining:
+resting -> awaiting      in the last wave, until it is idle, and then ready
 draining -> drained -> reimaging -> joined -> verifying
-settled -> freeing       its outcome is known, its cordon has to be taken back
-broken -> restoring      it failed in a run that stopped, and gets the image back that it had
+settled -> freeing       its outcome is known, its cordon has to be removed
+broken -> restoring      it failed in a run that stopped, and gets its previous image back
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ State = Literal[
 ]
 _CLOSED = frozenset({"deferred", "ended", "gone"})
 OPEN: tuple[State, ...] = tuple(s for s in get_args(State) if s not in _CLOSED)
-# A step is begun on hosts of these states, or has to follow before anything is known of them.
+# On hosts in these states a step has begun, or must follow before anything is known about them.
 IN_WORK: tuple[State, ...] = tuple(s for s in OPEN if s not in ("waiting", "ready", "resting"))
-# The state of a host while a step is in work on it.
+# The state of a host while a step runs on it.
 RUNNING: dict[Step, State] = {
     "probe": "probing",
     "await": "awaiting",
@@ -66,16 +66,15 @@ RUNNING: dict[Step, State] = {
 class HostStatus:
     """One host.
 
-    ``tries`` counts the intents of each step, ``starts`` those of joining, or of a new image, since the journal was
-    opened, ``row`` the failures in a row that were no verdict. ``last`` is how the last attempt to join ended, or how
-    a host will end that has yet to be freed or restored. ``since`` is when the step in progress was begun, ``delay``
-    the join slot before it, ``not_before`` when the next one may be, ``until`` how long the last attempt to join may
-    take. ``seconds`` are the last durations of each step, ``phases`` those that the host told. ``restored`` tells of a
-    host that failed whether it has its image back; None where nobody tried. ``unsent`` counts the attempts at another
-    image of which it is certain that nothing was sent, ``empty`` is a host that has our cordon and nothing to do,
-    ``awaited`` one that became idle in the last wave, maybe with our cordon; that wave waits for it until ``idle_by``.
-    ``unit`` are the hosts whose gangs it shares: they are drained together or not at all. ``missing`` is one that could
-    take no job before a roll.
+    ``tries`` counts the intents of each step, ``starts`` those of joining or of a new image since the journal was
+    opened, ``row`` the inconclusive failures in a row. ``last`` is how the last attempt to join ended, or how a host
+    that has yet to be freed or restored will end. ``since`` is when the step in progress began, ``delay`` the join slot
+    before it, ``not_before`` when the next one may begin, ``until`` when the last attempt to join runs out of time.
+    ``seconds`` are the last durations of each step, ``phases`` those that the host reported. ``restored`` is whether a
+    failed host has its image back; None if that wasn't tried. ``unsent`` counts the attempts at a new image for which
+    certainly nothing was sent. ``empty``: it has our cordon and no work. ``awaited``: it became idle in the last wave,
+    maybe with our cordon; that wave waits for it until ``idle_by``. ``unit`` are the hosts whose gangs it shares: they
+    are drained together or not at all. ``missing``: it couldn't take jobs before a roll.
     """
 
     host: Host
@@ -104,12 +103,12 @@ class HostStatus:
 
     @property
     def touched(self) -> bool:
-        """Whether it was told to join, or to take another image, in this run."""
+        """Return whether it was told to join, or to take the new image, in this run."""
         return self.tries["bootstrap"] > 0 or self.tries["reimage"] > self.unsent
 
     @property
     def verified(self) -> bool:
-        """Whether the suite came to a result on it, good or bad."""
+        """Return whether the suite gave a result on it, good or bad."""
         outcome = self.outcome
         return (
             bool(self.tries["verify"]) and outcome is not None and (outcome.ok or outcome.phase == "verify")
@@ -117,9 +116,9 @@ class HostStatus:
 
     @property
     def unavailable(self) -> bool:
-        """Whether it can take no job: empty, touched and not yet fine, or ended in anything but that; or never could.
+        """Return whether it can't take jobs: it is empty, was touched and isn't fine yet, failed, or never could.
 
-        A host that is cordoned and has work yet does that.
+        A cordoned host that still has work is doing that.
         """
         if self.state == "gone":
             return False
@@ -130,9 +129,9 @@ class HostStatus:
 
 @dataclass
 class WaveStatus:
-    """One wave. ``at`` has its hosts by state, in the order in which they came into it; ``unfinished`` counts the open.
+    """One wave. ``at`` has its hosts by state, in the order in which they entered it; ``unfinished`` counts open ones.
 
-    ``sample`` are the hosts to verify, ``not_ready_before`` the nodes that were NotReady when it began.
+    ``sample`` are the hosts to verify, ``not_ready_before`` is the number of NotReady nodes when it began.
     """
 
     wave: Wave
@@ -161,7 +160,7 @@ class WaveStatus:
 
     @property
     def present(self) -> list[str]:
-        """Its hosts. Who is gone may be another machine by now, in a wave of its own."""
+        """Return its hosts, except gone ones, whose names may be another machine's by now, in another wave."""
         return [name for state, names in self.at.items() if state != "gone" for name in names]
 
 
@@ -180,9 +179,9 @@ class Progress:
     zones: Counter[str] = field(default_factory=Counter)
     failed: int = 0
     signatures: Counter[str] = field(default_factory=Counter)
-    # Of which a host is fine with what the run makes of it.
+    # Cells of which at least one host has ended well.
     proven: set[Cell] = field(default_factory=set)
-    # Whether it is known who was missing when this process began, and which canaries are idle.
+    # Whether the missing hosts are known since this process began, and whether idle canaries have been chosen.
     surveyed: bool = False
     chosen: bool = False
     next_join: float = 0.0
@@ -198,10 +197,10 @@ class Progress:
 
     @property
     def open_waves(self) -> list[WaveStatus]:
-        """The waves that began and in which a host isn't finished."""
+        """Return the waves that have begun and have unfinished hosts."""
         return [wave for wave in self.waves[: self.began] if wave.unfinished]
 
     @property
     def current(self) -> WaveStatus | None:
-        """The wave that began last."""
+        """Return the wave that began last."""
         return self.waves[self.began - 1] if self.began else None

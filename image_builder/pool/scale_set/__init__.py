@@ -1,1 +1,1 @@
-"""The side of a rollout that is Azure's: a scale set's model, its instances, and what brings one to another version."""
+"""The Azure side of a rollout: a scale set's model, its instances, and bringing an instance to another version."""

@@ -1,8 +1,8 @@
-"""What a rollout asks of a scale set, and what it has it do: nothing that names no instance, or all of them.
+"""What a rollout reads from a scale set and changes in it. Requests for instances always name them, and never all.
 
-Each request that changes something is sent once. The model, tags and services are read before they are sent, and after
-an answer that says nothing: they are what they should be, or are sent once more. What replaces an instance's disk is
-never repeated here: ``verdict`` tells what became of it.
+Each request that changes something is sent once. The model, tags and services are read before a request to change
+them, and again after an inconclusive response: if they aren't as they should be, the request is sent again. A request
+that replaces an instance's disk is never repeated here: ``verdict`` finds out what became of it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Manager(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """How Azure answered a request; ``status`` is 0 where no answer arrived. ``wait`` is how long it asks to wait."""
+    """How Azure answered a request; ``status`` is 0 if no response arrived. ``wait`` is how many seconds to wait."""
 
     status: int
     problem: str = ""
@@ -76,8 +76,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Client:
-    """``wait`` passes a number of seconds, ``now`` is the time in seconds since 1970; ``pause`` is what Azure gets to
-    do something, if it doesn't say how long.
+    """Reads and changes scale sets.
+
+    ``wait`` sleeps for a number of seconds, ``now`` returns the time in seconds since 1970; ``pause`` is how long to
+    wait for Azure if it doesn't say.
     """
 
     manager: Manager
@@ -88,7 +90,7 @@ class Client:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def scale_set(self, path: str) -> ScaleSet:
-        """Return a scale set; raises PoolError where there is none, FetchError."""
+        """Return a scale set; raises PoolError if it doesn't exist, FetchError."""
         answer = self.manager.get(path, COMPUTE_API)
         if answer is None:
             raise PoolError(f"there is no scale set {path}", hint="nothing was changed")
@@ -100,8 +102,9 @@ class Client:
         return [model.instance(answer) for answer in listed]
 
     def versions_beside(self, paths: Iterable[str], known: Collection[str]) -> dict[str, str]:
-        """Return the instances of scale sets that aren't among the known VM ids, and their versions, by ids; of a set
-        that can't be read its own id, without a version.
+        """Return the instances of scale sets whose VM ids aren't ``known``, and their versions, by id.
+
+        A set that can't be read is included by its own id, without a version.
         """
         versions: dict[str, str] = {}
         for path in paths:
@@ -115,19 +118,19 @@ class Client:
         return versions
 
     def instance(self, path: str, number: str) -> Instance | None:
-        """Return an instance, None where it is no longer there; raises FetchError."""
+        """Return an instance, None if it no longer exists; raises FetchError."""
         target = f"{path}/virtualMachines/{_decimal(number)}"
         answer = self.manager.get(target, COMPUTE_API, **{"$expand": "instanceView"})
         return None if answer is None else model.instance(answer)
 
     def version(self, path: str) -> Version | None:
-        """Return a version of a gallery's image, None where there is none; raises FetchError."""
+        """Return a gallery image version, None if it doesn't exist; raises FetchError."""
         answer = self.manager.get(path, GALLERY_API, **{"$expand": "ReplicationStatus"})
         definition = self.manager.get(path.rpartition("/versions/")[0], GALLERY_API)
         return None if answer is None or definition is None else model.version(answer, definition)
 
     def operation(self, address: str) -> Operation | None:
-        """Return a long-running operation, None where its address leads nowhere (any more); raises FetchError."""
+        """Return a long-running operation, None if there is nothing at its address (any longer); raises FetchError."""
         answer = self.manager.get(address, COMPUTE_API) if address else None
         if answer is None:
             return None
@@ -147,14 +150,14 @@ class Client:
     # -- instances -------------------------------------------------------------------------------------------
 
     def upgrade(self, path: str, numbers: Iterable[str]) -> Answer:
-        """Bring instances to the model, once; may replace their OS disks. Raises ValueError for no instances."""
+        """Upgrade instances to the model, once; may replace their OS disks. Raises ValueError if none are given."""
         named = [_decimal(number) for number in numbers]
         if not named:
             raise ValueError("an upgrade that names no instance is one of all")
         return self._send("POST", f"{path}/manualupgrade", {"instanceIds": named})
 
     def reimage(self, path: str, number: str, *, force_ephemeral: bool = False) -> Answer:
-        """Replace the OS disk of an instance by one of the version that it has, once."""
+        """Replace the OS disk of an instance with a new one of the version that it has, once."""
         body = {"forceUpdateOSDiskForEphemeral": True} if force_ephemeral else {}
         return self._send("POST", f"{path}/virtualMachines/{_decimal(number)}/reimage", body)
 
@@ -165,9 +168,9 @@ class Client:
     # -- the scale set ---------------------------------------------------------------------------------------
 
     def set_image(self, before: ScaleSet, version: str, *, force_ephemeral: bool = False) -> ScaleSet:
-        """Have the model name a version (an id), and return it.
+        """Make the model name a version (an id), and return the scale set.
 
-        Raises PoolError for a scale set that mustn't be touched or that another one changed, FetchError.
+        Raises PoolError for a scale set that must not be touched or that somebody else changed, FetchError.
         """
 
         def change(present: ScaleSet) -> Json | None:
@@ -189,7 +192,7 @@ class Client:
         return self._patch(before.id, change)
 
     def hold(self, path: str, holder: str, until: float) -> None:
-        """Mark a scale set as driven by ``holder`` until a time; raises PoolError where it is another's."""
+        """Mark a scale set as driven by ``holder`` until a time; raises PoolError if another holder drives it."""
         value = f"{holder} until {stamp(until)}"
 
         def change(present: ScaleSet) -> Json | None:
@@ -200,7 +203,7 @@ class Client:
         self._patch(path, change, read=False)
 
     def require_free(self, present: ScaleSet, holder: str) -> None:
-        """Raise PoolError where a scale set, as it was read, is driven by another than ``holder``."""
+        """Raise PoolError if a scale set, as it was read, is driven by a holder other than ``holder``."""
         other, end = claim_of(present)
         if other not in ("", holder) and end > self.now():
             raise PoolError(
@@ -209,7 +212,7 @@ class Client:
             )
 
     def release(self, path: str, holder: str) -> None:
-        """Take the mark of ``holder`` off a scale set, if it is there; raises PoolError, FetchError."""
+        """Remove the mark of ``holder`` from a scale set, if it is there; raises PoolError, FetchError."""
 
         def change(present: ScaleSet) -> Json | None:
             if claim_of(present)[0] != holder:
@@ -225,9 +228,9 @@ class Client:
         action: Literal["Suspend", "Resume"],
         states: Mapping[str, str] | None = None,
     ) -> None:
-        """Suspend or resume services of a scale set, and wait for that; raises PoolError, FetchError.
+        """Suspend or resume services of a scale set, and wait until that is done; raises PoolError, FetchError.
 
-        ``states`` are those that were just read.
+        ``states`` are the current states, if they were just read.
         """
         state = {"Suspend": "Suspended", "Resume": "Running"}[action]
         problem, names = "", sorted(services)
@@ -247,9 +250,9 @@ class Client:
         raise PoolError(f"{path}: {', '.join(names)} is not {state}: {problem}", hint=_AGAIN)
 
     def _patch(self, path: str, change: Callable[[ScaleSet], Json | None], *, read: bool = True) -> ScaleSet:
-        """Send what ``change`` makes of a scale set, unless that is None or another changed it meanwhile.
+        """Patch a scale set with what ``change`` makes of it, unless that is None; never overwrite others' changes.
 
-        Return it as it is then, or as it was before where nobody has to ``read`` what was accepted.
+        Return the scale set as it is then or, if what was accepted doesn't have to be ``read``, as it was before.
         """
         problem = ""
         for attempt in range(_TRIES):
@@ -285,10 +288,10 @@ class Client:
 
 
 def claim_of(scale_set: ScaleSet) -> tuple[str, float]:
-    """Return who drives a scale set by its tag, empty for nobody, and until when, in seconds since 1970."""
+    """Return the holder in a scale set's tag, empty if there is none, and when that claim ends (seconds since 1970)."""
     mark = scale_set.tags.get(HOLD_TAG, "")
     holder, separator, end = mark.rpartition(" until ")
-    # A tag of another form is somebody's, for ever.
+    # A tag of another form is an unknown holder's claim that never ends.
     return (holder, _seconds(end)) if separator else (mark, float("inf") if mark else 0.0)
 
 
@@ -300,7 +303,7 @@ def _decimal(number: str) -> str:
 
 
 def _seconds(text: str) -> float:
-    """Return a time in seconds since 1970; one that can't be read has no end."""
+    """Return a time in seconds since 1970; infinity if it can't be parsed."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
@@ -311,7 +314,7 @@ def _seconds(text: str) -> float:
 def open_client(
     hosts: Sequence[Host], endpoint: str | None = None, *, rights: str = "docs/how-to/roll.md"
 ) -> Iterator[Client]:
-    """Reach the scale sets of hosts; raises DefinitionError for those of two subscriptions, HostError."""
+    """Open a client for the scale sets of hosts; raises DefinitionError unless they share a subscription, HostError."""
     subscriptions = {host.scale_set_id.split("/")[2].lower() for host in hosts if host.scale_set_id}
     if len(subscriptions) != 1:
         names = ", ".join(sorted(subscriptions)) or "none"

@@ -1,4 +1,4 @@
-"""A scale set, its instances and a gallery's version, as Azure Resource Manager reports them."""
+"""A scale set, its instances and a gallery image version, as Azure Resource Manager reports them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from image_builder.pool.plan.snapshot import is_flexible
 
 Json = Mapping[str, Any]
 
-# The first that knows both services that act on a scale set by themselves.
+# The first version of the API that knows both services that act on a scale set by themselves.
 COMPUTE_API, GALLERY_API = "2025-04-01", "2024-03-03"
 _LATEST = "latest"
 
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a gallery's image. ``regions`` are the states of its replication, by short name of the region.
+    """A gallery image version. ``regions`` are the states of its replication, by short region name.
 
     ``withdrawn`` and ``unverified`` are the reasons for that, from its tags. ``is_protected``: Azure doesn't delete it
     before its end of life.
@@ -60,19 +60,19 @@ class ScaleSet:
 
     @property
     def is_pinned(self) -> bool:
-        """Return whether the model names one version of a gallery's image."""
+        """Return whether the model names a specific version of a gallery image."""
         definition, _, version = self.image.lower().partition("/versions/")
         return "/galleries/" in definition and bool(version) and version != _LATEST
 
     @property
     def policy(self) -> tuple[object, ...]:
-        """Return what decides who replaces an instance, and by what."""
+        """Return the settings that decide what replaces an instance, and with which image."""
         return self.image.lower(), self.mode, self.is_upgraded_by_azure, self.is_flexible, self.is_ephemeral
 
 
 @dataclass(frozen=True)
 class Instance:
-    """An instance: ``image`` is the id of the version that Azure means to run, ``state`` its provisioning state.
+    """An instance: ``image`` is the id of the version that Azure intends it to run, ``state`` its provisioning state.
 
     ``code`` is the error of the last operation that failed.
     """
@@ -93,7 +93,7 @@ class Instance:
 
 
 def scale_set(answer: Json) -> ScaleSet:
-    """Return the model of a scale set's JSON."""
+    """Return a scale set from its JSON."""
     properties = answer["properties"]
     profile = properties.get("virtualMachineProfile") or {}
     storage = profile.get("storageProfile") or {}
@@ -118,7 +118,7 @@ def scale_set(answer: Json) -> ScaleSet:
 
 
 def instance(answer: Json) -> Instance:
-    """Return an instance of its JSON, with its instance view if that was asked for."""
+    """Return an instance from its JSON, which includes its instance view if that was requested."""
     properties = answer["properties"]
     reference = (properties.get("storageProfile") or {}).get("imageReference") or {}
     statuses = (properties.get("instanceView") or {}).get("statuses") or ()
@@ -127,7 +127,7 @@ def instance(answer: Json) -> Instance:
     return Instance(
         id=str(answer["instanceId"]),
         vm_id=str(properties.get("vmId") or "").lower(),
-        # The reference may name no version, or that of the model; what is run is exactVersion.
+        # The reference may name no version, or that of the model; the one that runs is exactVersion.
         image=f"{definition}/versions/{reference.get('exactVersion') or ''}",
         state=str(properties.get("provisioningState") or ""),
         code=next((code[2] for code in codes if code[0] == "ProvisioningState" and len(code) > 2), ""),
@@ -136,7 +136,7 @@ def instance(answer: Json) -> Instance:
 
 
 def version(answer: Json, definition: Json) -> Version:
-    """Return a version of its JSON (with its replication) and its image definition's."""
+    """Return a version from its JSON (with its replication status) and that of its image definition."""
     properties, tags = answer["properties"], answer.get("tags") or {}
     summary = (properties.get("replicationStatus") or {}).get("summary") or ()
     return Version(
@@ -149,7 +149,7 @@ def version(answer: Json, definition: Json) -> Version:
         sha256=tags.get(SHA256_TAG, ""),
         unverified=tags.get(UNVERIFIED_TAG, ""),
         disk_gib=((properties.get("storageProfile") or {}).get("osDiskImage") or {}).get("sizeInGB"),
-        # An answer without an architecture means x64.
+        # A response without an architecture means x64.
         architecture=definition["properties"].get("architecture") or "x64",
         generation=definition["properties"].get("hyperVGeneration") or "V1",
         is_protected=bool((properties.get("safetyProfile") or {}).get("blockDeletionBeforeEndOfLife")),

@@ -1,7 +1,7 @@
-"""What a journal holds of the requests that replace instances, one record a line.
+"""The records of requests that replace instances, one per line of a journal.
 
-Each request has a record before it is sent. A process that goes on after another was killed learns from these what may
-have been sent, and from Azure and the nodes what came of it.
+Each request is recorded before it is sent. A process that continues after another one was killed learns from the
+records what may have been sent, and from Azure and the nodes what became of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Result = Literal["done", "refused", "not accepted", "failed", "gone", "unknown"]
 
 
 class _Record(Strict):
-    """``at`` is the moment, in seconds since 1970 by the clock of the machine that drives."""
+    """``at`` is the time in seconds since 1970, by the clock of the machine that drives the scale set."""
 
     at: float
 
@@ -30,8 +30,8 @@ class _Record(Strict):
 class Replacement(_Record):
     """An upgrade, a reimage or a restart of an instance is about to be sent.
 
-    ``vm_id`` and ``boot_id`` are the machine's and its boot's before; ``version`` (an id) and ``build`` are those that
-    it shall run.
+    ``vm_id`` and ``boot_id`` are those of the machine and its boot before the request; ``version`` (an id) and
+    ``build`` are those that it should run.
     """
 
     kind: Literal["replacement"] = "replacement"
@@ -45,7 +45,7 @@ class Replacement(_Record):
 
 
 class Accepted(_Record):
-    """Azure accepted the last request for an instance; ``operation`` is where it tells how that goes on."""
+    """Azure accepted the last request for an instance; ``operation`` is the address where it reports on progress."""
 
     kind: Literal["accepted"] = "accepted"
     scale_set: str
@@ -56,7 +56,7 @@ class Accepted(_Record):
 class Settled(_Record):
     """What became of the last request for an instance; ``detail`` is Azure's error, if there was one.
 
-    `refused` is Azure's answer, `not accepted` what was found out after none arrived. `unknown` is the end as well:
+    `refused` is Azure's response, `not accepted` is what was found out after none arrived. `unknown` is final as well:
     nothing more is sent to such an instance.
     """
 
@@ -77,7 +77,7 @@ class Model(_Record):
 
 
 class Suspension(_Record):
-    """A service of a scale set that was running is about to be suspended; ``over`` once it runs again."""
+    """A running service of a scale set is about to be suspended; ``over`` is set once it runs again."""
 
     kind: Literal["suspension"] = "suspension"
     scale_set: str
@@ -89,7 +89,7 @@ Record = Annotated[Replacement | Accepted | Settled | Model | Suspension, Field(
 Journal = journal.Journal[Record]
 _FORMAT: journal.Format[Record] = journal.Format(
     TypeAdapter(Record),
-    # What became of a request is found out again; that it may have been sent is not.
+    # What became of a request can be found out again, but not that it may have been sent.
     lambda record: isinstance(record, Replacement | Model | Suspension),
     full="free some space there, then rerun the same command to resume",
     damaged="restore it from a copy: without it, what was sent to Azure is unknown",
@@ -99,7 +99,7 @@ _FORMAT: journal.Format[Record] = journal.Format(
 
 @dataclass(frozen=True)
 class Request:
-    """A request for an instance, and what the journal says of it."""
+    """A request for an instance, and what the journal says about it."""
 
     sent: Replacement
     operation: str = ""
@@ -107,17 +107,17 @@ class Request:
 
 
 def open_journal(path: Path) -> AbstractContextManager[Journal]:
-    """Open a journal to append to it; raises as ``system.journal.open_journal`` does."""
+    """Open a journal for appending; raises as ``system.journal.open_journal`` does."""
     return journal.open_journal(path, _FORMAT)
 
 
 def read_journal(path: Path) -> list[Record]:
-    """Return what a journal says; raises as ``system.journal.read_journal`` does."""
+    """Return the records of a journal; raises as ``system.journal.read_journal`` does."""
     return journal.read_journal(path, _FORMAT)
 
 
 def suspended(records: Iterable[Record], scale_set: str) -> set[str]:
-    """Return the services of a scale set that were suspended by whoever wrote the journal, and don't run again."""
+    """Return the services of a scale set that were suspended, according to the journal, and haven't been resumed."""
     services: set[str] = set()
     for record in records:
         if isinstance(record, Suspension) and record.scale_set == scale_set:

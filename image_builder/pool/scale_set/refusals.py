@@ -1,4 +1,4 @@
-"""What makes it wrong to bring a scale set to a version: everything at once, before anything is changed."""
+"""Why a scale set must not be brought to a version: all reasons at once, before anything is changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from image_builder.pool.scale_set.model import ScaleSet, Version
 
 
 def policy_refusals(scale_set: ScaleSet, *, force_ephemeral: bool = False) -> list[str]:
-    """Return why this scale set's instances can't be replaced one by one: looked at again before its model changes."""
+    """Return why this scale set's instances can't be replaced one by one; checked again before its model changes."""
     return list(_policy(scale_set, force_ephemeral=force_ephemeral))
 
 
@@ -21,7 +21,7 @@ def refusals(
     *,
     force_ephemeral: bool = False,
 ) -> list[str]:
-    """Return why this scale set can't be brought from its ``present`` version (None: not there) to another one."""
+    """Return why this scale set can't be brought from its ``present`` version (None: doesn't exist) to another one."""
     return [
         *_policy(scale_set, force_ephemeral=force_ephemeral),
         *_unfit(target, scale_set, now),
@@ -67,7 +67,7 @@ def _differences(present: Version | None, target: Version) -> Iterator[str]:
         yield f"version {target.name} is for {target.architecture}, its machines are {present.architecture}"
     if present.generation != target.generation:
         yield f"version {target.name} is of generation {target.generation}, its machines of {present.generation}"
-    # As of images that differ in kernel arguments alone: a build's id is that of its tree.
+    # For example, images that differ only in kernel arguments: a build's id is that of its tree.
     if present.build and present.build == target.build and present.id.lower() != target.id.lower():
         both = f"versions {target.name} and {present.name} are of the same build"
         yield f"{both}: a node couldn't tell which one it runs"

@@ -1,7 +1,7 @@
-"""Bring an instance of a scale set to an exact version: upgrade it, reimage it if it needs that, wait for its node.
+"""Bring an instance of a scale set to an exact version: upgrade it, reimage it if necessary, wait for its node.
 
-Everything is journaled before it is sent, so that a process that was killed at any point is followed by one that knows
-what may have been sent, finds out what came of it, and goes on from there.
+Everything is journaled before it is sent: if the process is killed at any point, the next one knows what may have been
+sent, finds out what became of it, and continues from there.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ from image_builder.pool.scale_set.records import (
 from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
 from image_builder.pool.scale_set.verdict import SETTLE_SECONDS, Look, Node, Operation, judge
 
-# Of what takes minutes, and of an instance whose node boots, so many looks are one: Azure counts them all. Nothing is
-# over before the first.
+# In units of ``Patience.look``: the time until the first look at a request, before which none is over, and between
+# later ones; RARELY is for an instance whose node is booting. Azure counts every look.
 _FIRST: dict[Verb, int] = {"upgrade": 2, "reimage": 10, "restart": 2}
 _LOOKS: dict[Verb, int] = {"upgrade": 1, "reimage": 4, "restart": 1}
 RARELY = 10
-# Half of the requests to a scale set that Azure lets through in a minute, for ever: this is what a roll takes.
+# The requests to a scale set that a roll makes in a minute: half of what Azure lets through permanently.
 _A_MINUTE = 6
 _FIRST_REQUESTS, IMAGE_REQUESTS = 6, 3
 _REQUESTS: dict[Verb, int] = {"upgrade": 2, "reimage": 1, "restart": 1}
-# Looks between two upgrades of a set: hosts that are brought to the same step together need fewer requests.
+# Looks between two upgrades of a set: hosts that are upgraded together need fewer requests.
 _APART = 10
-# So long the last looks at the hosts of one request may take together, and the request be later than the first of them,
-# which counts for two seconds.
+# How long the last looks at the hosts of one request may take together, and how much later than the first of them,
+# which counts for two seconds, the request may be.
 _LAST_LOOKS_SECONDS, _LATE_SECONDS = 0.5, 1.2
-# What acts on instances by itself: the former replaces what doesn't answer, the latter moves machines between zones.
+# Services that act on instances by themselves: the former replaces those that don't answer, the latter moves machines
+# between zones.
 SERVICES = ("AutomaticRepairs", "AutomaticZoneRebalancing")
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds between two looks, for an instance that is read as untouched, for a request, for a node's boot; for how
-    long a scale set is held. ``repetitions``: how often a request that never arrived is sent again. ``minute``: that of
-    Azure's limits, and what a request may take longer than the next.
+    """Times in seconds: between two looks, until an instance counts as untouched, for a request, for a node's boot, and
+    for a hold on a scale set. ``repetitions``: how often a request that never arrived is sent again. ``minute``: the
+    minute of Azure's limits, plus what a request may take longer than the next.
     """
 
     look: float = 30.0
@@ -69,7 +70,7 @@ class Patience:
 
 
 class Log(Protocol):
-    """A journal of requests, whoever else writes it."""
+    """A journal of requests, which may have other writers."""
 
     @property
     def records(self) -> Sequence[Record]: ...
@@ -78,35 +79,35 @@ class Log(Protocol):
 
 
 class NoJournal:
-    """In the place of a journal, for who keeps one elsewhere."""
+    """A stand-in for a journal, for callers that keep one elsewhere."""
 
     records: Sequence[Record] = ()
 
     def append(self, record: Record) -> None:
-        """The drive itself remembers it."""
+        """Do nothing: the drive itself remembers the record."""
 
 
 @dataclass
 class Drive:
-    """A scale set that is driven: nobody else does, and no service of Azure's replaces its instances."""
+    """A scale set that is driven: nothing else drives it, and no service of Azure's replaces its instances."""
 
     client: Client
     path: str
     holder: str
     journal: Log
     patience: Patience
-    # Passes seconds, as the client does; raises where the run ends meanwhile.
+    # Sleeps for some seconds, as the client does; raises if the run ends meanwhile.
     wait: Callable[[float], None]
     force_ephemeral: bool = False
     records: list[Record] = field(default_factory=list)
     held_until: float = 0.0
     upgrades: Upgrades = field(init=False)
     upgraded_at: float = -math.inf
-    # One list of its instances, for all that are in work: Azure counts each look at one of them.
+    # One list of its instances, for all that are in progress: Azure counts each look at a single one.
     reading: threading.Lock = field(default_factory=threading.Lock)
     listed: dict[str, Instance] = field(default_factory=dict)
     listed_at: float = -math.inf
-    # Instances with an upgrade of another process, which nobody here has waited for yet.
+    # Instances with an upgrade sent by another process, which this one hasn't waited for yet.
     inherited: set[str] = field(default_factory=set)
     taking: threading.Lock = field(default_factory=threading.Lock)
     changing: threading.Lock = field(default_factory=threading.Lock)
@@ -116,7 +117,7 @@ class Drive:
         self.upgrades = Upgrades(self.gather)
 
     def gather(self) -> None:
-        """Let those that are nearly as far come to the same upgrade."""
+        """Wait for instances that are nearly ready, so that they join the same upgrade."""
         look, now = self.patience.look, self.client.now()
         self.wait(max(look, self.upgraded_at + _APART * look - now))
         self.upgraded_at = self.client.now()
@@ -134,11 +135,11 @@ class Drive:
         return record
 
     def instance(self, number: str, *, looks: int = 1) -> Instance | None:
-        """Return an instance as it was read some looks ago at most; None where it isn't there. Raises FetchError."""
+        """Return an instance as it was read at most ``looks`` ago; None if it doesn't exist. Raises FetchError."""
         return self.read(number, looks=looks)[1]
 
     def read(self, number: str, since: float = -math.inf, *, looks: int = 1) -> tuple[float, Instance | None]:
-        """As ``instance``, but read after ``since``, and with the moment when it was."""
+        """Return an instance as ``instance`` does, but read after ``since``, and the time when it was read."""
         with self.reading:
             now = self.client.now()
             if self.listed_at <= since or now - self.listed_at >= self.patience.look * looks:
@@ -147,34 +148,34 @@ class Drive:
             return self.listed_at, self.listed.get(number)
 
     def is_still(self, instance: Instance) -> bool:
-        """Tell whether an instance is as it was read, at most a look ago; raises FetchError."""
+        """Return whether an instance is still as it was read, as of at most one look ago; raises FetchError."""
         return self.instance(instance.id) == instance
 
     def requests(self, number: str) -> list[Request]:
         return requests(self.records, self.path, number)
 
     def is_shared(self, operation: str) -> bool:
-        """Tell whether an operation is on more than one instance."""
+        """Return whether an operation is on more than one instance."""
         return sum(isinstance(r, Accepted) and r.operation == operation for r in self.records) > 1
 
     def await_others(self, members: Iterable[str]) -> None:
-        """Wait until no instance is in work by an upgrade that another process sent before it was killed."""
+        """Wait until no other instance is still in an upgrade that another process sent before it was killed."""
         others = self.inherited - set(members)
         while any((instance := self.instance(n)) and not instance.is_at_rest for n in sorted(others)):
             self.wait(self.patience.look)
         self.inherited -= others
 
     def renew(self) -> None:
-        """Hold the scale set for longer, where half of the time is over; raises PoolError if another took it."""
+        """Extend the hold on the scale set once half of its time is over; raises PoolError if another holder has it."""
         if self.held_until - self.client.now() < self.patience.hold / 2:
             until = self.client.now() + self.patience.hold
             self.client.hold(self.path, self.holder, until)
             self.held_until = until
 
     def take(self, count: int) -> None:
-        """Wait until so many requests more are no more in a minute than a roll takes; lists have limits of their own.
+        """Wait until ``count`` more requests stay within a roll's limit per minute; lists have limits of their own.
 
-        Who takes a failed roll back doesn't ask.
+        Requests that change the models back after a failed roll aren't counted.
         """
         with self.taking:
             while True:
@@ -187,7 +188,7 @@ class Drive:
             self.taken += [now] * count
 
     def set_image(self, before: ScaleSet, version: str) -> ScaleSet:
-        """Have the model name a version; raises PoolError, FetchError."""
+        """Make the model name a version; raises PoolError, FetchError."""
         self.renew()
         self.append(Model(at=self.client.now(), scale_set=self.path, before=before.image, after=version))
         return self.client.set_image(before, version, force_ephemeral=self.force_ephemeral)
@@ -204,11 +205,11 @@ def driving(
     force_ephemeral: bool = False,
     wait: Callable[[float], None] | None = None,
 ) -> Iterator[Drive]:
-    """Drive a scale set until the block ends, however it does; raises PoolError where another does, FetchError.
+    """Drive a scale set until the block ends, however it ends; raises PoolError if another holder does, FetchError.
 
-    Services that are resumed at the end are those that the journal says were suspended: also by a process that was
-    killed. Where that one's journal is lost, and its claim on the set is not, they are those that don't run. ``wait``
-    passes the time between looks, and may raise FetchError.
+    The services that are resumed at the end are those that were suspended according to the journal, including by a
+    process that was killed. If that process's journal is lost but its claim on the set isn't, all suspended ones are
+    resumed. ``wait`` sleeps between looks, and may raise FetchError.
     """
     drive = Drive(
         client,
@@ -252,13 +253,13 @@ def roll_instance(
 ) -> Ending:
     """Bring an empty instance to the version that its scale set's model names, and return how that ended.
 
-    ``vm_id`` is the machine that is meant, by the plan. ``node`` asks the node itself for its boot and build, since
-    what others know of it may be of the boot before: None where it doesn't answer. ``works`` and then ``busy`` are
-    asked right before each request, and say what would be lost by it: to the node itself, which takes a moment, and to
-    the cluster. Requests for another version are waited for, and don't count.
+    ``vm_id`` is the machine according to the plan. ``node`` asks the node itself for its boot and build, since what
+    others know about it may be from the previous boot; it returns None if the node doesn't answer. ``works`` and then
+    ``busy`` are called right before each request, and return what it would destroy: the former asks the node itself,
+    which takes a moment, the latter the cluster. Requests for another version are waited for, and don't count.
 
-    Raises PoolError where another took the scale set or changed its model, FetchError where Azure can't be reached; the
-    same call goes on.
+    Raises PoolError if the scale set was taken or its model changed by somebody else, FetchError if Azure can't be
+    reached; the same call resumes.
     """
     began, looks = drive.client.now(), 1
     while True:
@@ -276,7 +277,7 @@ def roll_instance(
         step = _next(history, instance, version, reading)
         since = last.settled.at if last and last.settled else began
         if step == "wait" and drive.client.now() - max(since, began) > drive.patience.boot:
-            # A node that didn't answer before has nothing to lose, and has its old disk yet.
+            # A node that didn't answer before the request has nothing to lose, and still has its old disk.
             if reading is not None or not last or last.sent.boot_id or last.sent.verb == "reimage":
                 return Ending("failed", "timeout: the node doesn't come back")
             step = "reimage"
@@ -314,7 +315,7 @@ def settled_requests(drive: Drive, number: str, node: Callable[[], Node | None])
 def _next(
     history: list[Request], instance: Instance, version: Version, reading: Node | None
 ) -> Verb | Ending | Literal["wait"]:
-    """Return what an instance needs next, none of whose requests is open."""
+    """Return what an instance without an open request needs next."""
     if not instance.runs(version.id):
         return "upgrade"
     done = [request.sent for request in history if request.settled and request.settled.outcome == "done"]
@@ -332,7 +333,7 @@ def _next(
 
 
 def _ending(history: list[Request], patience: Patience) -> Ending | None:
-    """Return how an instance ended whose last request says so."""
+    """Return how an instance ended, if its last request says so."""
     if not history or (settled := history[-1].settled) is None:
         return None
     verb = history[-1].sent.verb
@@ -354,7 +355,7 @@ def _instances(drive: Drive) -> set[str]:
 
 
 def _is_upgraded(history: Sequence[Request]) -> bool:
-    """Tell whether the last request for an instance is an upgrade whose end isn't known."""
+    """Return whether the last request for an instance is an upgrade whose end isn't known."""
     return bool(history) and history[-1].sent.verb == "upgrade" and history[-1].settled is None
 
 
@@ -368,15 +369,15 @@ def _lost(history: Iterable[Request], verb: Verb) -> int:
 
 
 def _require_model(drive: Drive, version: Version) -> None:
-    """Raise PoolError where the model of a scale set names another version."""
+    """Raise PoolError if the model of a scale set names another version."""
     if drive.client.scale_set(drive.path).image.lower() != version.id.lower():
         raise PoolError(f"the model of {drive.path} doesn't name {version.name}", hint="nothing was sent")
 
 
 def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
-    """Send one request for instances that are as they were read and may be replaced, after the last look at each.
+    """Send one request for the instances that are as they were read and may be replaced, after a last look at each.
 
-    For who doesn't come to it in time nothing is sent.
+    Nothing is sent for instances that don't get their last look in time.
     """
     client = drive.client
     drive.renew()
@@ -384,7 +385,7 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
     if verb == "upgrade":
         drive.await_others(member.instance.id for member in members)
         _require_model(drive, members[0].version)
-    # Others' upgrades, and nodes, may have taken long: what was read before them doesn't count any more.
+    # Waiting for others' upgrades and for nodes may have taken long: what was read before that no longer counts.
     still = [member for member in _idle(members) if drive.is_still(member.instance)]
     began, ready = client.now(), list[Member]()
     for member in still:
@@ -409,7 +410,7 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
                 Accepted(at=client.now(), scale_set=drive.path, instance=number, operation=answer.operation)
             )
         elif answer.is_refused:
-            # Of several, one may be what it was refused for.
+            # With several instances, one may be the reason for the refusal.
             is_passing = answer.is_passing or len(numbers) > 1
             drive.settle(number, "refused" if is_passing else "failed", answer.problem)
     if answer.is_refused:
@@ -417,17 +418,17 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
 
 
 def _idle(members: Sequence[Member]) -> list[Member]:
-    """Return those whose nodes don't say that they work, all of which are asked at once."""
+    """Return the members whose nodes don't report that they are working; all nodes are asked at once."""
     with ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="ask") as threads:
         idle = threads.map(_is_free, members, [member.works for member in members])
         return [member for member, is_idle in zip(members, idle, strict=True) if is_idle]
 
 
 def _is_free(member: Member, look: Callable[[], str]) -> bool:
-    """Look at an instance's host."""
+    """Look at an instance's host, note the result, and return whether the host is free."""
     try:
         reason = look()
-    except Exception as error:  # its own thread raises it, and the others go on
+    except Exception as error:  # its own thread raises it, and the others continue
         member.error = error
         return False
     member.ending = Ending("busy", reason) if reason else None
@@ -453,11 +454,11 @@ def _settle(drive: Drive, request: Request, node: Callable[[], Node | None]) -> 
     client, sent = drive.client, request.sent
     began, looks = client.now(), list[Look]()
     first, pause = (drive.patience.look * looks_of[sent.verb] for looks_of in (_FIRST, _LOOKS))
-    # Who has just sent it knows that it isn't over.
+    # A request that was just sent can't be over yet.
     drive.wait(min(first, max(0.0, sent.at + first - began)))
     while True:
         at, instance = drive.read(sent.instance, since=sent.at, looks=_LOOKS[sent.verb])
-        # A node whose instance is in work says nothing that counts.
+        # While its instance is in progress, nothing that a node reports counts.
         is_at_rest = instance is not None and instance.is_at_rest
         looks.append(Look(at, instance, node() if is_at_rest else None))
         operation = _operation(drive, request, looks)
@@ -473,9 +474,9 @@ def _settle(drive: Drive, request: Request, node: Callable[[], Node | None]) -> 
 
 
 def _operation(drive: Drive, request: Request, looks: Sequence[Look]) -> Operation | None:
-    """Ask how a request's own operation ended, once the list shows an end that isn't what was asked for.
+    """Return how a request's own operation ended, once the list shows an end that isn't the requested one.
 
-    One that failed for several instances says nothing of one that Azure doesn't call failed.
+    If it failed for several instances, that says nothing about an instance that Azure doesn't report as failed.
     """
     look = looks[-1]
     instance = look.instance

@@ -1,4 +1,4 @@
-"""The version that a roll brings its hosts to, and everything that is wrong with that, before anything is changed."""
+"""The version that a roll brings its hosts to, and all reasons against it, found before anything is changed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def read_target(
     force_ephemeral: bool = False,
     warn: Callable[[str], object] = lambda _: None,
 ) -> Target:
-    """Return the target of a roll, as Azure has it now: for the scale sets of hosts, and ``more`` of them.
+    """Return the target of a roll, as Azure has it now: for the scale sets of these hosts, and ``more`` of them.
 
-    ``prove`` returns a version's signed statement, or raises. ``warn`` is told what isn't against it.
+    ``prove`` returns a version's signed statement, or raises. ``warn`` is called with concerns that don't prevent it.
 
-    Raises DefinitionError with every reason against it, FetchError where Azure can't be read.
+    Raises DefinitionError with every reason against it, FetchError if Azure can't be read.
     """
     hosts = list(hosts)
     problems: list[Problem] = []
@@ -71,7 +71,7 @@ def require_proof(version: Version, envelope: bytes, key: Path) -> None:
 
 
 def changes(client: Client, target: Target, key: Path | None) -> list[str]:
-    """Return what is against a planned target as Azure has it now; raises FetchError."""
+    """Return the reasons against a planned target, as Azure has it now; raises FetchError."""
     version = client.version(target.version)
     if version is None:
         return [f"there is no version {target.version} any more"]

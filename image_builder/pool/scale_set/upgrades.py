@@ -1,6 +1,7 @@
-"""Upgrades of a scale set's instances: an operation of the whole set each, so one request is for all that wait.
+"""Upgrades of a scale set's instances: each is an operation on the whole set, so one request is for all that wait.
 
-Two of them at once would preempt each other. Who comes while one is open waits, and goes with all that came meanwhile.
+Two of them at once would preempt each other. An instance that arrives while one is open waits, and is then upgraded
+with all others that have arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from image_builder.pool.scale_set.verdict import Node
 
 @dataclass(frozen=True)
 class Ending:
-    """How an instance ended; what equal failures have in common is their ``reason``. `busy`: nothing was sent."""
+    """How an instance ended; identical failures have the same ``reason``. `busy`: nothing was sent."""
 
     kind: Literal["ok", "failed", "gone", "unknown", "busy"]
     reason: str = ""
@@ -25,11 +26,12 @@ class Ending:
 
 @dataclass(eq=False)
 class Member:
-    """An instance that a request is to name, as it was read, and its node.
+    """An instance that a request will name, as it was read, and its node.
 
-    ``busy`` is the last look: why nothing may be sent, empty where it may; ``works`` is the node's own word, which is
-    asked for before that. One whose request was refused is sent by itself (``is_single``): another may be the reason.
-    What comes of it: it is ``busy`` or ``error``, or it was sent, or is to be read again, since it is not as it was.
+    ``busy`` is the last look: it returns why nothing may be sent, or an empty string; before that, ``works`` asks the
+    node itself. An instance whose request was refused gets one of its own (``is_single``), since another instance may
+    be the reason. In the end, it has an ``ending`` (`busy`) or an ``error``, or its request was sent, or it has to be
+    read again because it has changed.
     """
 
     instance: Instance
@@ -44,10 +46,10 @@ class Member:
 
 
 class Upgrades:
-    """Those of one scale set, for the threads of its instances."""
+    """The upgrades of one scale set, for the threads of its instances."""
 
     def __init__(self, gather: Callable[[], None] = lambda: None) -> None:
-        """``gather`` waits for others to come, before a request is for those that have."""
+        """``gather`` waits for other instances to arrive, before a request is sent for all that have."""
         self._gather = gather
         self._turn = threading.Condition()
         self._waiting: list[Member] = []
@@ -55,9 +57,9 @@ class Upgrades:
 
     @contextmanager
     def joined(self, member: Member, send: Callable[[Sequence[Member]], None]) -> Iterator[None]:
-        """Have a member sent, by one of those that wait together; the next ones are sent when all blocks have ended.
+        """Have a member sent by one of those that wait together; the next ones are sent when all blocks have ended.
 
-        Raises what ``send`` did.
+        Raises what ``send`` raised.
         """
         with self._turn:
             self._waiting.append(member)
@@ -76,7 +78,7 @@ class Upgrades:
                 self._turn.notify_all()
 
     def _chosen(self, first: Member) -> list[Member]:
-        """Return the members of the next request, which don't wait any more."""
+        """Return the members of the next request, which then no longer wait."""
         batch = [
             member
             for member in self._waiting
@@ -93,7 +95,7 @@ class Upgrades:
             with self._turn:
                 self._open = batch = self._chosen(first)
             send(list(batch))
-        except Exception as raised:  # each of their threads raises it
+        except Exception as raised:  # each member's thread raises it
             error = raised
         finally:
             with self._turn:

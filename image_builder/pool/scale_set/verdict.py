@@ -1,7 +1,7 @@
-"""What became of a request to replace an instance's OS disk, judged by what Azure and the node tell.
+"""What became of a request to replace an instance's OS disk, judged by what Azure and the node report.
 
-An answer can be lost, and the process that waited for it killed. Nothing is ever sent again because no answer came:
-only an instance that was twice read as untouched, with a minute between, wasn't reached by the request.
+A response can be lost, and the process that waits for it killed. A missing response is never a reason to send a
+request again: only if an instance was read as untouched twice, a minute apart, did the request not reach it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from image_builder.pool.scale_set.records import Replacement
 
 Verdict = Literal["done", "running", "not accepted", "failed", "gone", "unknown"]
 
-# Seconds that an instance has to be read as untouched: a list may lag behind what was accepted.
+# Seconds for which an instance has to be read as untouched: a list may lag behind accepted requests.
 SETTLE_SECONDS = 60.0
 _PREEMPTED = "OperationPreempted"
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A long-running operation, as its address tells; ``code`` and ``message`` are the error's."""
+    """A long-running operation, as reported at its address; ``code`` and ``message`` are those of its error."""
 
     status: str
     code: str = ""
@@ -37,7 +37,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Node:
-    """What a node tells of itself: its boot, and the build that it runs."""
+    """What a node reports about itself: its boot, and the build that it runs."""
 
     boot_id: str
     build: str
@@ -45,7 +45,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Look:
-    """An instance and its node at a moment, in seconds; None for one that isn't there or doesn't answer."""
+    """An instance and its node at a time, in seconds; None for one that doesn't exist or doesn't answer."""
 
     at: float
     instance: Instance | None
@@ -57,8 +57,8 @@ def judge(
 ) -> Verdict:
     """Return what became of a request.
 
-    ``operation`` is None where its address was lost or leads nowhere; ``looks`` are those since the request, the last
-    one now. `unknown` can become anything else with another look.
+    ``operation`` is None if its address was lost or nothing is there; ``looks`` are those since the request, the last
+    one being current. `unknown` can become anything else with another look.
     """
     last = looks[-1]
     instance = last.instance
@@ -66,7 +66,7 @@ def judge(
         return "gone"
     if operation is not None and not operation.has_ended:
         return "running"
-    # An operation that another one preempted may have reached the instance before: it counts like a lost answer.
+    # A preempted operation may have reached the instance before: it counts like a lost response.
     if operation is not None and operation.code != _PREEMPTED:
         if operation.status.lower() != "succeeded":
             return "failed"
@@ -86,14 +86,14 @@ def judge(
 
 
 def shows(sent: Replacement, look: Look) -> bool:
-    """Tell whether a look shows what the request was to bring about. It wasn't so before the request."""
+    """Return whether a look shows the result that the request was for, which wasn't there before it."""
     if sent.verb == "upgrade":
         return look.instance is not None and look.instance.runs(sent.version)
     return look.node is not None and look.node.boot_id != sent.boot_id and look.node.build == sent.build
 
 
 def _was_replaced(sent: Replacement, looks: Sequence[Look]) -> bool:
-    """Tell whether a reimage, or a restart, was seen in work and is over, and the node has yet to boot."""
+    """Return whether a reimage or a restart was seen in progress and is over, and the node has yet to boot."""
     instance, node = looks[-1].instance, looks[-1].node
     was_in_work = any(look.instance is not None and not look.instance.is_at_rest for look in looks)
     is_over = instance is not None and instance.runs(sent.version)
@@ -101,9 +101,9 @@ def _was_replaced(sent: Replacement, looks: Sequence[Look]) -> bool:
 
 
 def _is_untouched(sent: Replacement, look: Look) -> bool:
-    """Tell whether a look shows an instance at rest and the boot before the request.
+    """Return whether a look shows an instance at rest and still in the boot before the request.
 
-    Where the node didn't answer before, so that its boot isn't known, another build than the new one is that boot's.
+    If the node didn't answer before, so that this boot isn't known, any build other than the new one means that boot.
     """
     return (
         look.instance is not None

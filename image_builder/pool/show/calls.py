@@ -1,8 +1,8 @@
-"""What a roll sends: every request that changes something in Azure or in the cluster, if all goes well.
+"""The requests that a roll sends: all that change something in Azure or in the cluster, if everything goes well.
 
-Reading isn't among it, nor is what depends on the moment: a claim on a scale set that is renewed, its Lease, Events, a
-request that is refused and sent again, which hosts are upgraded by one request, evictions by a policy that has them.
-Those after a deadline are, as one a host.
+Reads aren't included, nor is anything that depends on the moment: renewals of a claim on a scale set, its Lease,
+Events, requests that are refused and sent again, which hosts share an upgrade request, evictions by a policy that has
+them. Evictions after a deadline are included, as one per host.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from image_builder.pool.scale_set.client import HOLD_TAG, Client
 from image_builder.pool.scale_set.model import ScaleSet
 from image_builder.pool.scale_set.roll import SERVICES
 
-# The end of a claim is a time of the run's.
+# Stands for the end of a claim, a time that depends on the run.
 UNTIL = "…"
 _EVICTION = "/api/v1/namespaces/…/pods/…/eviction"
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request. ``host`` is empty for one of a whole scale set, ``body`` None where it depends on the Node then."""
+    """A request. ``host`` is empty for a whole scale set; ``body`` is None if it depends on the Node at that time."""
 
     to: Literal["azure", "kubernetes"]
     purpose: str
@@ -40,7 +40,7 @@ class Call:
 
 
 def calls(plan: Plan, client: Client) -> list[Call]:
-    """Return what the run of a plan sends, by scale set and host; raises PoolError, FetchError."""
+    """Return the requests that the run of a plan sends, by scale set and host; raises PoolError, FetchError."""
     assert plan.target is not None
     listed: list[Call] = []
     for path in sorted(plan.target.before):
@@ -81,12 +81,12 @@ def _of_host(host: Host, deadline: str, *, is_forced: bool) -> Iterator[Call]:
     node = path_of_node(host.name)
     yield Call("kubernetes", "cordon", "PATCH", node, host=host.name)
     if deadline:
-        # Of each pod of a job that runs there then.
+        # For each pod of a job that runs there at that time.
         yield Call("kubernetes", f"evict after {deadline}", "POST", _EVICTION, host=host.name)
     yield Call("kubernetes", "taint", "PATCH", node, host=host.name)
     upgrade = {"instanceIds": [host.instance]}
     yield Call("azure", "upgrade", "POST", f"{host.scale_set_id}/manualupgrade", upgrade, host.name)
-    # Not sent where the upgrade replaces the disk already.
+    # Not sent if the upgrade already replaces the disk.
     machine = f"{host.scale_set_id}/virtualMachines/{host.instance}"
     force = {"forceUpdateOSDiskForEphemeral": True} if is_forced else {}
     yield Call("azure", "reimage", "POST", f"{machine}/reimage", force, host.name)
@@ -95,7 +95,7 @@ def _of_host(host: Host, deadline: str, *, is_forced: bool) -> Iterator[Call]:
 
 
 def rows(listed: Iterable[Call]) -> list[tuple[str, ...]]:
-    """Return a table of the requests: of each kind, what there is one of it for, and how many there are in all."""
+    """Return a table of the requests: for each kind, whether one is sent per host or per scale set, and the total."""
     kinds = Counter(
         (call.to, call.method, call.purpose, "host" if call.host else "scale set") for call in listed
     )

@@ -1,7 +1,7 @@
-"""The report of a run as one HTML file: nothing is loaded from anywhere, and nothing of a host's is trusted.
+"""The report of a run as one HTML file: it loads nothing, and trusts nothing that comes from a host.
 
-Names and details come from inventories and hosts. They are escaped, and a content security policy that names the
-hashes of the page's own script and style lets nothing else act, should that ever fail.
+Names and details come from inventories and hosts. They are escaped; should that ever fail, a content security policy
+with the hashes of the page's own script and style blocks everything else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from image_builder.pool.show.timeline import LABELS, ROW, TOP, WIDTH, timeline
 from image_builder.text import human_seconds
 
 _TEMPLATES = Path(__file__).with_name("templates")
-# A sign beside each colour: nothing is told by colour alone.
+# A symbol next to each color: no information is conveyed only by color.
 _SIGNS: Mapping[str, str] = {
     "finished": "✓",
     "running": "▶",
@@ -52,7 +52,7 @@ _BAR = 240.0
 
 @dataclass(frozen=True)
 class _Duration:
-    """Quantiles of a step, or of a phase in it. ``p50_width`` and ``p95_width`` are pixels, of the largest p95."""
+    """Quantiles of a step or of one of its phases. The widths are in pixels, relative to the largest p95."""
 
     step: str
     phase: str
@@ -65,7 +65,7 @@ class _Duration:
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of the table of hosts. ``number`` is its place in it, ``good`` None while the host has no class."""
+    """A row of the host table. ``number`` is its place; ``good`` is None if the host was skipped or has no class."""
 
     number: int
     name: str
@@ -83,7 +83,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Drain:
-    """A line about work on a host: that it was evicted, or that it is why the host was skipped or deferred."""
+    """A row about work on a host: it was evicted, or is the reason why the host was skipped or deferred."""
 
     host: str
     event: str
@@ -91,7 +91,7 @@ class _Drain:
 
 
 def page(progress: Progress, records: Sequence[Record], report: Mapping[str, Any]) -> str:
-    """Return the page of a run; ``report`` is its report (``pool.report.report``)."""
+    """Return the page of a run; ``report`` is its report (``pool.show.report.report``)."""
     rows = list(_rows(progress, report))
     style, script = ((_TEMPLATES / name).read_text("utf-8") for name in ("report.css", "report.js"))
     return _template().render(
@@ -139,19 +139,19 @@ def _policy(style: str, script: str) -> str:
         f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
         for kind, text in own.items()
     ]
-    # Without an icon of its own a browser would ask a server for one.
+    # Without an icon of the page's own, a browser would request one from a server.
     return "; ".join(
         ["default-src 'none'", *allowed, "img-src data:", "base-uri 'none'", "form-action 'none'"]
     )
 
 
 def moment(at: float | None) -> str:
-    """Return a moment in UTC: ``2026-11-21 14:03:20``, or a dash where there is none."""
+    """Return a moment in UTC: ``2026-11-21 14:03:20``, or a dash if there is none."""
     return "\u2013" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _share(count: int, total: int) -> str:
-    """Return a share in percent that is never rounded to nothing or to all."""
+    """Return a share in percent that is never rounded to 0% or 100%."""
     if count in (0, total):
         return "100%" if count else "0%"
     return f"{min(99.9, max(0.1, 100 * count / total)):.1f}%"
@@ -213,7 +213,7 @@ def _durations(mode: Mode, seconds: Mapping[str, Mapping[str, float]]) -> Iterat
 
 
 def _drains(progress: Progress, records: Sequence[Record], report: Mapping[str, Any]) -> Iterator[_Drain]:
-    """Yield what a roll did about work on hosts; who was busy for its whole patience, and for how long."""
+    """Yield what a roll did about work on hosts, and which hosts were busy for its whole patience, and how long."""
     events = [(host, "skipped", detail) for host, detail in report.get("skipped", {}).items()]
     events += [(host, "evicted", ", ".join(pods)) for host, pods in report.get("evicted", {}).items()]
     for record in records:
@@ -224,7 +224,7 @@ def _drains(progress: Progress, records: Sequence[Record], report: Mapping[str, 
 
 
 def _rows(progress: Progress, report: Mapping[str, Any]) -> Iterator[_Row]:
-    """Yield the hosts: those that failed come first."""
+    """Yield the hosts, failed ones first."""
 
     def place(name: str) -> tuple[int, str]:
         good = _good(progress.hosts[name])

@@ -1,7 +1,7 @@
-"""The report of a run as JUnit XML, for the pages of CI systems.
+"""The report of a run as JUnit XML, for display in CI systems.
 
-A suite for each wave, a case for each host. A run can be stopped without a failed host, by a red control plane for
-one: the first suite has a single case, the run itself, so that such a run isn't green.
+There is a suite for each wave and a case for each host. A run can be stopped without any failed host, for example by a
+red control plane: so the first suite has a single case, the run itself, to keep such a run from being green.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from image_builder.pool.plan.model import Outcome
 from image_builder.pool.run.state import HostStatus, Progress
 from image_builder.pool.show.report import counts, is_skipped
 
-# What XML 1.0 has no way to write, not even escaped: https://www.w3.org/TR/xml/#charsets
+# Characters that XML 1.0 can't represent, not even escaped: https://www.w3.org/TR/xml/#charsets
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit(progress: Progress, report: Mapping[str, Any]) -> bytes:
-    """Return the document; ``report`` is the run's report (``pool.report.report``).
+    """Return the document; ``report`` is the run's report (``pool.show.report.report``).
 
-    A host that ended in anything but `ok` is a ``failure``, with its signature as the type: what failed alike has
-    the same. One that has no class yet is ``skipped``. What a roll's steps took, and which pods were evicted, is the
-    ``system-out`` of their host.
+    A host that failed is a ``failure``, with its signature as the type: hosts that failed for the same reason share it.
+    A host that was skipped or has no class yet is ``skipped``. How long a roll's steps took, and which pods were
+    evicted, is the ``system-out`` of their host.
     """
     root = Element("testsuites", name=_text("pools " + ", ".join(pool.name for pool in progress.plan.pools)))
     suites = [_run_suite(report)]
@@ -44,7 +44,7 @@ def junit(progress: Progress, report: Mapping[str, Any]) -> bytes:
 
 
 def _suite(name: str, began: float | None, cases: Iterable[Element]) -> Element:
-    """Return a suite; its time is the sum of its cases' time, as JUnit has it."""
+    """Return a suite; its time is the sum of its cases' times, as usual in JUnit."""
     suite = Element("testsuite", name=_text(name))
     suite.extend(cases)
     suite.set("tests", str(len(suite)))

@@ -1,4 +1,4 @@
-"""The report of a run, as data and as text: counts, durations, failures by signature, the waves in time."""
+"""The report of a run, as data and as text: counts, durations, failures by signature, the times of waves."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from image_builder.text import printable, short_list
 FORMAT = 1
 PLAN_AGAIN = "image-builder pool snapshot, then make a new plan"
 _SLOWEST = 20
-# The names of hosts that have no class yet.
+# Names for hosts that have no class yet.
 _NOT_ENDED = ("not started", "in work")
 
 
 def state(progress: Progress, *, running: bool) -> str:
-    """Return a run's state in a word: `finished`, `stopped`, `running`, `interrupted` or `not started`.
+    """Return a run's state in one word: `finished`, `stopped`, `running`, `interrupted` or `not started`.
 
-    ``running`` tells whether a process has its journal now.
+    ``running`` says whether a process has its journal open now.
     """
     if not progress.records:
         return "not started"
@@ -33,7 +33,7 @@ def state(progress: Progress, *, running: bool) -> str:
 
 
 def counts(statuses: Iterable[HostStatus]) -> dict[str, int]:
-    """Return how many hosts ended in each class, and how many did not yet; vanished ones are left out."""
+    """Return how many hosts ended in each class, and how many haven't ended yet; vanished ones are left out."""
     totals: Counter[str] = Counter()
     for status in statuses:
         if status.state == "gone":
@@ -85,7 +85,7 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
         document["evicted"] = evicted(records)
         document["idle_hours"] = idle(records)
         document["restored"] = {s.host.name: s.restored for s in statuses if s.restored is not None}
-        # Who has another image, or may have, and isn't fine with it.
+        # Hosts that have the new image, or may have it, and aren't fine with it.
         document["cordoned"] = sorted(s.host.name for s in statuses if _is_cordoned(s))
         document["unplanned"] = instances = unplanned(records)
         document["outdated"] = [
@@ -97,7 +97,7 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
 
 
 def is_skipped(status: HostStatus) -> bool:
-    """Tell whether a host was left as it was."""
+    """Return whether a host was left as it was."""
     return status.outcome is not None and status.outcome.kind == "skipped"
 
 
@@ -119,7 +119,7 @@ def _result(status: HostStatus, steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def builds(records: Iterable[Record]) -> dict[str, list[str]]:
-    """Return the builds that hosts of each image were verified against: more than one where a process had another."""
+    """Return the builds that hosts of each image were verified against: several if processes used different ones."""
     pairs = {pair for record in records if isinstance(record, Opened) for pair in record.builds.items()}
     return {image: sorted(build for name, build in pairs if name == image) for image in sorted(dict(pairs))}
 
@@ -148,7 +148,7 @@ def evicted(records: Iterable[Record]) -> dict[str, list[str]]:
 
 
 def idle(records: Sequence[Record]) -> dict[str, float]:
-    """Return for how many hours hosts, and their GPUs, were empty: from the end of a drain until it worked again."""
+    """Return for how many hours hosts and their GPUs were empty: from the end of a drain until freed or restored."""
     empty: dict[str, Result] = {}
     spans: list[tuple[Result, float]] = []
     for record in records:
@@ -167,7 +167,7 @@ def idle(records: Sequence[Record]) -> dict[str, float]:
 
 
 def unplanned(records: Iterable[Record]) -> dict[str, str]:
-    """Return the instances beside a roll's hosts, and their versions, as its last process left them."""
+    """Return the instances that aren't among a roll's hosts, and their versions, as its last process recorded them."""
     instances: Mapping[str, str] = {}
     for record in records:
         if isinstance(record, Opened | Unplanned):
@@ -176,14 +176,14 @@ def unplanned(records: Iterable[Record]) -> dict[str, str]:
 
 
 def _instance(path: str, version: str) -> str:
-    """Return an instance for people: its scale set, its number in it, and the name of its version."""
+    """Return an instance as readable text: its scale set, its number in it, and the name of its version."""
     scale_set, _, number = path.partition("/virtualMachines/")
     name = scale_set.rpartition("/")[2] + (f"/{number}" if number else "")
     return f"{name} ({version.rpartition('/')[2] or 'not known'})"
 
 
 def failures(statuses: Iterable[HostStatus]) -> list[dict[str, Any]]:
-    """Return what failed alike, most frequent first, and what those hosts have in common."""
+    """Return the failures by signature, most frequent first, and what their hosts have in common."""
     alike: dict[str, list[HostStatus]] = {}
     for status in statuses:
         if status.outcome and status.outcome.is_failure:
@@ -203,13 +203,13 @@ def failures(statuses: Iterable[HostStatus]) -> list[dict[str, Any]]:
 
 
 def slowest(statuses: Iterable[HostStatus]) -> list[dict[str, Any]]:
-    """Return the hosts that took longest, with the seconds of all their steps together."""
+    """Return the hosts that took longest, with the total seconds of their steps."""
     sums = [(sum(s.seconds.values()), s.host.name) for s in statuses if s.seconds]
     return [{"host": name, "seconds": round(t, 3)} for t, name in sorted(sums, reverse=True)[:_SLOWEST]]
 
 
 def waves(progress: Progress, records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Return the waves in time, as seconds since 1970."""
+    """Return the waves, with times in seconds since 1970."""
     stragglers = {r.wave: r.stragglers for r in records if isinstance(r, Passed)}
     return [
         {
@@ -237,7 +237,7 @@ def gates(records: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Return a report for people, in lines."""
+    """Return a report as text for people."""
     ended = ", ".join(f"{count} {name}" for name, count in report["counts"].items() if count)
     lines = [
         f"{report['state']}{': ' + report['reason'] if report['reason'] else ''}",

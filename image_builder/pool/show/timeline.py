@@ -1,7 +1,7 @@
-"""The waves of a run along time, as coordinates of a drawing: only arithmetic, no markup.
+"""The waves of a run over time, as coordinates of a drawing: only arithmetic, no markup.
 
-A run may be resumed hours after it was killed. Spans in which nobody drove it are cut out of the axis, or
-the waves beside them would be too thin to see.
+A run may be resumed hours after it was killed. Spans in which it wasn't driven are cut out of the axis, since
+otherwise the waves next to them would be too thin to see.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SILENCE = 120.0
 _TICKS = 10
 _ROUND = (1, 5, 10, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
 
-# Pixels; a verdict that stops a run is its last record.
+# The least width in pixels; a verdict that stops a run is its last record.
 _LEAST: Mapping[str, float] = {"work": 1.0, "hold": 2.0, "stop": 4.0}
 
 Kind = Literal["work", "soak", "late", "go", "hold", "stop"]
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment on the axis (``text`` its time of day), or the middle of a cut (why it was cut)."""
+    """A moment on the axis (``text`` is its time of day), or the middle of a cut (``text`` is why it was cut)."""
 
     x: float
     text: str
@@ -61,7 +61,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A drawing of ``WIDTH`` x ``height``. ``gate`` is the control plane's verdict all along."""
+    """A drawing of ``WIDTH`` x ``height``. ``gate`` shows the verdicts on the control plane over time."""
 
     height: float
     rows: tuple[Row, ...]
@@ -78,7 +78,7 @@ class Axis:
     scale: float
 
     def x(self, at: float) -> float:
-        """Return where a moment is drawn; one in a cut lies at the cut's beginning."""
+        """Return where a moment is drawn; one in a cut is drawn at the cut's beginning."""
         x = LABELS
         for number, (start, end) in enumerate(self.spans):
             if number and at >= start:
@@ -87,17 +87,17 @@ class Axis:
         return round(x, 1)
 
     def end(self, at: float) -> float:
-        """Return until when the run was driven without a break, from a moment on."""
+        """Return until when the run was driven without a break after a moment."""
         return next((end for _, end in self.spans if at <= end), self.spans[-1][1])
 
 
 def axis(records: Sequence[Record]) -> Axis:
-    """Return the axis of all records, of which there is at least one."""
+    """Return the axis for all records, of which there must be at least one."""
     spans = [[records[0].at, records[0].at]]
     for record in records[1:]:
         if isinstance(record, Opened) and record.at - spans[-1][1] > _SILENCE:
             spans.append([record.at, record.at])
-        # A clock that was set back makes no time pass.
+        # If the clock was set back, no time passes.
         spans[-1][1] = max(spans[-1][1], record.at)
     seconds = sum(end - start for start, end in spans) or 1.0
     room = WIDTH - LABELS - _RIGHT - _CUT * (len(spans) - 1)
@@ -107,7 +107,7 @@ def axis(records: Sequence[Record]) -> Axis:
 def timeline(report: Mapping[str, Any], soaks: Sequence[float], records: Sequence[Record]) -> Timeline | None:
     """Return the drawing of a run's report, None before its first wave.
 
-    ``soaks`` are the seconds between the end of each wave and the next one, as the plan has them.
+    ``soaks`` are the planned seconds between the end of each wave and the next one.
     """
     waves = [wave for wave in report["waves"] if wave["began"] is not None]
     if not waves:
@@ -146,13 +146,13 @@ def _bars(on: Axis, wave: Mapping[str, Any], soak: float, following: float, last
 
 def _bar(on: Axis, kind: Kind, start: float, end: float, label: str) -> Bar:
     x = on.x(start)
-    # What a reader looks for is never too short to be seen.
+    # Bars that readers look for are never too short to see.
     width = max(_LEAST.get(kind, 0.0), round(on.x(end) - x, 1))
     return Bar(kind, x, width, f"{label} {clock(start)} to {clock(end)}")
 
 
 def _note(wave: Mapping[str, Any]) -> str:
-    """Return what is written beside a wave: nothing where all is well."""
+    """Return the text next to a wave: nothing if all is well."""
     parts = []
     if wave["failed"]:
         parts.append(f"{wave['failed']} failed")
@@ -162,11 +162,11 @@ def _note(wave: Mapping[str, Any]) -> str:
 
 
 def _gate(on: Axis, records: Sequence[Record], last: float) -> tuple[Bar, ...]:
-    """Return the verdicts in time: from each reading that changed it to the next one or the end of its span."""
+    """Return the verdicts over time: each from the reading that changed it to the next change or its span's end."""
     bars: list[Bar] = []
     changes: list[Gated | Opened] = []
     for record in records:
-        # A process that takes the run up knows no verdict until its first reading.
+        # A process that resumes the run has no verdict until its first reading.
         if isinstance(record, Opened) or (isinstance(record, Gated) and _differs(changes, record)):
             changes.append(record)
     for number, record in enumerate(changes):

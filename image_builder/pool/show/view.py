@@ -1,4 +1,4 @@
-"""A view of a run while it goes on, taken out of its state: plain, frozen, the same for any drawing."""
+"""A view of a run in progress, taken from its state: plain, frozen, and independent of how it is drawn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATES: dict[Mode, tuple[State, ...]] = {
 }
 _SLOWEST = 5
 
-# p50 and p95 in seconds, by step (`bootstrap`) and by the phases that hosts told of (`disk`).
+# p50 and p95 in seconds, by step (`bootstrap`) and by the phases that hosts reported (`disk`).
 Quantiles = Mapping[str, tuple[float, float]]
 
 
@@ -57,7 +57,7 @@ class WaveView:
 
 @dataclass(frozen=True)
 class Slow:
-    """A host in work: its step, and since when, its join slot left out."""
+    """A host in progress: its step, and since when it has been in it, excluding its join slot."""
 
     host: str
     step: Step
@@ -66,7 +66,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class View:
-    """A view of a run of ``mode``. ``current`` is the number of waves that began; ``next_at`` when one more may."""
+    """A view of a run of ``mode``. ``current`` is the number of waves that began; ``next_at`` is when the next may."""
 
     mode: Mode
     state: str
@@ -87,7 +87,7 @@ class View:
 
 
 def look(progress: Progress, quantiles: Sequence[Quantiles] = (), slowest: tuple[Slow, ...] = ()) -> View:
-    """Return the view of a run now; ``quantiles`` (of each wave) and ``slowest`` are sought more rarely."""
+    """Return the view of a run now; ``quantiles`` (of each wave) and ``slowest`` are computed less often."""
     plan = progress.plan
     return View(
         mode=plan.policy.mode,
