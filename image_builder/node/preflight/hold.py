@@ -71,9 +71,11 @@ def parse(config_map: Mapping[str, Any]) -> dict[str, Hold]:
     holds = {}
     for key, text in (config_map.get("data") or {}).items():
         try:
-            holds[key] = Hold(**json.loads(text))
+            hold = Hold(**json.loads(text))
         except (TypeError, ValueError, RecursionError):
             continue
+        if all(isinstance(word, str) for word in (hold.code, hold.label, hold.pool, hold.state)):
+            holds[key] = hold
     return holds
 
 

@@ -315,9 +315,16 @@ def inventory_digest(paths: Sequence[Path], hosts: Iterable[Host]) -> str:
 
 
 def inventory_files(path: Path) -> list[Path]:
-    """Return the files of an inventory, in order: those of a directory, or a file and the variables next to it."""
+    """Return the files of an inventory, in order: those of a directory, or a file and the variables next to it.
+
+    Ansible ignores hidden files and those that end with ``~``, and so does this: editors leave both.
+    """
     if path.is_dir():
-        files = path.rglob("*")
-        return sorted(f for f in files if f.is_file() and not f.relative_to(path).as_posix().startswith("."))
-    beside = [f for name in _VARIABLES_BESIDE for f in (path.parent / name).rglob("*") if f.is_file()]
+        return _files_below(path)
+    beside = [file for name in _VARIABLES_BESIDE for file in _files_below(path.parent / name)]
     return [path, *sorted(beside)]
+
+
+def _files_below(folder: Path) -> list[Path]:
+    files = (f for f in folder.rglob("*") if f.is_file() and not f.name.endswith("~"))
+    return sorted(f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))

@@ -281,7 +281,7 @@ def _storage(azure: PoolAzure, version: str) -> dict[str, Any]:
 def _system(azure: PoolAzure, name: str) -> dict[str, Any]:
     path = f"/home/{azure.admin_user}/.ssh/authorized_keys"
     return {
-        # Azure appends six digits; a host name has neither dots nor underscores.
+        # Azure appends six letters or digits; a host name has neither dots nor underscores.
         "computerNamePrefix": re.sub(r"[._]", "-", name.lower()) + "-",
         "adminUsername": azure.admin_user,
         "linuxConfiguration": {

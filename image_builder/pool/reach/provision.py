@@ -115,4 +115,4 @@ def _phases(document: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 def _is_duration(value: object) -> bool:
     """Return whether a value is a duration: JSON has numbers that no float can hold, and Python reads NaN there."""
-    return isinstance(value, int | float) and 0 <= value < _MOST_SECONDS
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST_SECONDS

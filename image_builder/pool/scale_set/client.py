@@ -234,10 +234,12 @@ class Client:
         """
         state = {"Suspend": "Suspended", "Resume": "Running"}[action]
         problem, names = "", sorted(services)
-        for attempt in range(_TRIES):
+        for attempt in range(_TRIES + 1):
             states = self.services(path) if states is None or attempt else states
             if not (names := [service for service in names if states.get(service) != state]):
                 return
+            if attempt == _TRIES:  # only to see what became of the last request
+                break
             for service in names:
                 body = {"serviceName": service, "action": action}
                 answer = self._send("POST", f"{path}/setOrchestrationServiceState", body)
@@ -255,11 +257,13 @@ class Client:
         Return the scale set as it is then or, if what was accepted doesn't have to be ``read``, as it was before.
         """
         problem = ""
-        for attempt in range(_TRIES):
+        for attempt in range(_TRIES + 1):
             present = self.scale_set(path)
             body = change(present)
             if body is None:
                 return present
+            if attempt == _TRIES:  # only to see what became of the last request
+                break
             if not present.etag:
                 raise PoolError(
                     f"{path} has no ETag: another's change could be overwritten", hint="nothing was changed"

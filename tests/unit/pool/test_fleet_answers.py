@@ -61,7 +61,7 @@ def test_a_phase_that_failed_is_told_by_the_host(phase: str, joined: str) -> Non
     assert provision.after_join(1, record("failed", phase, 31, "it is broken")) == status
 
 
-@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-1", "1e400", f"1{'0' * 400}"])
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-1", "1e400", f"1{'0' * 400}", "true"])
 def test_what_is_no_duration_is_left_out(seconds: str) -> None:
     phase = f'{{"name": "disk", "state": "ok", "seconds": {seconds}}}'
     assert provision.read(0, f'{{"state": "ok", "phases": [{phase}]}}') == JoinStatus(OK, "yes")

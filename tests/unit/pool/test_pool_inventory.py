@@ -306,6 +306,10 @@ def test_the_digest_changes_with_every_file_and_host_and_with_nothing_else(
     (moved / "group_vars/other.yml").write_text("kubelet_max_pods: 30\n")
     second = _digest(read_fleet([moved], ["pools"]))
     assert second != first
+    for left_by_editors in ("group_vars/.other.yml.swp", "group_vars/other.yml~", ".git/HEAD"):
+        (moved / left_by_editors).parent.mkdir(exist_ok=True)
+        (moved / left_by_editors).write_text("nothing that Ansible reads")
+    assert _digest(read_fleet([moved], ["pools"])) == second
     (moved / "group_vars/other.yml").write_text("kubelet_max_pods: 31\n")
     assert _digest(read_fleet([moved], ["pools"])) not in (first, second)
     assert _digest(read_fleet([moved], ["cpu"])) != _digest(read_fleet([moved], ["gpu"]))

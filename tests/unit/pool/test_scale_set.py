@@ -123,6 +123,9 @@ def test_conflicts_are_waited_for_and_end(client: Client, machines: Fleet) -> No
     before = client.scale_set(machines.path)
     machines.arm.faults = [_first("PATCH", error(409, "OperationPreempted", "by the autoscaler"), 3)]
     assert client.set_image(before, NEW).image == NEW
+    # The last try counts, too.
+    machines.arm.faults = [_first("PATCH", error(409, "OperationPreempted", "by the autoscaler"), 5)]
+    assert client.set_image(client.scale_set(machines.path), OLD, force_ephemeral=True).image == OLD
     machines.arm.faults = [_first("PATCH", error(409, "Conflict", "busy"), 99)]
     with pytest.raises(PoolError, match="was not changed: .*Conflict"):
         client.hold(machines.path, "run-1", 1.8e9 + 60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,7 @@ def test_a_person_releases_one_pool() -> None:
 
 def test_a_hold_is_read_as_it_was_written_and_a_broken_one_is_none() -> None:
     data = {"a": HELD.text(), "b": "{", "c": "[]", "d": '{"pool": "x"}', "e": "[" * 100_000}
+    data["f"] = json.dumps({**json.loads(HELD.text()), "label": ["zone"]})
     assert hold.parse({"data": data}) == {"a": HELD}
     assert hold.parse({}) == {} == hold.parse({"data": None})
 
