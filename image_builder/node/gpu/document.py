@@ -1,4 +1,4 @@
-"""The result: a verdict of all checks, and one JSON document (docs/reference/gpu-smoke.schema.json), or text. Pure."""
+"""The result: the verdict on all checks, and one JSON document (docs/reference/gpu-smoke.schema.json) or text. Pure."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from image_builder.node.gpu.rules.checks import missing
 
 SCHEMA_VERSION = "1.0"
 _REPORTED = ("fail", "error", "warn", "skip")
-# The worst first: where driver or image are defective, what they say of the hardware is in doubt.
+# Worst first: if the driver or the image is defective, its findings about the hardware are in doubt.
 _ORDER = (IMAGE, HARDWARE, REBOOT, CONFIGURATION)
 _SUMMARY_CHARACTERS = 200
 
 
 def verdict(checks: Sequence[Check], tier: Tier) -> Verdict:
-    """Return the verdict: the worst failure, then what could not be checked, then a pass."""
+    """Return the verdict: the worst failure, else inconclusive if a required check was not made, else a pass."""
     failed = [check for check in checks if check.status == "fail"]
     for exit_code in _ORDER:
         action = ENDINGS[exit_code].action
         worst = [check for check in failed if check.action == action]
         if worst:
             return _about(worst, exit_code, action, len(failed))
-    if failed:  # a failure without an action is still one
+    if failed:  # a failure without an action still counts
         return _about(failed, HARDWARE, "replace", len(failed))
-    # What a check needed first, then what was not run because of it.
+    # Causes first, then the checks that were not run because of them.
     gaps = sorted(missing(checks, tier), key=lambda check: check.code == NOT_RUN)
     if gaps:
-        # A test that is in doubt itself is the image's matter, and comes before what only could not be made.
+        # A test that is itself in doubt points to the image, and comes before checks that merely couldn't be made.
         gaps.sort(key=lambda check: check.action != "reimage")
         return _about(gaps, INCONCLUSIVE, gaps[0].action, len(gaps))
     if not checks:
@@ -58,7 +58,7 @@ def verdict(checks: Sequence[Check], tier: Tier) -> Verdict:
 
 
 def _about(checks: Sequence[Check], exit_code: int, action: Action, count: int) -> Verdict:
-    """Return the verdict whose summary is about the first of these checks; ``count`` is how many there are in all."""
+    """Return the verdict whose summary describes the first of these checks; ``count`` is the total number."""
     first = checks[0]
     where = f" {first.gpu}" if first.gpu else ""
     others = f" (and {count - 1} more)" if count > 1 else ""
@@ -103,7 +103,7 @@ def document(run: Run, evidence: Evidence, checks: Sequence[Check], verdict: Ver
 
 
 def bare(run: Run, boot_id: str, verdict: Verdict) -> dict[str, Any]:
-    """Return the document of a run that has no evidence: bad settings, or it didn't end."""
+    """Return the document of a run without evidence: its settings are invalid, or it didn't finish."""
     return {
         "schema_version": SCHEMA_VERSION,
         "tool_version": run.tool_version,
@@ -241,7 +241,7 @@ def _gpu_lines(document: dict[str, Any]) -> Iterable[str]:
 
 
 def _check_lines(document: dict[str, Any]) -> Iterable[str]:
-    """Yield a line for each reason: many checks can have the same one, of many GPUs."""
+    """Yield one line per reason: many checks on many GPUs can share one."""
     numbers = {gpu["uuid"]: str(gpu["index"]) for gpu in document["gpus"]}
     lines: dict[tuple[str, str, str], tuple[dict[str, None], dict[str, None]]] = {}
     for check in document["checks"]:

@@ -1,4 +1,4 @@
-"""What the rules judge: the expectations, and readings before, under and after the load. And how they judge it."""
+"""What the rules judge: expectations, and readings before, under and after the load; and helpers that build checks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from image_builder.node.gpu.settings import Settings
 from image_builder.node.gpu.sizes import GpuModel, Size
 from image_builder.node.gpu.xids import Catalogue
 
-# A check that doesn't apply to this node: it counts as made. Any other skipped check was not made.
+# The check doesn't apply to this node, and counts as made. A check skipped for any other reason was not made.
 NOT_APPLICABLE = "not-applicable"
-# Nothing was put under load, for a reason that another check has.
+# Nothing was put under load, for a reason that another check reports.
 NOT_RUN = "not-run"
 
 
@@ -31,8 +31,8 @@ NOT_RUN = "not-run"
 class Expected:
     """The expectations for this node. ``size`` and ``gpu`` are None for a size that the table doesn't have.
 
-    ``count`` is None if unknown. ``overridden`` names the floors that are the pool's own. ``calibrated``: the
-    test was tried on healthy machines like this one. ``observes``: what it computes and measures only warns.
+    ``count`` is None if unknown. ``overridden`` names the floors that the pool overrides. ``calibrated``: the
+    test was tried on healthy machines like this one. ``observes``: failures under load only warn.
     """
 
     settings: Settings
@@ -47,9 +47,9 @@ class Expected:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that was seen. ``after`` is None where nothing was put under load, and ``idle_why`` says why.
+    """Everything that was observed. ``after`` is None if nothing was put under load; ``idle_why`` says why.
 
-    ``began_us`` is when the load began, by CLOCK_MONOTONIC. ``idle_by_policy``: the pool wants no load.
+    ``began_us`` is when the load began, by CLOCK_MONOTONIC. ``idle_by_policy``: the pool's policy rules out a load.
     """
 
     tier: Tier
@@ -72,7 +72,7 @@ class Evidence:
         return self.after or self.before
 
     def later(self, uuid: str) -> Gpu | None:
-        """Return a GPU as it was after the load; None where there was none, or it is gone."""
+        """Return a GPU's readings after the load; None if there was no load, or the GPU is gone."""
         gpus = self.after.nvml.gpus if self.after else ()
         return next((gpu for gpu in gpus if gpu.uuid == uuid), None)
 
@@ -85,7 +85,7 @@ class Evidence:
 
     @property
     def load_seconds(self) -> float:
-        """Return how long the load took, by the last look at it; 0 without any."""
+        """Return how long the load took, judging by the last sample; 0 without samples."""
         return max((sample.seconds for sample in self.samples), default=0.0)
 
     def samples_of(self, uuid: str) -> list[Sample]:
@@ -93,12 +93,12 @@ class Evidence:
 
 
 def good(gpu: str = "", detail: str = "", **more: Any) -> Check:
-    """Return a check that passed; the rule's id comes later. ``more`` are fields of Check."""
+    """Return a check that passed; the rule's id is set later. ``more`` are fields of Check."""
     return Check("", gpu, "pass", detail=detail[:DETAIL_CHARACTERS], **more)
 
 
 def bad(action: Action, code: str, detail: str, gpu: str = "", **more: Any) -> Check:
-    """Return a check that failed, and what is to be done."""
+    """Return a check that failed, with the action to take."""
     return Check("", gpu, "fail", action=action, code=code, detail=detail[:DETAIL_CHARACTERS], **more)
 
 
@@ -113,29 +113,29 @@ def absent(detail: str, gpu: str = "") -> Check:
 
 
 def not_made(code: str, detail: str, gpu: str = "") -> Check:
-    """Return a check that should have been made and couldn't, though nothing failed."""
+    """Return a check that should have been made but couldn't be, though nothing failed."""
     return Check("", gpu, "skip", code=code, detail=detail[:DETAIL_CHARACTERS])
 
 
 def broken(code: str, detail: str, gpu: str = "", **more: Any) -> Check:
-    """Return a check that failed to be made."""
+    """Return a check that couldn't be made because of an error."""
     return Check("", gpu, "error", code=code, detail=detail[:DETAIL_CHARACTERS], **more)
 
 
 def compared(
     measured: float | str | None, op: str, threshold: float | str | None, unit: str = ""
 ) -> dict[str, Any]:
-    """Return fields of Check: what was measured, and what it must be."""
+    """Return fields of Check: the measured value, and the threshold that it is compared with."""
     return {"measured": measured, "threshold": threshold, "op": op, "unit": unit}
 
 
 def not_run(evidence: Evidence, gpu: Gpu, why: str = "nothing was put under load") -> Check:
-    """Return the check of a GPU that was not put under load; ``why`` where the evidence doesn't say."""
+    """Return the check of a GPU that was not put under load; ``why`` is the reason if the evidence has none."""
     return not_made(NOT_RUN, evidence.idle_why or why, gpu.uuid)
 
 
 def unanswered(gpu: Gpu, *names: str) -> Check | None:
-    """Return the check that can't be made because the GPU gave no answer to one of these; None if it gave all."""
+    """Return the check that can't be made because one of these readings is missing; None if the GPU has them all."""
     for name in names:
         if getattr(gpu, name) is None:
             reason = gpu.missing.get(name, "not recorded")
@@ -146,7 +146,7 @@ def unanswered(gpu: Gpu, *names: str) -> Check | None:
 
 
 def without_gpus(evidence: Evidence) -> Iterator[Check]:
-    """Yield why a rule has no GPU to judge; nothing where it has some."""
+    """Yield a check that says why a rule has no GPU to judge; nothing if there is one."""
     nvml = evidence.before.nvml
     if nvml.error:
         yield broken("nvml.unavailable", nvml.error)

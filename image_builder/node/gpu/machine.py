@@ -32,14 +32,14 @@ LIBRARY_DIRECTORIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", 
 _FABRIC_MANAGER = "usr/bin/nv-fabricmanager"
 _LOCAL_NVME = "Microsoft NVMe Direct Disk"
 _IMDS_PATH = "/metadata/instance/compute?api-version=2021-02-01"
-# How long the platform is asked, once a boot. A boot that got no answer is tested again.
+# How long to keep asking the platform. Its answer is kept for the boot; without one, the next test asks again.
 PLATFORM_SECONDS = 60.0
 _VERSION = re.compile(r"\b(\d{3}(?:\.\d+){1,2})\b")
 
 
 @dataclass(frozen=True)
 class Places:
-    """The system's directories; tests have trees of their own. ``run`` is the agent's."""
+    """The system's directories; tests use their own trees. ``run`` belongs to the agent."""
 
     root: Path = Path("/")
     proc: Path = Path("/proc")
@@ -53,9 +53,9 @@ Ask = Callable[[], Mapping[str, Any]]
 
 
 def look(places: Places, vm_size: str = "", ask: Ask | None = None) -> Machine:
-    """Return the node's readings. ``vm_size`` is the configured one; without it the platform is asked by ``ask``.
+    """Return the node's readings. ``vm_size`` is the configured size; without one, ``ask`` queries the platform.
 
-    What can't be found is empty: the checks decide what that means.
+    Values that can't be found are empty: the checks decide what that means.
     """
     compute = _platform(places, ask) if not vm_size else {}
     loaded, flavour = driver_version(text(places.proc / "driver/nvidia/version"))
@@ -87,7 +87,7 @@ def look(places: Places, vm_size: str = "", ask: Ask | None = None) -> Machine:
 
 
 def driver_version(lines: str) -> tuple[str, str]:
-    """Return version and flavour of the loaded driver, from /proc/driver/nvidia/version; empty where it has none."""
+    """Return the loaded driver's version and flavor from /proc/driver/nvidia/version; empty if it has none."""
     line = next((line for line in lines.splitlines() if line.startswith("NVRM version:")), "")
     version = _VERSION.search(line)
     if not version:
@@ -101,14 +101,14 @@ def boot_id(proc: Path) -> str:
 
 
 def modules(sys: Path) -> dict[str, str]:
-    """Return the loaded modules that matter and their versions, empty for one without."""
+    """Return the versions of the loaded modules that matter, empty for a module without one."""
     return {
         name: text(sys / "module" / name / "version") for name in MODULES if (sys / "module" / name).is_dir()
     }
 
 
 def pci_gpus(sys: Path) -> tuple[PciGpu, ...]:
-    """Return NVIDIA's GPUs on the PCI bus, whether a driver has them or not."""
+    """Return the NVIDIA GPUs on the PCI bus, whether or not a driver is bound to them."""
     gpus = []
     for path in sysfs.nvidia_gpus(sys):
         driver = (path / "driver").resolve().name if (path / "driver").exists() else ""
@@ -117,7 +117,7 @@ def pci_gpus(sys: Path) -> tuple[PciGpu, ...]:
 
 
 def library_version(root: Path, file: str) -> str:
-    """Return the version in the name of the file that a library's link leads to; empty where there is none."""
+    """Return the version in the name of the file that a library's symlink resolves to; empty if there is none."""
     for directory in LIBRARY_DIRECTORIES:
         path = root / directory / file
         if path.exists():
@@ -137,7 +137,7 @@ def _fabric_manager_version(root: Path) -> str:
 
 
 def _unit_state(unit: str) -> str:
-    """Return systemd's word for a unit: ``active``, ``failed``, ``inactive`` and so on; empty without systemd."""
+    """Return a unit's state as systemd names it: ``active``, ``failed``, ``inactive`` etc.; empty without systemd."""
     try:
         return child.run(["systemctl", "is-active", unit], ok=(0, 3, 4), timeout=10).stdout.strip()
     except ProgramError:
@@ -145,9 +145,10 @@ def _unit_state(unit: str) -> str:
 
 
 def cdi_gpus(directories: tuple[Path, ...]) -> int | None:
-    """Return how many whole GPUs the CDI specs name, None where there is no spec.
+    """Return how many whole GPUs the CDI specs name, None if there is no spec.
 
-    nvidia-ctk names each by its index (and more, by its settings): those are counted, in YAML and in JSON.
+    nvidia-ctk names each GPU by its index (and by other names, depending on its settings): the indices are counted,
+    in YAML and in JSON.
     """
     specs = [path for place in directories for path in sorted(place.glob("nvidia*")) if path.is_file()]
     if not specs:
@@ -161,7 +162,7 @@ def cdi_gpus(directories: tuple[Path, ...]) -> int | None:
 
 
 def local_nvme(sys: Path) -> int:
-    """Return how many local NVMe disks the platform has given; remote ones go by another model."""
+    """Return how many local NVMe disks the platform provides; remote disks report a different model."""
     return sum(text(path).startswith(_LOCAL_NVME) for path in (sys / "class/nvme").glob("*/model"))
 
 
@@ -172,13 +173,13 @@ def memory_bytes(meminfo: str) -> int:
 
 
 def process_name(proc: Path, pid: int) -> str:
-    """Return a process' name, from its command line if possible; empty if it is gone."""
+    """Return a process's name, from its command line if possible; empty if it is gone."""
     argv = text(proc / str(pid) / "cmdline").split("\0")
     return Path(argv[0]).name if argv[0] else text(proc / str(pid) / "comm")
 
 
 def read_xids(boot: str) -> tuple[Xid, ...]:
-    """Return this boot's Xids from the journal. Raises NodeError (``gpu.journal``) where it can't be read."""
+    """Return this boot's Xids from the journal. Raises NodeError (``gpu.journal``) if it can't be read."""
     try:
         done = child.run(["journalctl", "-k", "-b", "0", "-o", "json", "--no-pager"], timeout=60)
         return xids.parse_journal(done.stdout, boot)
@@ -187,7 +188,7 @@ def read_xids(boot: str) -> tuple[Xid, ...]:
 
 
 def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
-    """Return the platform's answer, asked once a boot; empty where it gives none."""
+    """Return the platform's answer, which is cached for the boot; empty if it gives none."""
     cache = places.run / "imds.json"
     boot = boot_id(places.proc)
     answers = files.read_json(cache)
@@ -204,7 +205,7 @@ def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
 
 
 def ask_imds() -> Mapping[str, Any]:
-    """Ask Azure's metadata service what this machine is. Raises OSError or ValueError."""
+    """Query Azure's metadata service about this machine. Raises OSError or ValueError."""
     answer = json.loads(imds.answer(_IMDS_PATH, Deadline.after(PLATFORM_SECONDS)).body)
     if not isinstance(answer, dict):
         raise ValueError("the metadata service must answer with an object")

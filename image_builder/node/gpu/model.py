@@ -1,6 +1,6 @@
 """The values of the GPU test: readings, measurements, checks and the verdict.
 
-Every dataclass has a JSON form (``asdict``, and ``node.decode`` back): a worker prints it, a recording holds it.
+Every dataclass has a JSON form (``asdict``, and back with ``node.decode``), which workers print and recordings contain.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from image_builder.node.sysfs import Port
 
 Tier = Literal["boot-quick", "boot-full", "periodic"]
 TIERS: tuple[Tier, ...] = ("boot-quick", "boot-full", "periodic")
-# Drivers of InfiniBand devices; without any there is no port.
+# Drivers of InfiniBand devices; if none is loaded, there are no ports.
 INFINIBAND_MODULES = ("mlx5_ib", "mlx4_ib")
 DETAIL_CHARACTERS = 512  # the longest detail of a measurement or a check
 
@@ -25,8 +25,8 @@ class Measurement:
 
     ``id``: kat.int, kat.ffma, kat.dfma, kat.mma, det.fp32, mem.pattern, bw.hbm, bw.h2d, bw.d2h, bw.p2p, perf.mma.
     ``gpu`` is the UUID. ``status``: ``failed`` is a wrong answer, ``error`` a test that couldn't be run, ``skipped``
-    one that isn't for this GPU, with the reason in ``detail``. ``unit``: GB/s (decimal), TFLOP/s, mismatches, %.
-    ``detail`` has at most 512 characters: which SM, lane, address, what was expected and found.
+    one that doesn't apply to this GPU, with the reason in ``detail``. ``unit``: GB/s (decimal), TFLOP/s, mismatches, %.
+    ``detail`` has at most 512 characters: the SM, lane and address, and the expected and actual values.
     """
 
     id: str
@@ -44,8 +44,8 @@ class Worker:
     """The outcome of one GPU's process.
 
     ``ended``: ``done``, ``killed: deadline``, ``hung: unkillable``, ``crashed: signal 11`` or ``error: …``.
-    ``sms`` is how many the GPU has, ``sms_seen`` how many of them did the known answers. ``memory_bytes`` is what was
-    free, ``memory_tested_bytes`` what of it was written and read back.
+    ``sms`` is how many SMs the GPU has, ``sms_seen`` how many of them computed the known answers. ``memory_bytes`` is
+    how much memory was free, ``memory_tested_bytes`` how much of that was written and read back.
     """
 
     gpu: str
@@ -59,7 +59,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that has a context on a GPU; ``used_bytes`` is None where the driver doesn't report it."""
+    """A process that has a context on a GPU; ``used_bytes`` is None if the driver doesn't report it."""
 
     pid: int
     used_bytes: int | None = None
@@ -68,14 +68,14 @@ class Process:
 
 @dataclass(frozen=True)
 class Gpu:
-    """NVML's readings of one GPU. None is a missing answer; ``missing`` has the reason by the field's name.
+    """NVML's readings of one GPU. None is a missing reading; ``missing`` has the reason under the field's name.
 
-    ``missing``: ``not-supported`` (this GPU or driver has no such thing), ``no-function`` (this library has no such
-    entry) or ``error: …`` (it should have answered). The counts of ECC errors are sums over the locations that the GPU
-    reports: ``volatile`` since the driver was loaded, ``aggregate`` over its life. ``remap_histogram``: banks with
-    max, high, partial, low and no spare rows. ``nvlinks`` has one state for each link that the GPU has; its
-    errors are sums over all links, ``nvlink_errors`` of all kinds, ``nvlink_crc_errors`` of flits and data.
-    ``throttle`` are NVML's bits of nvmlClocksEventReasons. ``temperature_margin_c`` is the distance to slowdown.
+    ``missing``: ``not-supported`` (this GPU or driver doesn't have it), ``no-function`` (this library has no such
+    function) or ``error: …`` (it should have answered). ECC error counts are sums over the locations that the GPU
+    reports: ``volatile`` since the driver was loaded, ``aggregate`` over the GPU's lifetime. ``remap_histogram`` counts
+    the banks with max, high, partial, low and no spare rows. ``nvlinks`` has one state for each link that the GPU has;
+    link errors are sums over all links: ``nvlink_errors`` of all kinds, ``nvlink_crc_errors`` of flits and data.
+    ``throttle`` has NVML's nvmlClocksEventReasons bits. ``temperature_margin_c`` is the distance to slowdown.
     """
 
     index: int
@@ -137,8 +137,9 @@ class Gpu:
 class Nvml:
     """NVML's readings: of the library itself, and of each GPU.
 
-    ``error`` is empty, or why nothing else is known: ``library: …`` (none, or it can't be loaded), ``mismatch: …``
-    (it isn't the loaded driver's), ``init: …``. ``lost`` are the GPUs that it counts and can't open, by index.
+    ``error`` is empty, or says why nothing else is known: ``library: …`` (missing, or it can't be loaded),
+    ``mismatch: …`` (it doesn't match the loaded driver), ``init: …``. ``lost`` has the reason for each GPU, by index,
+    that the library counts but can't open.
     """
 
     error: str = ""
@@ -164,9 +165,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Xid:
-    """An Xid of the kernel's log; ``pci`` like 0001:00:00. ``monotonic_us`` is CLOCK_MONOTONIC.
+    """An Xid in the kernel log; ``pci`` is like 0001:00:00. ``monotonic_us`` is CLOCK_MONOTONIC.
 
-    ``switch``: it is an SXid, of the NVSwitch with that name; ``fatal`` is the driver's own word for those.
+    ``switch``: this is an SXid, from the NVSwitch with that name; ``fatal`` is the driver's own rating of SXids.
     """
 
     number: int
@@ -179,7 +180,7 @@ class Xid:
 
 @dataclass(frozen=True)
 class PciGpu:
-    """A display or 3D controller of NVIDIA (class 0x0300 or 0x0302, vendor 10de) in /sys; ``device`` like 2335."""
+    """An NVIDIA display or 3D controller (class 0x0300 or 0x0302, vendor 10de) in /sys; ``device`` is like 2335."""
 
     address: str
     device: str
@@ -188,12 +189,12 @@ class PciGpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The node's readings without NVML. An empty string is an unknown.
+    """The node's readings that don't come from NVML. An empty string means unknown.
 
-    ``driver_loaded`` and ``flavour`` are from /proc/driver/nvidia/version. ``modules`` are the loaded ones with a
-    version, among them nouveau. ``libraries`` are versions on disk: libcuda, libnvidia-ml, fabricmanager. ``nodes``
-    are names below /dev. ``cdi_gpus`` is None where there is no CDI spec. ``fabric_manager`` is its unit's state.
-    ``journal_error``: why the Xids are unknown.
+    ``driver_loaded`` and ``flavour`` are from /proc/driver/nvidia/version. ``modules`` maps the loaded modules, nouveau
+    among them, to their versions. ``libraries`` has versions on disk: libcuda, libnvidia-ml, fabricmanager. ``nodes``
+    are names under /dev. ``cdi_gpus`` is None without a CDI spec. ``fabric_manager`` is its unit's state.
+    ``journal_error`` says why the Xids are unknown.
     """
 
     name: str = ""
@@ -220,7 +221,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Seen:
-    """The whole node at one time: what a recording holds."""
+    """The whole node at one point in time: the content of a recording."""
 
     machine: Machine = Machine()
     nvml: Nvml = Nvml()
@@ -232,10 +233,10 @@ Status = Literal["pass", "warn", "fail", "skip", "error"]
 
 @dataclass(frozen=True)
 class Check:
-    """One rule's outcome, of one GPU or (``gpu`` empty) of the node.
+    """One rule's outcome, for one GPU or (``gpu`` empty) for the node.
 
-    ``error``: the check could not be made. ``skip``: it is not for this node, or the GPU has no such thing, and
-    ``detail`` says so. ``code`` is the reason in stable words, empty where the status is ``pass``.
+    ``error``: the check failed to run. ``skip``: it doesn't apply to this node, isn't supported, or wasn't run;
+    ``detail`` says why. ``code`` is a stable identifier of the reason, empty if the status is ``pass``.
     """
 
     id: str
@@ -294,7 +295,7 @@ ENDINGS: Mapping[int, Ending] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of all checks. Only exit code 0 lets a node work."""
+    """The result of all checks. Only a node with exit code 0 may take work."""
 
     exit_code: int
     action: Action
@@ -307,5 +308,5 @@ class Verdict:
 
     @property
     def retry_after_reboot(self) -> bool:
-        """Tell whether to test again after a reboot. A wrong answer isn't: the next may be right by chance."""
+        """Return whether to retest after a reboot. Not after a wrong answer: the next one may be right by chance."""
         return self.exit_code == REBOOT

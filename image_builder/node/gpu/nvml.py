@@ -1,4 +1,4 @@
-"""The driver's management library, libnvidia-ml.so.1, by ctypes: no package is needed. ``readings`` calls it.
+"""The driver's management library, libnvidia-ml.so.1, through ctypes: no package is needed. ``readings`` calls it.
 
 Constants and layouts are those of NVIDIA's nvml.h; a test compares them with the vendor's own Python binding.
 """
@@ -142,7 +142,7 @@ class Utilization(ctypes.Structure):
 
 
 class NvmlError(Exception):
-    """The library answered with an error; ``code`` is its nvmlReturn_t."""
+    """An error that the library returned; ``code`` is its nvmlReturn_t."""
 
     def __init__(self, function: str, code: int) -> None:
         super().__init__(f"{function}: {ERRORS.get(code, 'error')} ({code})")
@@ -150,17 +150,17 @@ class NvmlError(Exception):
 
     @property
     def reason(self) -> str:
-        """Return the reason in ``Gpu.missing``."""
+        """Return the reason as ``Gpu.missing`` records it."""
         if self.code == NOT_SUPPORTED:
             return "not-supported"
-        # A driver that is older than a structure's version says so instead of having no such function.
+        # A driver that is older than a structure's version reports that, instead of lacking the function.
         if self.code in (FUNCTION_NOT_FOUND, NO_SUCH_VERSION):
             return "no-function"
         return f"error: {self}"
 
 
 class Library:
-    """The loaded library. ``native`` is a ctypes library, or what answers as one."""
+    """The loaded library. ``native`` is a ctypes library, or a stand-in for one."""
 
     def __init__(self, native: Any) -> None:
         self._native = native
@@ -187,24 +187,24 @@ class Library:
 
 
 def versioned(kind: type[Any], version: int) -> Any:
-    """Return a structure that says which version it is: its size, and the number in the highest byte."""
+    """Return a structure with its version field set: its size, and the version number in the highest byte."""
     return kind(version=ctypes.sizeof(kind) | version << 24)
 
 
 @contextmanager
 def opened(name: str = LIBRARY) -> Iterator[Library]:
-    """Load the library and let it find the GPUs; raises OSError (no library) and NvmlError."""
+    """Load and initialize the library. Raises OSError (no library) or NvmlError."""
     library = Library(ctypes.CDLL(name))
     library.call("nvmlInit_v2")
     try:
         yield library
     finally:
-        with suppress(NvmlError):  # what was read stays read
+        with suppress(NvmlError):  # the readings are still valid
             library.call("nvmlShutdown")
 
 
 def refused(error: OSError | NvmlError) -> Nvml:
-    """Return the readings where the library couldn't be opened."""
+    """Return the readings of a library that couldn't be opened."""
     if isinstance(error, OSError):
         return Nvml(error=f"library: {error}")
     kind = "mismatch" if error.code == VERSION_MISMATCH else "init"

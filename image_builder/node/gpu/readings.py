@@ -1,7 +1,7 @@
-"""The GPUs' answers through NVML, as the plain values of ``model``.
+"""The GPUs' readings through NVML, as plain values of ``model``.
 
-An answer that can't be had leaves its field None and its reason in ``Gpu.missing``: ``not-supported`` is no error,
-and neither of them is ever a zero.
+A reading that isn't available leaves its field None and the reason in ``Gpu.missing``: ``not-supported`` isn't an
+error, and neither is ever recorded as zero.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CORRECTED, UNCORRECTED = 0, 1  # nvmlMemoryErrorType_t
 VOLATILE, AGGREGATE = 0, 1  # nvmlEccCounterType_t
 DRAM, SRAM = 2, 7  # nvmlMemoryLocation_t
 SENSOR_GPU, THRESHOLD_SLOWDOWN = 0, 1
-LINKS = 18  # more than any GPU has so far that this project knows
+LINKS = 18  # the most of any GPU that this project knows so far
 # nvmlNvLinkErrorCounter_t: replays, recoveries, CRC errors of flits and of data.
 LINK_COUNTERS: Mapping[int, str] = {
     0: "nvlink_replays",
@@ -78,7 +78,7 @@ Entry = tuple[tuple[str, ...], Reader]
 
 
 def look(library: Library) -> Nvml:
-    """Return the readings of the library and of all GPUs; raises NvmlError if it can't count them."""
+    """Return the readings of the library and of all GPUs. Raises NvmlError if the GPUs can't be counted."""
     driver = library.text("nvmlSystemGetDriverVersion", size=80)
     count = library.number("nvmlDeviceGetCount_v2")
     gpus: list[Gpu] = []
@@ -115,7 +115,7 @@ def read_gpu(library: Library, handle: c_void_p, index: int) -> Gpu:
 
 
 def sample(library: Library, handle: c_void_p, gpu: str, seconds: float) -> Sample:
-    """Return one look at a GPU under load; what can't be read is None."""
+    """Return one sample of a GPU under load; values that can't be read are None."""
     values: dict[str, Any] = {}
     for _, reader in UNDER_LOAD:
         try:
@@ -163,7 +163,7 @@ def _memory(library: Library, handle: c_void_p) -> dict[str, Any]:
         reserved = {"memory_reserved_bytes": int(new.reserved)}
         return {"memory_total_bytes": int(new.total), "memory_used_bytes": int(new.used), **reserved}
     except NvmlError:
-        old = Memory()  # here `used` has what is reserved in it
+        old = Memory()  # here `used` includes reserved memory
         library.call("nvmlDeviceGetMemoryInfo", handle, byref(old))
         return {"memory_total_bytes": int(old.total), "memory_used_bytes": int(old.used)}
 
@@ -218,7 +218,7 @@ def _inforom(library: Library, handle: c_void_p) -> dict[str, Any]:
 
 
 def _links(library: Library, handle: c_void_p) -> dict[str, Any]:
-    """Return the state of each link. One past the last is an invalid argument; a GPU without any supports none."""
+    """Return the state of each link. Past the last, NVML reports an invalid argument; without links, no support."""
     states: list[bool] = []
     for link in range(LINKS):
         try:
@@ -298,7 +298,7 @@ def _processes(library: Library, handle: c_void_p) -> dict[str, Any]:
 
 
 def _fields(library: Library, handle: c_void_p) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the readings that exist only as field values, and those that are missing with the reason of each."""
+    """Return the readings that exist only as field values, and the reasons for those that are missing."""
     field_ids = {
         "retired_single_bit": FI_RETIRED_SBE,
         "retired_double_bit": FI_RETIRED_DBE,
@@ -314,7 +314,7 @@ def _fields(library: Library, handle: c_void_p) -> tuple[dict[str, Any], dict[st
     missing: dict[str, str] = {}
     for name, answer in zip(field_ids, requests, strict=True):
         if answer.nvmlReturn != SUCCESS:
-            # A field that this driver doesn't know is an invalid argument to it.
+            # The driver reports a field that it doesn't know as an invalid argument.
             unheard = answer.nvmlReturn == INVALID_ARGUMENT
             code = NOT_SUPPORTED if unheard else answer.nvmlReturn
             missing[name] = NvmlError("nvmlDeviceGetFieldValues", code).reason

@@ -9,8 +9,8 @@
      "calibrations": [{"size": "Standard_ND96isr_H100_v5", "driver": "580.159.04", "agent": "0123456789ab",
                        "from": "16 nodes, ten runs each, 2026-10-02"}]}
 
-Every key has a default; an unknown one is refused. Driver, flavour and kernel are by default what the role nvidia has
-recorded of the bake, in ``gpu-driver.json`` beside it. Without either file no GPU is expected by the preflight; this
+Every key has a default; unknown keys are rejected. Driver, flavor and kernel default to what the role nvidia recorded
+at the bake in ``gpu-driver.json``, next to this file. If neither file exists, the preflight expects no GPUs; this
 program, started by hand, expects them, and asks the platform for the size.
 """
 
@@ -26,7 +26,7 @@ from image_builder.node import settings as settings_files
 from image_builder.node.decode import one_of, shown, within
 from image_builder.node.gpu.sizes import FLAVOURS, OVERRIDABLE, Floor
 
-# What computes wrongly or has lost memory is never let pass, whatever a pool says.
+# A GPU that computes wrongly or has lost memory never passes, whatever the pool's settings say.
 NEVER_WAIVED = ("kat.", "det.", "mem.", "ecc.", "remap", "gpu.", "sku.", "xid.")
 
 
@@ -34,7 +34,7 @@ NEVER_WAIVED = ("kat.", "det.", "mem.", "ecc.", "remap", "gpu.", "sku.", "xid.")
 class Calibration:
     """A record that healthy machines passed. It says nothing about another size, driver or program.
 
-    ``agent`` is the document's ``tool_version``; ``source`` says who, when, and how many machines.
+    ``agent`` is the document's ``tool_version``; ``source`` says who tested how many machines, and when.
     """
 
     size: str
@@ -43,25 +43,25 @@ class Calibration:
     source: str = field(metadata={"key": "from"})
 
     def problems(self) -> Iterator[str]:
-        """Yield what is left empty."""
+        """Yield a problem for each value that is empty."""
         values = {"size": self.size, "driver": self.driver, "agent": self.agent, "from": self.source}
         yield from (f"{key} must not be empty" for key, text in values.items() if not text.strip())
 
     def is_about(self, size: str, driver: str, agent: str) -> bool:
-        """Tell whether it is about machines of this size, with this driver and program."""
+        """Return whether the record covers machines of this size, with this driver and program."""
         return (self.size.lower(), self.driver, self.agent) == (size.lower(), driver, agent)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``expect`` none: this pool has no GPUs, and finding one is an error of the configuration.
+    """The GPUs' settings. ``expect`` none: this pool has no GPUs, and finding one is a configuration error.
 
-    ``vm_size`` empty: asked of the platform. ``driver_version``, ``driver_flavour`` and ``kernel`` are what was
-    baked, empty where that isn't known. ``count`` is how many GPUs an unknown size has. ``waived``: a check by its
-    id that fails is a warning instead, with the reason why. ``own_processes`` may use a GPU before the test.
+    ``vm_size`` empty: the platform is asked. ``driver_version``, ``driver_flavour`` and ``kernel`` are what was
+    baked, empty if that isn't known. ``count`` is how many GPUs an unknown size has. ``waived`` has, by check id, the
+    reason why a failure of that check only warns. ``own_processes`` may use a GPU before the test.
 
-    ``mode`` observe: what the GPUs compute and how fast they are only warns, until ``calibrations`` has a record of
-    this size, driver and program.
+    ``mode`` observe: wrong answers and low speeds only warn until ``calibrations`` has a record for this size, driver
+    and program.
     """
 
     expect: Literal["gpus", "none"] = "gpus"
@@ -113,7 +113,7 @@ def load(directory: Path = settings_files.DIRECTORY) -> Settings:
 
 
 def are_expected(directory: Path = settings_files.DIRECTORY) -> bool:
-    """Tell whether this node should have GPUs: it has their driver or settings, and those don't say `none`.
+    """Return whether this node should have GPUs: one of the two files exists, and ``expect`` isn't ``none``.
 
     Raises NodeError (``settings``).
     """
@@ -122,5 +122,5 @@ def are_expected(directory: Path = settings_files.DIRECTORY) -> bool:
 
 
 def parse(document: Mapping[str, Any]) -> Settings:
-    """Return the settings; raises NodeError (``gpu.settings``) with all that is wrong at once."""
+    """Return the settings. Raises NodeError (``gpu.settings``) that lists all problems at once."""
     return settings_files.parse(Settings, document, "gpu", code="gpu.settings")

@@ -1,8 +1,8 @@
-"""VM sizes with their hardware and floors: ``sizes.json``, read so that a typo can't become a floor.
+"""VM sizes with their hardware and floors: ``sizes.json``, validated so that a typo can't become a floor.
 
-Published tables of this kind have had a value in GB/s where MB/s were meant, a missing digit, and a floor above what
-the part can do: all pass a test for "a number". So each key has its unit, each floor must lie between 0.2 and 1.0 of
-the part's peak, each peak within what any GPU has, and each value says where it is from.
+Published tables of this kind have had GB/s in place of MB/s, a missing digit, and a floor above what the part can do,
+all of which pass a check for "a number". So each key names its unit, each floor must be between 0.2 and 1.0 of the
+part's peak, each peak must be plausible for a GPU, and each value cites its source.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from image_builder.node.decode import one_of, shown, within
 from image_builder.node.errors import NodeError
 
 FORMAT = 1
-# A floor below the first part of the peak tests nothing, one above the second can't be reached.
+# Fractions of the peak: a floor below the first tests nothing, one above the second can't be reached.
 FLOOR_OF_PEAK = (0.2, 1.0)
-# What any GPU from Volta to the next generations may have; a table in other units falls out of these.
+# What any GPU from Volta to the next generations may have; a value in another unit is outside these ranges.
 _PLAUSIBLE: Mapping[str, tuple[float, float]] = {
     "memory_mib": (8_000, 600_000),
     "hbm_peak_gbps": (200, 20_000),
@@ -39,13 +39,13 @@ OVERRIDABLE = ("h2d_floor_gbps", "d2h_floor_gbps", "hbm_floor_gbps", "p2p_floor_
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that is accepted, in the unit of its key, and where that number is from."""
+    """The lowest accepted value, in the unit of its key, and the source of that number."""
 
     value: float
     source: str = field(metadata={"key": "from"})
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with it by itself."""
+        """Yield the problems of the floor itself."""
         if not self.value > 0:
             yield f"value must be above 0, not {shown(self.value)}"
         yield from _source(self.source)
@@ -53,10 +53,10 @@ class Floor:
 
 @dataclass(frozen=True)
 class GpuModel:
-    """A part. ``gbps`` is 10^9 bytes a second in one direction, ``nvlink_peak_gbps`` both directions together.
+    """A part. ``gbps`` is 10^9 bytes per second in one direction; ``nvlink_peak_gbps`` counts both directions.
 
-    ``fabric_state``: the GPU itself tells whether it has joined the NVLink fabric. ``mma_reference_tflops`` is what
-    this project's own kernel reaches on a healthy one; None until it was measured.
+    ``fabric_state``: the GPU itself reports whether it has joined the NVLink fabric. ``mma_reference_tflops`` is what
+    this project's own kernel reaches on a healthy GPU; None until measured.
     """
 
     name_pattern: str
@@ -102,7 +102,7 @@ class GpuModel:
 
 @dataclass(frozen=True)
 class Size:
-    """A VM size: what it has, and the floors. ``local_nvme`` None: not known. ``nvlink_links`` 0: none are used.
+    """A VM size: its hardware, and the floors. ``local_nvme`` None: unknown. ``nvlink_links`` 0: none are used.
 
     ``calibrated``: floors and disks were measured with this test on healthy machines of this size. ``name`` is the
     table's key.
@@ -127,7 +127,7 @@ class Size:
     name: str = ""
 
     def problems(self) -> Iterator[str]:
-        """Yield what is implausible whatever the part is."""
+        """Yield what is implausible regardless of the part."""
         yield from within("count", self.count, 1, 16)
         yield from _plausible("memory_gib", self.memory_gib)
         if self.infiniband_ports:
@@ -145,7 +145,7 @@ class Size:
         yield from _source(self.source)
 
     def problems_with(self, gpu: GpuModel) -> Iterator[str]:
-        """Yield what doesn't fit the part: its floors against the peaks."""
+        """Yield what doesn't fit the part: links, PCIe width, and floors compared with its peaks."""
         yield from within("nvlink_links", self.nvlink_links, 0, gpu.nvlink_links_max)
         if self.pcie_width > gpu.pcie_width:
             yield f"pcie_width must be at most the part's {gpu.pcie_width}, not {self.pcie_width}"
@@ -158,7 +158,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Table:
-    """All sizes, by the lower-case name: Azure's own spelling varies."""
+    """All sizes, by lowercase name: Azure's own spelling varies."""
 
     format: int
     version: str
@@ -167,7 +167,7 @@ class Table:
     about: str = ""
 
     def problems(self) -> Iterator[str]:
-        """Yield what doesn't fit together."""
+        """Yield the inconsistencies of the table."""
         if self.format != FORMAT:
             yield f"format must be {FORMAT}, not {self.format}"
         for key in ("version", "gpus", "sizes"):
@@ -183,7 +183,7 @@ class Table:
                 yield from one_of(f"sizes.{name}.gpu", size.gpu, self.gpus)
 
     def find(self, size: str) -> tuple[Size, GpuModel] | None:
-        """Return a size and its part, None where the table has no such size."""
+        """Return a size and its part, None if the table has no such size."""
         entry = self.sizes.get(size.lower())
         return (entry, self.gpus[entry.gpu]) if entry else None
 
@@ -194,7 +194,7 @@ def load() -> Table:
 
 
 def parse(document: Any) -> Table:
-    """Return a table; raises NodeError (``gpu.sizes``) with all that is wrong with it at once."""
+    """Return a table. Raises NodeError (``gpu.sizes``) that lists all problems at once."""
     table = settings.parse(Table, document, "sizes", code="gpu.sizes")
     return replace(
         table, sizes={name.lower(): replace(size, name=name) for name, size in table.sizes.items()}
@@ -223,9 +223,9 @@ def _floor(key: str, floor: Floor, peak: float) -> Iterator[str]:
 
 
 def floor_peaks(size: Size, gpu: GpuModel) -> dict[str, float]:
-    """Return by key what a floor may not exceed. NVLink: one direction, over the links that lead to other GPUs."""
+    """Return the limit of each floor, by key. NVLink: one direction, over the links that lead to other GPUs."""
     share = size.nvlink_links / gpu.nvlink_links_max if gpu.nvlink_links_max else 0.0
-    # A pair's peak is told for the links that are used (H100 NVL: 12 of 18), so only fewer than these lower it.
+    # A pair's peak is given for the links in use (H100 NVL: 12 of 18), so only fewer links than those lower it.
     nvlink = gpu.nvlink_peak_gbps / 2 * (1.0 if share >= 0.5 else share)
     pcie = gpu.pcie_peak_gbps
     return {
@@ -245,7 +245,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def overridden(size: Size, gpu: GpuModel, overrides: Mapping[str, Floor]) -> tuple[Size, GpuModel]:
-    """Return a size and its part with a pool's own floors. Raises NodeError (``gpu.settings``) as the table would."""
+    """Return a size and its part with a pool's own floors. Raises NodeError (``gpu.settings``) if they are invalid."""
     for_gpu = {key: floor for key, floor in overrides.items() if key == "mma_reference_tflops"}
     for_size = {key: floor for key, floor in overrides.items() if key not in for_gpu}
     own_gpu = replace(gpu, **for_gpu)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Errors that the driver writes to the kernel's log, and what NVIDIA's catalogue says of them (``xids.json``).
+"""Errors that the driver writes to the kernel log, and what NVIDIA's catalogue says about them (``xids.json``).
 
-Read from the journal and only of this boot: text logs have no year, and hold what a repaired machine said before.
+Read from the journal, for this boot only: text logs have no year, and keep what a machine logged before its repair.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from image_builder.node.gpu.model import Xid
 
 FORMAT = 1
 UNKNOWN = "UNKNOWN"
-# Programs of the kernel's ring buffer write the domain with four digits or eight, with or without the function.
+# Messages in the kernel's ring buffer have the domain with four digits or eight, with or without the function.
 _XID = re.compile(r"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)\).*?: (\d+)")
 _OFF_THE_BUS = re.compile(r"NVRM: (?:GPU (?:at )?((?:PCI:)?[0-9a-fA-F:.]+):? )?.*fallen off the bus")
 _FELL_OFF = 79
 _SXID = re.compile(
     r"(nvidia-nvswitch\d+): SXid \(((?:PCI:)?[0-9a-fA-F:.]+)\): (\d+), (Fatal|Non-fatal)\b", re.IGNORECASE
 )
-# ``unsettled``: neither a fault of the GPU nor none, as our own program may have caused it.
+# ``unsettled``: not clearly a fault of the GPU, since our own program may have caused it.
 Level = Literal["info", "warn", "unsettled", "fail"]
 
 
 @dataclass(frozen=True)
 class XidClass:
-    """What an Xid means: before our test began, and during it. ``info`` is only for the record."""
+    """The meaning of an Xid before our test began, and during it. ``info`` is only for the record."""
 
     before: Level
     during: Level
@@ -52,7 +52,7 @@ class Catalogue:
     xids: Mapping[str, tuple[int, ...]]
 
     def problems(self) -> Iterator[str]:
-        """Yield a class that is missing, and numbers with several classes."""
+        """Yield missing classes, and numbers that are in several classes."""
         if self.format != FORMAT:
             yield f"format must be {FORMAT}, not {self.format}"
         for name in sorted({UNKNOWN, *self.xids} - set(self.classes)):
@@ -71,17 +71,17 @@ def load() -> Catalogue:
 
 
 def parse_catalogue(document: Any) -> Catalogue:
-    """Return a catalogue; raises NodeError (``gpu.xids``): an Xid in two classes, an unknown level."""
+    """Return a catalogue. Raises NodeError (``gpu.xids``), for example for an Xid in two classes, an unknown level."""
     catalogue = settings.parse(Catalogue, document, "xids", code="gpu.xids")
     classes = {name: replace(xid_class, name=name) for name, xid_class in catalogue.classes.items()}
     return replace(catalogue, classes=classes)
 
 
 def parse_journal(text: str, boot_id: str) -> tuple[Xid, ...]:
-    """Return the Xids of one boot from ``journalctl -k -o json``, one entry a line, in their order.
+    """Return the Xids of one boot, in order, from ``journalctl -k -o json`` (one entry per line).
 
-    ``boot_id`` is the kernel's, with or without dashes; entries of other boots are left out. Raises ValueError where
-    a line is no entry: a log that can't be read tells nothing.
+    ``boot_id`` is the kernel's, with or without dashes; entries of other boots are left out. Raises ValueError if a
+    line isn't an entry: a log that can't be read proves nothing.
     """
     boot = boot_id.replace("-", "").lower()
     boot_xids: list[Xid] = []
@@ -99,9 +99,9 @@ def parse_journal(text: str, boot_id: str) -> tuple[Xid, ...]:
 
 
 def parse_message(text: str, monotonic_us: int) -> Xid | None:
-    """Return the Xid or SXid of a kernel message, None where it has none.
+    """Return the Xid or SXid in a kernel message, None if it has none.
 
-    A GPU that fell off the bus counts as Xid 79. Of an SXid's several lines the one with its severity counts.
+    A GPU that fell off the bus counts as Xid 79. Of an SXid's several lines, only the one with its severity counts.
     """
     sxid = _SXID.search(text)
     if sxid:
@@ -122,7 +122,7 @@ def _message(value: Any) -> str:
 
 
 def address(text: str) -> str:
-    """Return a PCI address in one spelling, ``0001:00:00``, of any that the driver, NVML and /sys use."""
+    """Convert any spelling of a PCI address that the driver, NVML or /sys uses to ``0001:00:00``."""
     parts = text.removeprefix("PCI:").partition(".")[0].split(":")
     if len(parts) == 2:
         parts.insert(0, "0")
@@ -134,5 +134,5 @@ def address(text: str) -> str:
 
 
 def is_during(xid: Xid, began_us: int | None) -> bool:
-    """Tell whether an Xid came after the test began; ``began_us`` None: it didn't."""
+    """Return whether an Xid came after the test began; ``began_us`` is None if it didn't begin."""
     return began_us is not None and xid.monotonic_us >= began_us

@@ -1,9 +1,9 @@
-"""When a finding counts, and when it is over: a judge without a clock and without I/O.
+"""When a finding counts, and when it is over: pure decisions, without a clock or I/O.
 
-A finding counts as soon as it is found, one that may pass by itself after ``raise_looks`` looks in a row. It is over
-when it has not been found for ``clear_seconds``; each time that it came back within the last hour doubles them, up
-to an hour. So what comes and goes each minute is reported a few times an hour, not sixty times. A check that could
-not look has found neither good nor bad.
+A finding counts as soon as it is found, or, if it may pass by itself, after ``raise_looks`` looks in a row. It is over
+when it has not been found for ``clear_seconds``; each time that it came back within the last hour doubles that, up to
+an hour. So a finding that comes and goes every minute is reported a few times an hour, not sixty times. A check that
+could not look leaves its findings as they were.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ State = Literal["ok", "degraded", "failed"]
 class Alarm:
     """A finding and its history; times are of the monotonic clock.
 
-    ``looks`` is how many in a row have found it, ``last`` when that was; ``raised`` are the times when it began to
-    count, within the last hour or still. ``since`` is the Unix time when it began to count, 0 while it doesn't.
+    ``looks`` is how many looks in a row have found it, ``last`` the time of the latest; ``raised`` are the times when
+    it began to count, within the last hour or still. ``since`` is the Unix time when it began to count, 0 while it
+    doesn't.
     """
 
     check: str
@@ -46,7 +47,7 @@ def step(
     unix: float,
     settings: Settings,
 ) -> tuple[Alarm, ...]:
-    """Return the alarms after a look. ``looked`` has what each check found that could look this time."""
+    """Return the alarms after a look. ``looked`` has the findings of each check that could look this time."""
     current: dict[Key, tuple[str, Finding]] = {}
     for check, findings in looked.items():
         for finding in findings:
@@ -65,7 +66,7 @@ def step(
 
 
 def weigh(finding: Finding, settings: Settings) -> Finding | None:
-    """Return a finding with the severity that the settings give its code, None where it is to be ignored."""
+    """Return a finding with the severity that the settings give its code, None if it is to be ignored."""
     match settings.severities.get(finding.code, finding.severity):
         case "ignore":
             return None
@@ -87,7 +88,7 @@ def _present(
 
 
 def _absent(alarm: Alarm, now: float, settings: Settings) -> Alarm | None:
-    """Return what is left of an alarm whose finding is gone, None when nothing is."""
+    """Return what is left of an alarm whose finding is gone, None if nothing is."""
     hold = min(settings.clear_seconds * 2 ** max(0, len(alarm.raised) - 1), _HOUR)
     recent = tuple(when for when in alarm.raised if now - when <= _HOUR)
     if alarm.counts and now - alarm.last < hold:
@@ -102,6 +103,6 @@ def counting(alarms: Iterable[Alarm]) -> list[Alarm]:
 
 
 def state(alarms: Iterable[Alarm]) -> State:
-    """Return what the node is: failed with anything that fails it, degraded with a warning."""
+    """Return the node's state: failed if any alarm that counts is a failure, degraded if there are only warnings."""
     severities = {alarm.finding.severity for alarm in counting(alarms)}
     return "failed" if "fail" in severities else "degraded" if severities else "ok"

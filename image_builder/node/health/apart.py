@@ -1,10 +1,10 @@
 """Work in a forked process, which may hang.
 
-A call into a driver can wait in the kernel for ever, and then not even SIGKILL ends it. So the process is left
-behind and remembered: none is started beside it.
+A driver call can block in the kernel forever, and then not even SIGKILL ends the process. So it is left behind and
+remembered, and no other is started as long as it exists.
 
-It is no program but a copy of this one: a check is a function, and starting the agent again would cost more than all
-checks of a look.
+It isn't a separate program but a fork of this one: a check is a function, and starting the agent again would cost more
+than all checks of a look.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 from image_builder.node.errors import NodeError
 
 _MOST_BYTES = 4 << 20
-# What a process gets to end in, once it has answered or was killed.
+# How long a process has to exit, once it has answered or was killed.
 _END_SECONDS = 1.0
 
 
 class HungError(NodeError):
-    """It did not end in time. ``process`` is what to remember of it: its id, and when it was started."""
+    """The process did not end in time. ``process`` identifies it for later: its ID, and when it was started."""
 
     def __init__(self, task: str, process: tuple[int, str]) -> None:
         super().__init__("health.hung", f"{task} hangs in process {process[0]}")
@@ -34,7 +34,7 @@ class HungError(NodeError):
 
 
 def started(pid: int, proc: Path = Path("/proc")) -> str:
-    """Return when a process was started, in the kernel's words; empty where there is none, or it has ended."""
+    """Return a process's start time as the kernel writes it; empty if there is no such process, or it has ended."""
     try:
         text = (proc / str(pid) / "stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -53,8 +53,8 @@ def run(
 ) -> Any:
     """Return what ``work`` returns, which must be JSON. Raises NodeError (``health.failed``), HungError.
 
-    ``hung`` is the process of an earlier HungError: none is started beside it while it is there. No thread may run:
-    this forks.
+    ``hung`` is the process of an earlier HungError: no other is started as long as it exists. No other thread may be
+    running, since this forks.
     """
     if hung and hung[1] and started(hung[0], proc) == hung[1]:
         raise HungError(task, (hung[0], hung[1]))
@@ -67,7 +67,7 @@ def run(
         data = _receive(readable, time.monotonic() + seconds)
     finally:
         os.close(readable)
-    # What it has of a driver is closed as it ends: that may hang, too.
+    # Its driver handles are closed as it exits: that may hang, too.
     if data is None or not _reap(pid, time.monotonic() + _END_SECONDS):
         born = started(pid)
         os.kill(pid, signal.SIGKILL)
@@ -83,11 +83,11 @@ def run(
 
 
 def _work(work: Callable[[], Any], writable: int) -> None:
-    """Work, write the answer and end, whatever happens: this process is a copy of the other."""
+    """Work, write the answer and exit, whatever happens: this process is a copy of its parent."""
     try:
         try:
             answer = {"value": work()}
-        except Exception as error:  # whatever it is, the other process reports it
+        except Exception as error:  # whatever it is, the parent reports it
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         with os.fdopen(writable, "w", encoding="utf-8") as stream:
             json.dump(answer, stream)
@@ -96,7 +96,7 @@ def _work(work: Callable[[], Any], writable: int) -> None:
 
 
 def _receive(readable: int, until: float) -> bytes | None:
-    """Return all that is written before the other end is closed, None where that takes too long."""
+    """Return everything that is written before the other end is closed, None if that takes too long."""
     parts: list[bytes] = []
     while (remaining := until - time.monotonic()) > 0:
         if not select.select([readable], [], [], remaining)[0]:
@@ -109,7 +109,7 @@ def _receive(readable: int, until: float) -> bytes | None:
 
 
 def _reap(pid: int, until: float) -> bool:
-    """Wait for a process that ends, or was killed, for a moment; tell whether it is gone. One that isn't is left."""
+    """Wait for a process that is exiting or was killed; return whether it is gone. One that isn't is left behind."""
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
         if time.monotonic() >= until:
             return False

@@ -1,18 +1,18 @@
 """``node-agent health-endpoint``: this node's state for Azure's Application Health extension, on loopback.
 
-The extension (Microsoft.ManagedServices.ApplicationHealthLinux 2.0, "rich health states") asks an address on loopback
-and takes from an answer with status 2xx::
+The extension (Microsoft.ManagedServices.ApplicationHealthLinux 2.0, "rich health states") polls an address on loopback
+and reads from an answer with status 2xx::
 
     {"ApplicationHealthState": "Healthy", "customMetrics": "{\\"rollingUpgrade\\": {...}}"}
 
-with ``Healthy`` or ``Unhealthy``; everything else, as any other status, is ``Unknown``, and ``Initializing`` while its
-grace period lasts. ``customMetrics`` is JSON in a string: ``PhaseOrderingNumber`` says in which phase of a rolling
-upgrade this machine is, ``SkipUpgrade`` that it is left out.
+with ``Healthy`` or ``Unhealthy``; anything else, including any other status, is ``Unknown``, or ``Initializing`` during
+its grace period. ``customMetrics`` is JSON in a string: ``PhaseOrderingNumber`` is this machine's phase in a rolling
+upgrade, ``SkipUpgrade`` says that it is left out.
 https://learn.microsoft.com/azure/virtual-machine-scale-sets/virtual-machine-scale-sets-health-extension,
 https://learn.microsoft.com/azure/virtual-machine-scale-sets/virtual-machine-scale-sets-rolling-upgrade-custom-metrics
 
-Serves one address, ``GET /health``. Each answer is read from the files that other commands leave in ``/run/node``, so
-nothing is started or asked for it. What they mean is decided without any I/O.
+Serves one endpoint, ``GET /health``. Each answer comes from the files that other commands leave in ``/run/node``, so a
+request starts and queries nothing. Interpreting the files takes no I/O.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from image_builder.node.net import serving
 from image_builder.node.preflight import model
 
 State = Literal["Initializing", "Healthy", "Unhealthy", "Unknown"]
-# What counts first where the parts of a node differ.
+# Which state takes precedence if the parts of a node differ.
 _ORDER: tuple[State, ...] = ("Unhealthy", "Unknown", "Initializing")
 OK, UNAVAILABLE = 200, 503
 ADDRESS, PATH = "127.0.0.1", "/health"
@@ -48,7 +48,7 @@ _DOCUMENTS = {"preflight": "preflight", "join": "provision", "health": "health"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a node is, and why it is not ``Healthy``: ``reasons`` are for people."""
+    """A node's state, and why it isn't ``Healthy``: ``reasons`` are for people."""
 
     state: State
     reasons: tuple[str, ...] = ()
@@ -56,10 +56,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Documents:
-    """What lies in ``/run/node``. None is a file that is not there, ``damaged`` names those that can't be read.
+    """The contents of ``/run/node``. None is a file that doesn't exist; ``damaged`` names those that can't be read.
 
-    ``expected`` are the documents that this image makes, ``sections`` those of the status that a boot fills. ``now`` is
-    Unix time, as the documents have it.
+    ``expected`` are the documents that this image produces, ``sections`` the sections of the status that a boot fills.
+    ``now`` is Unix time, as in the documents.
     """
 
     boot_id: str
@@ -74,12 +74,12 @@ class Documents:
 
     @property
     def vm_id(self) -> str:
-        """Return the machine's id, empty before the joining has asked for it."""
+        """Return the machine's id, empty until the join has asked for it."""
         return str((self.provision or {}).get("vm_id", ""))
 
 
 def judge(documents: Documents, stale_seconds: float) -> Verdict:
-    """Return what a node's own documents come to; the worst of them counts."""
+    """Return the verdict on a node's own documents; the worst of them counts."""
     parts: list[tuple[State, str]] = [
         *(("Unknown", f"{name} can't be read") for name in documents.damaged),
         *_sections(documents),
@@ -112,7 +112,7 @@ def _preflight(documents: Documents) -> Iterator[tuple[State, str]]:
     if not document:
         yield "Initializing", "the preflight is not finished"
     elif document.get("state") == model.FAILED:
-        # What the gate holds must not be repaired meanwhile.
+        # A node that the gate holds must not be repaired meanwhile.
         is_held = document.get("action") == "none"
         yield "Unknown" if is_held else "Unhealthy", f"preflight: {document.get('code')}"
     elif document.get("state") != model.PASSED:
@@ -132,7 +132,7 @@ def _health(documents: Documents, stale_seconds: float) -> Iterator[tuple[State,
     if not document:
         yield "Initializing", "no health check has run yet"
         return
-    # Of either sign: the clock may have been set since.
+    # Either sign counts: the clock may have been set since.
     age = abs(documents.now - float(document.get("time", 0.0)))
     if age > stale_seconds:
         yield "Unknown", f"the last health check was {age:.0f} s ago"
@@ -147,17 +147,17 @@ def _health(documents: Documents, stale_seconds: float) -> Iterator[tuple[State,
 
 @dataclass(frozen=True)
 class Memory:
-    """What is remembered between two questions. ``since`` is when it began to initialize (monotonic), None: not."""
+    """The state between two requests. ``since`` is when the node began to initialize (monotonic), None if it isn't."""
 
     was_healthy: bool = False
     since: float | None = None
 
 
 def step(before: Memory, verdict: Verdict, now: float, grace_seconds: float) -> tuple[Memory, Verdict]:
-    """Return what is answered, and what is remembered: initializing is not for ever.
+    """Return the state to remember, and the verdict to answer with: a node can't initialize forever.
 
-    A node that was healthy in this boot and is prepared again (the preflight was restarted by hand) stays Healthy
-    meanwhile: nothing bad is known of it, and an instance repair must not end what a person does there.
+    A node that was healthy in this boot and is being prepared again (the preflight was restarted by hand) stays Healthy
+    meanwhile: nothing bad is known about it, and an instance repair must not interrupt what a person is doing there.
     """
     if verdict.state != "Initializing":
         return Memory(before.was_healthy or verdict.state == "Healthy"), verdict
@@ -182,8 +182,8 @@ def phase(vm_id: str, phases: int) -> int:
 
 
 def answer(verdict: Verdict, upgrade: Upgrade) -> tuple[int, dict[str, Any]]:
-    """Return status and body. What the extension does not know (reasons, busy) is for people; it ignores that."""
-    # A node whose GPUs are tested again is busy, too.
+    """Return status and body. Fields unknown to the extension (reasons, busy) are for people; it ignores them."""
+    # A node whose GPUs are being tested again is busy, too.
     skip = bool(upgrade.busy) or (verdict.state == "Healthy" and bool(verdict.reasons))
     metrics = {"rollingUpgrade": {"PhaseOrderingNumber": upgrade.phase, "SkipUpgrade": skip}}
     body = {
@@ -203,8 +203,8 @@ class Settings:
     """``/etc/node-agent/health-endpoint.json``, as the role node_health writes it.
 
     ``grace_seconds``: how long a node may initialize. ``stale_seconds``: how old the last look at it may be.
-    ``phases``: of a rolling upgrade. ``lease_seconds``: how long a lease counts after its last change.
-    ``idle_gpu_users``: how often an idle node has ``/dev/nvidia-uvm`` open.
+    ``phases``: how many a rolling upgrade has. ``lease_seconds``: how long a lease counts after its last change.
+    ``idle_gpu_users``: how many times an idle node has ``/dev/nvidia-uvm`` open.
     """
 
     port: int = 10299
@@ -224,24 +224,24 @@ class Settings:
 
 @dataclass(frozen=True)
 class Places(status.Places):
-    """And the kernel's devices, and the list of preloaded images."""
+    """The places of the status, the kernel's devices, and the list of preloaded images."""
 
     sys: Path = Path("/sys")
     listed: Path = layout.LIST
 
     @property
     def leases(self) -> Path:
-        """Return the directory whose files are the leases of jobs."""
+        """Return the directory with the jobs' leases, one file each."""
         return self.run / "busy"
 
 
 def parse(document: Mapping[str, Any]) -> Settings:
-    """Return the settings; raises NodeError (``settings``) with everything that is wrong."""
+    """Return the settings. Raises NodeError (``settings``) that lists all problems at once."""
     return settings_files.parse(Settings, document, "health-endpoint")
 
 
 def look(places: Places, boot_id: str) -> Documents:
-    """Read what is known of the node. Raises no error: what can't be read is named."""
+    """Read what is known about the node. Raises no error: files that can't be read are named in ``damaged``."""
     documents: dict[str, Any] = {}
     damaged = []
     for name in ("status", *_DOCUMENTS.values()):
@@ -270,12 +270,12 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def busy(places: Places, settings: Settings) -> tuple[str, ...]:
-    """Return what says that a job runs here: live leases, and programs that have the GPUs.
+    """Return the signs that a job is running here: live leases, and programs that use the GPUs.
 
-    A lease is a file in ``/run/node/busy``; it counts until ``lease_seconds`` after its time of modification, so that
-    one that was left behind ends by itself, and a job that is longer touches it or dates it ahead. Every CUDA program
-    has ``/dev/nvidia-uvm`` open, and the kernel counts that as references to its module: one file to read, right in
-    containers too, and right again when a program was killed.
+    A lease is a file in ``/run/node/busy``; it counts until ``lease_seconds`` after its modification time, so that a
+    leftover lease expires by itself; a longer job touches the file or dates it ahead. Every CUDA program has
+    ``/dev/nvidia-uvm`` open, and the kernel counts that as references to its module: one file to read, correct for
+    containers too, and correct again after a program was killed.
     """
     reasons = [f"lease {name}" for name in _leases(places.leases, time.time() - settings.lease_seconds)]
     users = _gpu_users(places.sys)
@@ -307,7 +307,7 @@ def _gpu_users(sys: Path) -> int:
 
 
 class Endpoint:
-    """Answers for a node; remembers of earlier questions what ``application.step`` needs."""
+    """Answers for a node; remembers what ``application.step`` needs to know about earlier requests."""
 
     def __init__(self, settings: Settings, places: Places) -> None:
         self._settings, self._places = settings, places
@@ -315,7 +315,7 @@ class Endpoint:
         self._memory, self._lock = Memory(), threading.Lock()
 
     def answer(self) -> tuple[int, dict[str, Any]]:
-        """Return status and body for one question."""
+        """Return status and body for one request."""
         settings = self._settings
         documents = look(self._places, self._boot_id)
         verdict = judge(documents, settings.stale_seconds)
@@ -327,7 +327,7 @@ class Endpoint:
 
 
 def open_server(settings: Settings, places: Places) -> serving.Server:
-    """Return a server that has its port already. Raises OSError."""
+    """Return a server that is already bound to its port. Raises OSError."""
     endpoint = Endpoint(settings, places)
 
     class Handler(serving.Handler):

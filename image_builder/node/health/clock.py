@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Clock:
-    """``offset`` is what the kernel still has to correct; ``error`` is estimated, ``worst`` a bound. In seconds."""
+    """The clock's state, in seconds: ``offset`` is still to be corrected, ``error`` is estimated, ``worst`` a bound."""
 
     synchronized: bool
     offset: float
@@ -32,7 +32,7 @@ class Clock:
 
 
 def check(look: Look) -> Outcome:
-    """Ask the kernel. Raises OSError."""
+    """Query the kernel. Raises OSError."""
     clock = read(look.places.proc)
     samples = (
         Sample("clock_synchronized", float(clock.synchronized)),
@@ -45,7 +45,7 @@ def check(look: Look) -> Outcome:
 
 def read(proc: Path) -> Clock:
     """Return the state of the kernel's clock; changes nothing. Raises OSError."""
-    data = ctypes.create_string_buffer(_SIZE)  # modes 0: a question
+    data = ctypes.create_string_buffer(_SIZE)  # modes 0: only read
     state = _libc.adjtimex(data)
     if state < 0:
         code = ctypes.get_errno()
@@ -55,7 +55,7 @@ def read(proc: Path) -> Clock:
 
 
 def parse(data: bytes, state: int, uptime: float) -> Clock:
-    """Return what a ``struct timex`` and the call's result say."""
+    """Return the clock's state from a ``struct timex`` and the call's result."""
     _modes, offset, _frequency, worst, error, status = _FIELDS.unpack_from(data)
     unit = 1e-9 if status & _STA_NANO else 1e-6
     is_kept = state != _TIME_ERROR and not status & _STA_UNSYNC
@@ -65,7 +65,7 @@ def parse(data: bytes, state: int, uptime: float) -> Clock:
 def rule(clock: Clock, settings: Settings) -> list[Finding]:
     """Return what is wrong with the clock.
 
-    That nothing keeps it is a warning: time servers are shared, and a clock runs on for hours without them.
+    An unsynchronized clock is only a warning: time servers are shared, and a clock keeps time for hours without them.
     """
     if not clock.synchronized:
         if clock.uptime < _GRACE_SECONDS:

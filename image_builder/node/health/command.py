@@ -33,7 +33,7 @@ from image_builder.node.net.retry import backoff
 
 FORMAT = 1
 LOCK_SECONDS = 20.0
-# A timer is never exact: a check that is almost due is due.
+# A timer is never exact: a check that is almost due counts as due.
 _SLACK_SECONDS = 5.0
 Check = Callable[[Look], Outcome]
 
@@ -41,7 +41,7 @@ Check = Callable[[Look], Outcome]
 def checks() -> dict[str, Check]:
     """Return every check by its name.
 
-    Those that fork come first: the network's and the platform's may leave a thread behind.
+    Those that fork come first: the checks of the network and the platform may leave a thread behind.
     """
     return {
         "nvme": storage.check_drives,
@@ -64,13 +64,13 @@ def run(
 ) -> int:
     """Look, report what changed, and write the result; print it with ``as_json``.
 
-    Returns 0, whatever was found; 1 where the metrics could not be written. Raises NodeError (``settings``), OSError.
+    Return 0, whatever was found; 1 if the metrics could not be written. Raises NodeError (``settings``), OSError.
     """
     settings = parse(settings_files.load("health", directory))
     places.run.mkdir(parents=True, exist_ok=True)
     boot_id = status.boot_id(places.proc / status.BOOT_ID.relative_to("/proc"))
     path = places.run / "health-state.json"
-    # Less than the unit gives it: a look that waits for a late one must not be killed.
+    # Less than the unit's timeout: a look that is waiting for a late one must not be killed.
     with files.lock(places.run / "health.lock", LOCK_SECONDS):
         before, trouble = memory.load(path, boot_id)
         if trouble:
@@ -113,14 +113,14 @@ def look_at_all(
 
 
 def is_due(last: memory.Last, interval: float, now: float) -> bool:
-    """Tell whether a check is to look again."""
+    """Return whether a check is due."""
     return last.at < 0 or (now >= last.not_before and now - last.at >= interval - _SLACK_SECONDS)
 
 
 def _look(
     check: Check, last: memory.Last, settings: Settings, places: Places
 ) -> tuple[memory.Last, tuple[Finding, ...] | None]:
-    """Look once; one check's trouble, a bug included, is not another's."""
+    """Look once; one check's error, even a bug, doesn't affect the others."""
     began, unix = time.monotonic(), time.time()
     try:
         outcome = check(Look(settings, places, began, last.memory))
@@ -179,14 +179,14 @@ def document(
 def report_condition(
     reported: report.Reported, node_condition: report.Condition, host: str, settings: Settings
 ) -> report.Reported:
-    """Set the node's condition and its physical host where one changed; return what is remembered of that."""
+    """Set the node's condition and its physical host if either changed; return what to remember about it."""
     now = time.monotonic()
-    # No kubeconfig: the node has not joined yet, which is no failure.
+    # No kubeconfig: the node has not joined yet, which isn't a failure.
     if not settings.condition or not report.due(reported, node_condition, host, now):
         return reported
     if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
         return reported
-    from image_builder.node.net import kube  # only at a change: TLS takes as long to load as all else
+    from image_builder.node.net import kube  # only on a change: TLS takes as long to load as everything else
 
     try:
         client, node = kube.as_kubelet(Path(settings.kubeconfig), settings.node_name)
@@ -210,7 +210,7 @@ def report_condition(
 
 
 def write_metrics(latest: memory.Memory, settings: Settings) -> bool:
-    """Write what node-exporter collects; tell whether that could be done."""
+    """Write the metrics for node-exporter to collect; return whether that succeeded."""
     path = Path(settings.textfile_directory) / "node_health.prom"
     try:
         files.write(path, report.metrics(samples(latest)).encode(), durable=False)
@@ -221,7 +221,7 @@ def write_metrics(latest: memory.Memory, settings: Settings) -> bool:
 
 
 def samples(latest: memory.Memory) -> list[Sample]:
-    """Return all metrics: those of the checks, and of this program."""
+    """Return all metrics: those of the checks, and those of this program."""
     state = alarms.state(latest.alarms)
     values = [Sample("state", float(name == state), {"state": name}) for name in get_args(alarms.State)]
     for alarm in alarms.counting(latest.alarms):
@@ -245,7 +245,7 @@ def samples(latest: memory.Memory) -> list[Sample]:
 
 
 def _peak_kib() -> int:
-    """Return the most memory that this program had. Unlike getrusage(2) that leaves out what started it."""
+    """Return this program's peak memory. Unlike getrusage(2), this excludes the process that started it."""
     text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     return int(text.partition("VmHWM:")[2].split()[0])
 

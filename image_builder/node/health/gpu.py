@@ -1,7 +1,7 @@
-"""GPUs at work, as NVML has them: read, never tested. The jobs that run here keep the whole GPU.
+"""GPUs at work, as NVML reports them: read, never tested. Running jobs keep the whole GPU.
 
-NVML is read in a process of its own, since a call into the driver of a GPU that is gone may never return. Its modules
-are loaded only where there are GPUs.
+NVML is read in a process of its own, since a driver call for a GPU that is gone may never return. Its modules are
+loaded only if there are GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SECONDS = 20.0
 
 
 def read_nvml() -> dict[str, Any]:
-    """Return NVML's answers as JSON; what keeps it from answering is an answer, too."""
+    """Return NVML's answers as JSON; if it can't answer, the reason is the answer."""
     from image_builder.node.gpu import nvml, readings
 
     try:
@@ -35,7 +35,7 @@ def read_nvml() -> dict[str, Any]:
 
 
 def check(look: Look, read: Callable[[], Mapping[str, Any]] = read_nvml) -> Outcome:
-    """Ask NVML, where the machine has GPUs. Raises NodeError (``health.failed``), ValueError."""
+    """Query NVML if the machine has GPUs. Raises NodeError (``health.failed``), ValueError."""
     expected = len(sysfs.nvidia_gpus(look.places.sys))
     if not expected:
         return Outcome()
@@ -58,7 +58,7 @@ def check(look: Look, read: Callable[[], Mapping[str, Any]] = read_nvml) -> Outc
 def rule(reading: Nvml, expected: int, links: Mapping[str, int]) -> list[Finding]:
     """Return what is wrong with GPUs.
 
-    ``expected`` is how many are on the bus, ``links`` how many NVLinks of each were active at best in this boot.
+    ``expected`` is how many are on the bus, ``links`` the most NVLinks that were active on each in this boot.
     """
     if reading.error:
         return [Finding("gpu.driver", "nvml", "fail", reading.error, "reboot", patient=True)]
@@ -99,7 +99,7 @@ def _link_findings(gpu: Gpu, best: int) -> Iterable[Finding]:
 
 
 def samples(reading: Nvml, expected: int) -> list[Sample]:
-    """Return the metrics of GPUs; what one can't say is left out."""
+    """Return the metrics of GPUs; readings that a GPU lacks are left out."""
     samples = [Sample("gpu_expected", expected), Sample("gpu_answering", len(reading.gpus))]
     for gpu in reading.gpus:
         values = {

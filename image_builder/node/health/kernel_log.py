@@ -1,7 +1,7 @@
-"""The kernel's log since the last look: I/O errors, filesystems that gave up, Xids.
+"""The kernel's log since the last look: I/O errors, filesystem failures, Xids.
 
-Read from /dev/kmsg, record by record, up to its end. The number of the last record is remembered. What was
-overwritten between two looks is counted as lost.
+Read from /dev/kmsg, record by record, up to its end. The number of the last record is remembered. Records that were
+overwritten between two looks are counted as lost.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from image_builder.node.gpu import xids
 from image_builder.node.health import storage
 from image_builder.node.health.model import Finding, Look, Outcome, Sample, Severity
 
-_RECORD_BYTES = 8192  # the longest that the kernel gives
-_KERNEL = 0  # syslog's facility of the kernel's own records; it never gives that to a program's
+_RECORD_BYTES = 8192  # the longest that the kernel returns
+_KERNEL = 0  # syslog's facility for the kernel's own records, never for a program's
 _DETAIL = 200
-# How many different things are remembered, and how long after it was last seen a trouble counts.
+# How many troubles are remembered, and how long each counts after it was last seen.
 _MOST = 64
 _HOLD_SECONDS: Mapping[str, float] = {
     "drive.io-errors": 3600.0,
     "drive.timeouts": 3600.0,
     "filesystem.error": 86400.0,
 }
-# Devices that make such lines without any harm: no medium in them, or made of a file that was taken away.
+# Devices for which such lines are harmless: they have no medium, or their backing file was removed.
 _HARMLESS = re.compile(r"(?:fd|sr|loop|nbd|zram)\d+")
 _DEVICE = r"([a-z][\w-]*)"
 _TROUBLES: tuple[tuple[str, re.Pattern[str]], ...] = (
@@ -67,7 +67,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What the log told of one device: ``count`` times, ``last`` at so many seconds since boot."""
+    """A problem of one device in the log: seen ``count`` times, the last time ``last`` seconds after boot."""
 
     code: str
     subject: str
@@ -77,14 +77,14 @@ class Trouble:
 
 
 Verdict = tuple[Severity | None, Action]
-# The catalogue's words for an Xid that no test of ours provoked.
+# The catalogue's levels for an Xid that wasn't provoked by our test.
 _LEVELS: Mapping[str, Severity | None] = {"info": None, "warn": "warn", "fail": "fail"}
 Judge = Callable[[int], Verdict]
 """What an Xid means: None is nothing to worry about."""
 
 
 def check(look: Look, judge: Judge) -> Outcome:
-    """Read what is new, and judge it with what was known. Raises OSError."""
+    """Read the new records, and judge them together with earlier troubles. Raises OSError."""
     last = int(look.memory.get("number", -1))
     records, lost = collect(read(look.places.dev / "kmsg"), last)
     earlier = [Trouble(**item) for item in look.memory.get("troubles", [])]
@@ -103,14 +103,14 @@ def check(look: Look, judge: Judge) -> Outcome:
 
 
 def own_devices(look: Look) -> frozenset[str]:
-    """Return the devices that hold the configured paths: the node's own, no volume of a pod's."""
+    """Return the devices that hold the configured paths: the node's own, not the volumes of pods."""
     mounted = mounts.listed(look.places.proc)
     holders = [storage.containing(os.path.realpath(path), mounted) for path in look.settings.paths]
     return storage.disks_below({mount.device for mount in holders if mount}, look.places.sys)
 
 
 def read(path: Path) -> Iterator[bytes]:
-    """Yield what the kernel's buffer holds, a record at a time; raises OSError."""
+    """Yield the contents of the kernel's buffer, one record at a time. Raises OSError."""
     with files.descriptor(path, os.O_NONBLOCK) as fd:
         while True:
             try:
@@ -119,7 +119,7 @@ def read(path: Path) -> Iterator[bytes]:
                 return  # the end
             except OSError as error:
                 if error.errno == errno.EPIPE:
-                    continue  # it was overwritten while it was read: the next one is there
+                    continue  # it was overwritten before it could be read: the next one is available
                 raise
             if not record:
                 return
@@ -144,7 +144,7 @@ def collect(raw: Iterable[bytes], last: int) -> tuple[list[Record], int]:
 
 
 def find(records: Iterable[Record]) -> list[Trouble]:
-    """Return what is wrong by the log, one for each record that tells of trouble."""
+    """Return the troubles in the log, one for each record that reports one."""
     troubles = []
     for record in records:
         if record.is_kernels and (named := trouble(record.text)):
@@ -154,9 +154,9 @@ def find(records: Iterable[Record]) -> list[Trouble]:
 
 
 def trouble(text: str) -> tuple[str, str] | None:
-    """Return code and subject of a line; ``gpu.xid`` and ``gpu.sxid`` have the number before the PCI address.
+    """Return code and subject of a line; for ``gpu.xid`` and ``gpu.sxid`` the subject is number and PCI address.
 
-    Only fatal SXids are trouble: the others come with every boot of a machine with NVSwitches.
+    Only fatal SXids are trouble: the others occur on every boot of a machine with NVSwitches.
     """
     if "NVRM:" in text or "SXid" in text:
         xid = xids.parse_message(text, 0)
@@ -172,7 +172,7 @@ def trouble(text: str) -> tuple[str, str] | None:
 
 
 def merge(earlier: Iterable[Trouble], new: Iterable[Trouble]) -> list[Trouble]:
-    """Return all troubles, one for each code and subject; of too many the latest."""
+    """Return all troubles, one for each code and subject; if there are too many, only the latest."""
     troubles = {(trouble.code, trouble.subject): trouble for trouble in earlier}
     for trouble in new:
         before = troubles.get((trouble.code, trouble.subject))
@@ -182,9 +182,9 @@ def merge(earlier: Iterable[Trouble], new: Iterable[Trouble]) -> list[Trouble]:
 
 
 def rule(troubles: Iterable[Trouble], now: float, own: frozenset[str], judge: Judge) -> list[Finding]:
-    """Return what is wrong. A device that isn't the node's ``own`` is a volume of some pod's: a warning.
+    """Return what is wrong. A device that isn't one of the node's ``own`` is some pod's volume, and only warns.
 
-    An Xid counts until the next boot, by its class, and so does a fatal SXid.
+    An Xid counts until the next boot, with the severity of its class, and so does a fatal SXid.
     """
     findings = []
     for trouble in troubles:
@@ -208,7 +208,7 @@ def rule(troubles: Iterable[Trouble], now: float, own: frozenset[str], judge: Ju
 
 
 def is_own(device: str, own: frozenset[str]) -> bool:
-    """Tell whether a device is one of the node's own, or the controller of one."""
+    """Return whether a device is one of the node's own, or the controller of one."""
     return device in own or any(re.fullmatch(rf"{re.escape(device)}n\d+(?:p\d+)?", name) for name in own)
 
 
@@ -232,7 +232,7 @@ def samples(troubles: Iterable[Trouble], lost: int) -> list[Sample]:
 
 
 def catalogue() -> Judge:
-    """Return what tells an Xid's meaning by NVIDIA's catalogue. Raises NodeError (``gpu.xids``)."""
+    """Return a judge of Xids that uses NVIDIA's catalogue. Raises NodeError (``gpu.xids``)."""
     entries = xids.load()
 
     def judge(number: int) -> Verdict:

@@ -1,8 +1,7 @@
 """The platform's plans for this machine: Azure's Scheduled Events, from the metadata service.
 
-https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. Nothing is ever acknowledged: that would
-let the event begin. The first request of a machine's life can take two minutes to be answered; until then the check
-could not look.
+https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. Events are never acknowledged: that would let
+them begin. The answer to a machine's very first request can take two minutes; until then the check can't look.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 _TIMEOUT = 5.0
 _REST_SECONDS, _MOST_REST = 60.0, 3600.0
-# The machine goes on where it was; all others end or restart it.
+# After these the machine continues where it was; all others end or restart it.
 _PAUSES = ("Freeze",)
 
 
@@ -99,7 +98,7 @@ def _seconds(date: str) -> float:
 
 
 def rule(events: Iterable[Event]) -> list[Finding]:
-    """Return what this machine has to expect; an event that is over is none."""
+    """Return what this machine has to expect; events that are over don't count."""
     findings = []
     for event in events:
         if event.status in ("Completed", "Canceled"):

@@ -1,4 +1,4 @@
-"""The state between two looks: ``health-state.json`` in the node's directory below /run, gone with the boot."""
+"""The state between two looks: ``health-state.json`` in the node's directory under /run, lost on reboot."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Last:
-    """What is known of a check: its last outcome and when that was, what it remembers, and why it could not look.
+    """What is known about a check: its last outcome and when that was, what it remembers, and why it could not look.
 
-    ``at`` and ``not_before`` are of the monotonic clock, ``unix`` is the same as Unix time.
+    ``at`` and ``not_before`` are times of the monotonic clock, ``unix`` is ``at`` as Unix time.
     """
 
     at: float = -1.0
@@ -34,7 +34,7 @@ class Last:
 
 @dataclass(frozen=True)
 class Memory:
-    """All that is remembered. It is of one boot: the clock and the counters start over with the next."""
+    """Everything that is remembered. Valid for one boot: the clock and the counters start over with the next."""
 
     boot_id: str = ""
     checks: Mapping[str, Last] = field(default_factory=dict)
@@ -43,13 +43,13 @@ class Memory:
 
 
 def after(last: Last, outcome: Outcome, now: float, unix: float, seconds: float) -> Last:
-    """Return what is known of a check that looked."""
+    """Return what is known about a check that has looked."""
     rest = now + outcome.rest_seconds
     return Last(now, unix, seconds, "", rest, outcome.samples, {**last.memory, **outcome.memory})
 
 
 def load(path: Path, boot_id: str) -> tuple[Memory, str]:
-    """Return what the last look left, and why that is nothing where it should be something."""
+    """Return the state that the last look left, and a message if that is damaged."""
     try:
         document = json.loads(path.read_bytes())
         if (document.pop("format"), document["boot_id"]) != (FORMAT, boot_id):

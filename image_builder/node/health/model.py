@@ -1,4 +1,4 @@
-"""Findings and metrics of a look at the node, and what a check is given. Nothing here does anything."""
+"""Findings and metrics of a look at the node, and the input of a check. Data only."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Key = tuple[str, str]
 class Finding:
     """Something that is wrong. ``code`` is stable, lower-case words with a dot; ``subject`` a path, a device, a name.
 
-    ``fail``: no new work should come to this node. ``warn``: people should know, as of a cause that many nodes share.
+    ``fail``: this node should get no new work. ``warn``: people should know, for example if many nodes share the cause.
     ``patient``: it may pass by itself, so it counts only when several looks in a row have found it. ``action`` is
-    what would help, in the words of the preflight.
+    what would help, in the preflight's terms.
     """
 
     code: str
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a look came to. ``memory`` is given to the next look (JSON); ``rest_seconds``: no look before that."""
+    """The result of a look. ``memory`` (JSON) is passed to the next look, at least ``rest_seconds`` later."""
 
     findings: tuple[Finding, ...] = ()
     samples: tuple[Sample, ...] = ()
@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a node is looked at, and where results go; others only in tests."""
+    """Where the state of a node is read, and where results go; only tests use other places."""
 
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
@@ -68,7 +68,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Look:
-    """What a check is given. ``now`` is of the monotonic clock, in seconds; ``memory`` is what its last look left."""
+    """The input of a check. ``now`` is from the monotonic clock, in seconds; ``memory`` is what its last look left."""
 
     settings: Settings
     places: Places

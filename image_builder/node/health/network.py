@@ -1,6 +1,6 @@
-"""The network: default route, names, the registries and the API server, and links that flap, InfiniBand's among them.
+"""The network: default route, names, the registries and the API server, and flapping links, InfiniBand included.
 
-The ports of InfiniBand are those of /sys/class/infiniband, with their counters.
+InfiniBand ports and their counters are those in /sys/class/infiniband.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from image_builder.node.net import kubeconfig, reach
 from image_builder.node.sysfs import Port, number
 
 _RTF_UP, _RTF_REJECT = 0x1, 0x200
-# Of /sys/class/infiniband/D/ports/P/counters: those of a bad cable or a flapping link.
+# From /sys/class/infiniband/D/ports/P/counters: those that a bad cable or a flapping link raises.
 COUNTERS = (
     "link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors", "local_link_integrity_errors",
 )  # fmt: skip
@@ -27,7 +27,7 @@ COUNTERS = (
 
 @dataclass(frozen=True)
 class Facts:
-    """The network's state. ``connections`` are by HOST:PORT, without one whose name has no address."""
+    """The network's state. ``connections`` are by HOST:PORT, except those whose name has no address."""
 
     routes: tuple[str, ...] = ()
     lookups: Mapping[str, reach.Lookup] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Facts:
 
 
 def check_network(look: Look) -> Outcome:
-    """Look for routes and links, resolve names, connect. Raises OSError."""
+    """Read routes and links, resolve names, and connect. Raises OSError."""
     facts = observe(look)
     links = count_flaps(look.memory.get("flaps", {}), facts.carriers, look.now, look.settings.flap_seconds)
     findings = [*network_rule(facts), *link_rule(links, look.settings)]
@@ -70,7 +70,7 @@ def observe(look: Look) -> Facts:
 
 
 def server_of(name: str) -> tuple[str, ...]:
-    """Return a kubeconfig's API server as HOST:PORT; nothing without one, before it is there, for a damaged one."""
+    """Return a kubeconfig's API server as HOST:PORT; empty without a kubeconfig, or if it is missing or damaged."""
     path = Path(name)
     if not name or not path.exists():
         return ()
@@ -84,7 +84,7 @@ def server_of(name: str) -> tuple[str, ...]:
 
 
 def default_routes(proc: Path) -> list[str]:
-    """Return the interfaces that default routes lead to, of both families."""
+    """Return the interfaces of the default routes, both IPv4 and IPv6."""
     interfaces = set()
     for line in _table(proc / "net/route")[1:]:
         name, target, _gateway, flags, *_, mask = line[:8]
@@ -116,8 +116,8 @@ def carriers(sys: Path) -> dict[str, int]:
 def network_rule(facts: Facts) -> list[Finding]:
     """Return what is wrong with the network.
 
-    Names, registries and the API server are shared by many nodes: what is wrong with them is a warning, so that
-    their trouble doesn't make a fleet unhealthy. The route is the node's own.
+    Names, registries and the API server are shared by many nodes: problems with them only warn, so that they don't make
+    a whole fleet unhealthy. The route is the node's own.
     """
     findings = []
     if not facts.routes:
@@ -158,10 +158,10 @@ def network_samples(facts: Facts) -> list[Sample]:
 def count_flaps(
     before: Mapping[str, Any], counts: Mapping[str, int], now: float, window: float
 ) -> dict[str, dict[str, Any]]:
-    """Return what is remembered of links: the last count, and ``[when, how many]`` within ``window`` seconds.
+    """Return what to remember about links: the last count, and ``[when, how many]`` within ``window`` seconds.
 
-    ``before`` is what this returned last. A link that is new, or whose counter went back, starts over: what happened
-    before is another device's, or of a boot whose first seconds were not looked at.
+    ``before`` is the previous result. A link that is new, or whose counter went backwards, starts over: earlier flaps
+    belong to another device, or to the boot before the first look.
     """
     links = {}
     for name, count in counts.items():
@@ -192,7 +192,7 @@ def link_rule(links: Mapping[str, Any], settings: Settings) -> list[Finding]:
 
 
 def check_infiniband(look: Look) -> Outcome:
-    """Look at every port. What was up once in this boot has to stay so, at the rate that it had."""
+    """Look at every port. A port that was once up in this boot must stay up, at the rate that it had."""
     ports = [port for port in sysfs.ports(look.places.sys) if port.is_infiniband]
     counters = {port.name: read_counters(look.places.sys, port) for port in ports}
     best: dict[str, float] = {str(k): float(v) for k, v in look.memory.get("best", {}).items()}

@@ -1,7 +1,7 @@
 """The physical machine under this virtual one, as Hyper-V names it to its guests.
 
-hv_kvp_daemon (Debian: hyperv-daemons) keeps what the host says in a file of records with a fixed size, as
-the kernel's tools/hv/hv_kvp_daemon.c writes them. The name changes when the machine is redeployed, which is a boot.
+hv_kvp_daemon (Debian: hyperv-daemons) keeps what the host reports in a file of fixed-size records, as the kernel's
+tools/hv/hv_kvp_daemon.c writes them. The name changes when the machine is redeployed, which includes a reboot.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 # include/uapi/linux/hyperv.h: HV_KVP_EXCHANGE_MAX_KEY_SIZE, HV_KVP_EXCHANGE_MAX_VALUE_SIZE.
 KEY_BYTES, VALUE_BYTES = 512, 2048
 KEY = "PhysicalHostName"
-# What Guest Health Reporting takes as a name; also, no more than an annotation may hold.
+# What Guest Health Reporting accepts as a name, and no longer than an annotation may be.
 _NAME = re.compile(r"[A-Za-z0-9][-A-Za-z0-9_.]{0,62}")
 _MOST_BYTES = 1 << 20
 
 
 def name(pool: Path) -> str:
-    """Return the host's name, empty where there is none: outside Hyper-V, without the daemon, or before it has one."""
+    """Return the host's name, empty if there is none: outside Hyper-V, without the daemon, or before it has one."""
     try:
         with pool.open("rb") as stream:
             data = stream.read(_MOST_BYTES)

@@ -1,6 +1,6 @@
-"""What others get to know of a look: the node's condition in Kubernetes, and the metrics. Pure.
+"""What a look reports to others: the node's condition in Kubernetes, and the metrics. Pure.
 
-The condition is set only when it changes, with growing pauses while that fails. The metrics are text that
+The condition is set only when it changes, with growing delays while that fails. The metrics are text that
 node-exporter's textfile collector reads (Prometheus' exposition format, version 0.0.4).
 """
 
@@ -14,7 +14,7 @@ from image_builder.node.health.alarms import Alarm
 from image_builder.node.health.model import Sample
 
 _MESSAGE_BYTES = 1024
-# For the wait after a failed attempt, in seconds: the first, and the longest.
+# Limits of the wait after a failed attempt, in seconds: the first, and the longest.
 FIRST_WAIT, LONGEST_WAIT = 60.0, 1800.0
 PREFIX = "node_health_"
 HELP: Mapping[str, str] = {
@@ -76,7 +76,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 @dataclass(frozen=True)
 class Condition:
-    """``status`` is True or False, in Kubernetes' words; ``reason`` one word for programs."""
+    """A node condition. ``status`` is True or False, as Kubernetes spells them; ``reason`` is one word for programs."""
 
     status: str
     reason: str
@@ -85,9 +85,9 @@ class Condition:
 
 @dataclass(frozen=True)
 class Reported:
-    """What Kubernetes has: the condition, and the physical host's name. And the failures to change it.
+    """What Kubernetes has: the condition, and the physical host's name. And how often changing it has failed.
 
-    ``not_before`` is of the monotonic clock.
+    ``not_before`` is a time of the monotonic clock.
     """
 
     status: str = ""
@@ -113,18 +113,18 @@ def condition(alarms: Sequence[Alarm], boot_id: str, image: str) -> Condition:
 
 
 def due(reported: Reported, now: Condition, host: str, clock: float) -> bool:
-    """Tell whether the condition or the physical host changed, and it is time. A new message alone is no change."""
+    """Return whether the condition or physical host changed and may be reported now. A new message isn't a change."""
     before = (reported.status, reported.reason, reported.physical_host)
     return before != (now.status, now.reason, host) and clock >= reported.not_before
 
 
 def after_success(now: Condition, host: str) -> Reported:
-    """Return what is remembered after the condition was set."""
+    """Return what to remember after the condition was set."""
     return Reported(now.status, now.reason, physical_host=host)
 
 
 def after_failure(reported: Reported, clock: float, wait: float) -> Reported:
-    """Return what is remembered after that failed: the next attempt is in ``wait`` seconds."""
+    """Return what to remember after a failed attempt: the next one is in ``wait`` seconds."""
     return replace(reported, failures=reported.failures + 1, not_before=clock + wait)
 
 
@@ -134,8 +134,8 @@ def after_failure(reported: Reported, clock: float, wait: float) -> Reported:
 def metrics(samples: Iterable[Sample]) -> str:
     """Return the file's content: each metric's samples together, after its help and its type.
 
-    Raises KeyError for a metric without help. Of samples with the same labels the last counts: the collector
-    refuses a file that has one twice.
+    Raises KeyError for a metric without help. If several samples have the same labels, the last one counts: the
+    collector rejects a file with duplicates.
     """
     groups: dict[str, dict[str, float]] = {}
     for sample in samples:

@@ -9,7 +9,7 @@
      "flaps": 3, "flap_seconds": 600, "clock_error_seconds": 1,
      "imds": "http://169.254.169.254"}
 
-Every key has a default; an unknown one is refused.
+Every key has a default; unknown keys are rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from image_builder.node.net import reach
 CHECKS = (
     "filesystems", "arrays", "nvme", "kernel_log", "network", "clock", "maintenance", "gpu", "infiniband",
 )  # fmt: skip
-# How often each looks, in seconds; 0 is at every start. What asks a device or a service looks less often.
+# How often each check looks, in seconds; 0 is at every start. Checks that query a device's driver look less often.
 INTERVALS: Mapping[str, float] = {
     **dict.fromkeys(CHECKS, 0.0),
     "nvme": 600.0,
@@ -37,18 +37,19 @@ _CODE = re.compile(r"[a-z0-9-]+\.[a-z0-9-]+")
 
 
 def _intervals(value: Any, path: str) -> dict[str, float]:
-    """Return all intervals, of which a document may have some."""
+    """Return all intervals: the defaults, and those that a document sets."""
     return {**INTERVALS, **decode(Mapping[str, float], value, path)}  # type: ignore[type-abstract]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``condition`` or ``kubeconfig`` empty: nothing is reported to Kubernetes. ``node_name`` empty: the host's name.
+    """The settings. ``condition`` or ``kubeconfig`` empty: nothing is reported to Kubernetes.
 
-    ``severities`` changes those of single codes. ``raise_looks``: how many looks in a row must find what may pass by
-    itself. ``clear_seconds``: how long it must be gone, longer for what comes back. ``names`` are looked up beside the
-    hosts of ``registries`` and ``api_servers`` (HOST:PORT); without ``api_servers`` it is the kubeconfig's. ``flaps``
-    within ``flap_seconds`` are too many. ``imds`` empty: no platform is asked for maintenance events.
+    ``node_name`` empty: the name in the kubeconfig's certificate, or the host's name. ``severities`` overrides those of
+    individual codes. ``raise_looks``: how many looks in a row must find a problem that may pass by itself.
+    ``clear_seconds``: how long a finding must be gone, longer if it has come back. ``names`` are looked up in addition
+    to the hosts of ``registries`` and ``api_servers`` (HOST:PORT); without ``api_servers`` the kubeconfig's is used.
+    ``flaps`` within ``flap_seconds`` are too many. ``imds`` empty: no platform is asked for maintenance events.
     """
 
     condition: str = "NodeHealthy"
@@ -116,12 +117,12 @@ class Settings:
 
 
 def parse(document: Mapping[str, Any]) -> Settings:
-    """Return the settings; raises NodeError (``settings``) with all that is wrong at once."""
+    """Return the settings. Raises NodeError (``settings``) that lists all problems at once."""
     return settings_files.parse(Settings, document, "health")
 
 
 def endpoint(text: str) -> tuple[str, int] | None:
-    """Return host and port of ``HOST:PORT`` or ``[IPV6]:PORT``, None where it is neither."""
+    """Return host and port of ``HOST:PORT`` or ``[IPV6]:PORT``, None if it is neither."""
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

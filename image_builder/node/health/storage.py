@@ -1,6 +1,6 @@
-"""Storage: filesystems, arrays of md, and NVMe drives by their own account.
+"""Storage: filesystems, md arrays, and NVMe drives as they report themselves.
 
-An NVMe drive's account is its health page (log page 02h), as `nvme smart-log` prints it, read with the same ioctl
+An NVMe drive's report is its health page (log page 02h), as `nvme smart-log` prints it, read with the same ioctl
 (linux/nvme_ioctl.h; NVM Express Base Specification 2.0, figure 207).
 """
 
@@ -21,19 +21,19 @@ from image_builder.node.health.settings import Settings
 from image_builder.node.mounts import Mount
 from image_builder.node.sysfs import number, text
 
-# statvfs(2) on one of these can block for ever, and none of them is the node's own.
+# statvfs(2) on one of these can block forever, and none of them is the node's own.
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "lustre", "afs")
-# Read-only by design: that they can't be written to is no fault.
+# Read-only by design: that they can't be written to isn't a fault.
 _READ_ONLY = ("squashfs", "erofs", "iso9660", "cramfs", "romfs")
-# Of /sys/block/mdN/md/array_state: what can't be used. RAID0 has no `degraded`, it says `broken`.
+# Values of /sys/block/mdN/md/array_state for an unusable array. RAID0 has no `degraded`, it says `broken`.
 _LOST = ("broken", "inactive")
 _NVME_IOCTL_ADMIN_CMD = 0xC0484E41
 _GET_LOG_PAGE, _HEALTH, _LENGTH = 0x02, 0x02, 512
 _EVERY_NAMESPACE = 0xFFFFFFFF
 _TIMEOUT_MS = 5000
-# All drives together; a controller that is being reset keeps a question to itself.
+# For all drives together; a controller that is being reset doesn't answer.
 _SECONDS = 15.0
-# Bits of the critical warning. The read-only one and the first are the end of a drive; heat may pass.
+# Bits of the critical warning. Heat may pass; any other bit means that the drive must be replaced.
 WARNINGS = {
     0: "spare blocks below the threshold",
     1: "temperature out of range",
@@ -47,7 +47,7 @@ _HEAT = 1 << 1
 
 @dataclass(frozen=True)
 class Usage:
-    """How full the filesystem of a path is, not counting what is reserved for root. 0 inodes: they are not limited."""
+    """How full a path's filesystem is, not counting what is reserved for root. 0 inodes: their number isn't limited."""
 
     path: str
     mounted: Mount
@@ -58,7 +58,7 @@ class Usage:
 
     @property
     def used(self) -> float:
-        """Return the used part, 0 to 1. Its divisor is what can be used at all, as df(1) has it."""
+        """Return the used part, 0 to 1, of what can be used at all, as in df(1)."""
         return 1 - self.free_bytes / self.total_bytes if self.total_bytes else 0.0
 
     @property
@@ -67,13 +67,13 @@ class Usage:
 
 
 def check_filesystems(look: Look) -> Outcome:
-    """Look at the filesystem of each configured path that is there. Raises OSError."""
+    """Look at the filesystem of each configured path that exists. Raises OSError."""
     usages = measure(look.settings.paths, mounts.listed(look.places.proc))
     return Outcome(tuple(filesystem_rule(usages, look.settings)), tuple(filesystem_samples(usages)))
 
 
 def containing(path: str, among: Sequence[Mount]) -> Mount | None:
-    """Return the mount that a path lies on: the longest target that leads to it, of equals the last."""
+    """Return the mount that contains a path: the one with the longest target above it, the last if several match."""
     deepest: Mount | None = None
     for mount in among:
         below = path == mount.target or path.startswith(mount.target.rstrip("/") + "/")
@@ -83,7 +83,7 @@ def containing(path: str, among: Sequence[Mount]) -> Mount | None:
 
 
 def measure(paths: Iterable[str], among: Sequence[Mount]) -> list[Usage]:
-    """Measure each filesystem once, under the first path that names it; remote ones and missing paths not at all."""
+    """Measure each filesystem once, under the first path on it; skip remote ones and missing paths."""
     usages: dict[str, Usage] = {}
     for path in paths:
         mount = containing(os.path.realpath(path), among)
@@ -137,7 +137,7 @@ def filesystem_samples(usages: Iterable[Usage]) -> list[Sample]:
 
 
 def disks_below(devices: Iterable[str], sys: Path) -> frozenset[str]:
-    """Return the names of devices (major:minor), of what they are made of, and of the disks that they are parts of."""
+    """Return the names of devices (major:minor), of those they are built on, and of the disks they are part of."""
     names: set[str] = set()
     todo = [sys / "dev/block" / device for device in devices]
     while todo:
@@ -153,7 +153,7 @@ def disks_below(devices: Iterable[str], sys: Path) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Array:
-    """An array of md: ``degraded`` is how many members it lacks, ``state`` the kernel's word."""
+    """An md array: ``degraded`` is how many members it lacks, ``state`` is as the kernel names it."""
 
     name: str
     state: str
@@ -168,7 +168,7 @@ def check_arrays(look: Look) -> Outcome:
 
 
 def read_arrays(sys: Path) -> list[Array]:
-    """Return the arrays that the kernel has; one that is being stopped may be gone in between."""
+    """Return the kernel's arrays; one that is being stopped may vanish in between."""
     arrays = []
     for entry in sorted((sys / "block").glob("md*/md")):
         state = text(entry / "array_state")
@@ -191,7 +191,7 @@ def array_rule(arrays: Iterable[Array]) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Page:
-    """The part of a health page that counts here. ``spare`` and ``used`` are percentages; ``used`` can exceed 100."""
+    """The part of a health page that matters here. ``spare`` and ``used`` are percentages; ``used`` can exceed 100."""
 
     warning: int
     temperature_c: int
@@ -202,7 +202,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Drive:
-    """A controller: ``state`` is the kernel's word, ``page`` None where the drive gives none, as in some VMs."""
+    """A controller: ``state`` is as the kernel names it, ``page`` is None if the drive has none, as in some VMs."""
 
     name: str
     state: str
@@ -244,9 +244,9 @@ def _read_pages(devices: Path, names: Iterable[str]) -> dict[str, list[int] | No
 
 
 def read_page(device: Path) -> Page | None:
-    """Ask a drive; None where there is no such device or it can't be asked."""
+    """Return a drive's health page; None if there is no such device or it can't be queried."""
     data = ctypes.create_string_buffer(_LENGTH)
-    # The number of dwords, counted from 0, is beside the page's number.
+    # The number of dwords, counted from 0, is next to the page's number.
     dwords = (_LENGTH // 4 - 1) << 16 | _HEALTH
     command = struct.pack(
         "=BBHIIIQQIIIIIIIIII", _GET_LOG_PAGE, 0, 0, _EVERY_NAMESPACE, 0, 0, 0, ctypes.addressof(data), 0, _LENGTH,

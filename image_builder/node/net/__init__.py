@@ -1,1 +1,1 @@
-"""The node's network: one HTTP request, asking again, the metadata service, the API server, a server of its own."""
+"""The node's network: HTTP requests, retries, the metadata service, the API server, and an HTTP server of its own."""

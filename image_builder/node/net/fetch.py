@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     import ssl
 
 _MOST_BYTES = 1 << 20
-# The most that a Retry-After is believed to ask for, in seconds.
+# The longest Retry-After that is believed, in seconds.
 _LONGEST_WAIT = 86400.0
 
 
 @dataclass(frozen=True)
 class Response:
-    """An answer. ``retry_after`` is for how long the server wants to be left alone, in seconds (0: it did not say).
+    """An answer. ``retry_after`` is how long the server wants to be left alone, in seconds (0 if it doesn't say).
 
-    ``date`` is what its clock said (Unix time), 0 where it did not say.
+    ``date`` is the server's clock (Unix time), 0 if it doesn't say.
     """
 
     status: int
@@ -44,10 +44,10 @@ def ask(
     body: bytes | None = None,
     context: ssl.SSLContext | None = None,
 ) -> Response:
-    """GET a URL, or POST ``body`` to it; wait at most ``seconds`` for all of it. Raises OSError.
+    """GET a URL, or POST ``body`` to it; wait at most ``seconds`` for the whole request. Raises OSError.
 
-    ``context`` is what proves a server, and is needed for https. A thread does it and is left behind when the time is
-    over: a resolver has no deadline, and those of a socket begin again with each byte.
+    ``context`` verifies the server, and is required for https. The request is made in a thread, which is left behind
+    when time is up: a resolver has no timeout, and a socket's timeout restarts with each byte.
     """
     ended: list[Response | BaseException] = []
     opened: list[http.client.HTTPConnection] = []
@@ -71,7 +71,7 @@ def ask(
 
 
 def _hang_up(opened: list[http.client.HTTPConnection]) -> None:
-    """End what the thread waits for, as far as it has a connection."""
+    """End what the thread is waiting for, if it has a connection."""
     for connection in opened:
         if (sock := connection.sock) is not None:
             with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ def _ask(
     context: ssl.SSLContext | None,
     opened: list[http.client.HTTPConnection],
 ) -> Response:
-    import http.client  # only here: it takes as long to load as all else of the health check together
+    import http.client  # only here: it takes as long to load as everything else in the health check together
 
     parts = urlsplit(url)
     host = parts.hostname or ""
@@ -114,7 +114,7 @@ def _ask(
 
 
 def is_up(url: str, seconds: float) -> bool:
-    """Tell whether 200 is answered within that time. No proxy is asked."""
+    """Return whether a URL is answered with 200 in time. No proxy is used."""
     try:
         return ask(url, headers={}, seconds=seconds).status == 200
     except OSError:
@@ -122,7 +122,7 @@ def is_up(url: str, seconds: float) -> bool:
 
 
 def wait_until_up(url: str, deadline: Deadline, seconds: float = 5.0, pause: float = 2.0) -> bool:
-    """Ask until 200 is answered; tell whether it was. One question takes at most ``seconds``, then there is a pause."""
+    """Poll until the answer is 200; return whether it was. A request takes at most ``seconds``, and a pause follows."""
     while not is_up(url, seconds):
         if not deadline.poll(pause):
             return False
@@ -130,12 +130,12 @@ def wait_until_up(url: str, deadline: Deadline, seconds: float = 5.0, pause: flo
 
 
 def proven_by(authority: str) -> ssl.SSLContext:
-    """Return a context that believes a server which these certificates (PEM) prove; empty: those of the system.
+    """Return a context that trusts servers which these certificates (PEM; empty: the system's) prove.
 
-    As strict as the kubelet, which lives with the same authority. Python 3.13 and later also refuse one without the
-    key identifiers and usages of RFC 5280, which clusters that are older than that have.
+    As strict as the kubelet, which uses the same authority. Python 3.13 and later also reject an authority without the
+    key identifiers and usages of RFC 5280, such as older clusters have.
     """
-    import ssl  # only here: what speaks plain HTTP needs none of it
+    import ssl  # only here: plain HTTP doesn't need it
 
     context = ssl.create_default_context(cadata=authority or None)
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
@@ -143,9 +143,9 @@ def proven_by(authority: str) -> ssl.SSLContext:
 
 
 def retry_after(headers: http.client.HTTPMessage, now: float) -> float | None:
-    """Return the seconds of a Retry-After, which may be a date; None without one that is understood.
+    """Return the seconds of a Retry-After, which may be a date; None if there is none, or it can't be parsed.
 
-    A date that is past asks for nothing.
+    A date in the past means 0.
     """
     value = headers.get("Retry-After", "")
     if value.isdecimal():

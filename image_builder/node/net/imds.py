@@ -1,7 +1,7 @@
 """Azure's instance metadata service.
 
-https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service. It answers five questions a second and
-machine, then 429 with a time to wait; a machine that has just come up may get errors of the server.
+https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service. It answers five requests per second and
+machine, then 429 with a time to wait; a machine that has just come up may get server errors.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from image_builder.node.net.fetch import ask as ask_http
 from image_builder.node.net.retry import Deadline, NotYet, patiently
 
 ADDRESS = "http://169.254.169.254"
-# Not found yet (as cloud-init knows it of machines that just came up), too many requests, or not up yet; 410 is "being
-# updated, at most 70 seconds".
+# Not found yet (cloud-init, too, expects that of machines that just came up), too many requests, or not up yet; 410 is
+# "being updated, at most 70 seconds".
 _LATER = frozenset({404, 408, 410, 429})
-# Seconds: the limits of the first wait between two questions and of the longest.
+# Seconds: the limits of the first wait between two requests and of the longest.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
-# How long one question may take.
+# How long one request may take.
 _SECONDS = 5.0
 
 
 class RefusedError(OSError):
-    """It will not answer this question later either."""
+    """The service won't answer this request later either."""
 
 
 def ask(path: str, *, address: str = ADDRESS, seconds: float = _SECONDS) -> Response:
-    """Ask once for ``path``, with its query, and wait at most ``seconds`` for the whole answer. Raises OSError."""
+    """Request ``path``, with its query, once; wait at most ``seconds`` for the whole answer. Raises OSError."""
     return ask_http(f"{address}{path}", headers={"Metadata": "true"}, seconds=seconds)
 
 
 def answer(path: str, deadline: Deadline, *, address: str = ADDRESS) -> Response:
-    """Ask until 200 is answered. Raises OSError: RefusedError before the time is over."""
+    """Retry until the answer is 200. Raises OSError at the deadline, RefusedError (an OSError) before that."""
 
     def probe() -> Response:
         try:

@@ -1,6 +1,6 @@
 """A minimal API-server client that uses only the standard library.
 
-A node says one thing a transition (``Client.patch_condition``) and asks nothing. ``retry`` is for when it is refused.
+A node sends one request per transition (``Client.patch_condition``) and queries nothing. ``retry`` handles refusals.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from image_builder.node.errors import NodeError
 from image_builder.node.net import fetch, kubeconfig
 from image_builder.node.net.kubeconfig import Access, Pem
 
-# Seconds: connecting, each read or write, and the whole of a request. A list of all nodes has longer, a watch its own.
+# Seconds for connecting, for each read or write, and for a whole request. A list of all nodes may take longer; a watch
+# has its own limit.
 TIMEOUT, LONGEST_LIST = 15.0, 300.0
 MESSAGE_BYTES = 1024
 NOT_FOUND, CONFLICT = 404, 409
-# Answers that another attempt will not change: the request itself is wrong.
+# Statuses that a retry won't change: the request itself is wrong.
 _HOPELESS = frozenset({400, 405, 406, 413, 415, 422})
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _JSON = "application/json"
@@ -38,10 +39,10 @@ JSON_PATCH = "application/json-patch+json"
 
 
 class KubeError(NodeError):
-    """The API server did not do it. ``status`` is HTTP's, 0 where there was no answer at all.
+    """A request to the API server failed. ``status`` is the HTTP status, 0 if there was no answer at all.
 
-    ``retry_after`` is what the server asked for, in seconds; ``causes`` are the messages in its details by
-    their reasons, such as ``DisruptionBudget``.
+    ``retry_after`` is what the server asked for, in seconds; ``causes`` has the messages in its details by their
+    reasons, such as ``DisruptionBudget``.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class KubeError(NodeError):
 
     @property
     def is_hopeless(self) -> bool:
-        """Tell whether the same request can't succeed later either."""
+        """Return whether the same request can't succeed later either."""
         return self.status in _HOPELESS
 
 
@@ -71,7 +72,7 @@ def as_kubelet(path: Path, node_name: str = "", timeout: float = TIMEOUT) -> tup
 def condition(
     kind: str, status: str, reason: str, message: str, now: datetime | None = None
 ) -> dict[str, str]:
-    """Return a node condition as the API has it. The message is cut to 1 KB, at a character."""
+    """Return a node condition as the API expects it. The message is cut to 1 KB, between two characters."""
     stamp = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "type": kind,
@@ -106,7 +107,7 @@ def _each_item(text: str, take: Callable[[dict[str, Any]], None]) -> dict[str, A
 
 
 class Client:
-    """One connection to an API server, opened when it is needed. Not for several threads at once."""
+    """A client with one connection to an API server, opened on demand. Not for use by several threads at once."""
 
     def __init__(self, access: Access, *, agent: str = "node-agent", timeout: float = TIMEOUT) -> None:
         self.access = access
@@ -116,12 +117,12 @@ class Client:
 
     @classmethod
     def from_kubeconfig(cls, path: Path, *, agent: str = "node-agent", timeout: float = TIMEOUT) -> Self:
-        """Raises NodeError (``kube.config``)."""
+        """Return a client for a kubeconfig's current context. Raises NodeError (``kube.config``)."""
         return cls(kubeconfig.load(path), agent=agent, timeout=timeout)
 
     @classmethod
     def in_cluster(cls, *, agent: str, directory: Path = _SERVICE_ACCOUNT, timeout: float = TIMEOUT) -> Self:
-        """Be a pod's service account; raises NodeError (``kube.config``) outside of a pod."""
+        """Return a client with a pod's service account. Raises NodeError (``kube.config``) outside of a pod."""
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}") for part in ("HOST", "PORT"))
         if not host or not port:
             raise NodeError("kube.config", "not in a pod: KUBERNETES_SERVICE_HOST is not set")
@@ -139,9 +140,9 @@ class Client:
         labels: Mapping[str, str] | None = None,
         annotations: Mapping[str, str | None] | None = None,
     ) -> None:
-        """Set one condition of a node, labels and annotations (None removes one), in one request.
+        """Set one condition, labels and annotations (None removes one) of a node, in one request.
 
-        Raises KubeError; trying again is the caller's.
+        Raises KubeError; retrying is up to the caller.
         """
         body: dict[str, Any] = {"status": {"conditions": [condition(type, status, reason, message)]}}
         metadata = {"labels": labels, "annotations": annotations}
@@ -154,7 +155,7 @@ class Client:
         return self.request("GET", path_of_node(name))
 
     def request(self, method: str, path: str, body: Any = None, content_type: str = _JSON) -> dict[str, Any]:
-        """Return what the server answers to one request. Raises KubeError."""
+        """Send one request and return the server's answer. Raises KubeError."""
         try:
             with (
                 self._ended_after(self._timeout),
@@ -167,7 +168,7 @@ class Client:
         return document
 
     def find(self, path: str) -> dict[str, Any] | None:
-        """Return an object, None where there is none. Raises KubeError."""
+        """Return an object, None if it doesn't exist. Raises KubeError."""
         try:
             return self.request("GET", path)
         except KubeError as error:
@@ -176,7 +177,7 @@ class Client:
             return None
 
     def text(self, path: str, accept: str = _JSON) -> str:
-        """Return what the server answers to a GET, as text. Raises KubeError."""
+        """Return the server's answer to a GET, as text. Raises KubeError."""
         try:
             with (
                 self._ended_after(LONGEST_LIST),
@@ -190,7 +191,7 @@ class Client:
     def each(self, path: str, take: Callable[[dict[str, Any]], None]) -> str:
         """Call ``take`` for each item of a list; return the list's version. Raises KubeError.
 
-        One item at a time: as Python objects thousands of nodes take four times what their text does.
+        One item at a time: as Python objects, thousands of nodes take four times as much memory as their text.
         """
         try:
             return each_item(self.text(path), take)
@@ -200,7 +201,7 @@ class Client:
     def each_page(
         self, path: str, query: Mapping[str, str], take: Callable[[dict[str, Any]], None], limit: int = 500
     ) -> None:
-        """Call ``take`` for each item of a list that is asked for in pages of one version. Raises KubeError.
+        """Call ``take`` for each item of a list that is fetched in pages, all of one version. Raises KubeError.
 
         ``query`` has selectors (``fieldSelector``, ``labelSelector``).
         """
@@ -216,7 +217,7 @@ class Client:
             more["continue"] = str(token)
 
     def serves_evictions(self) -> bool:
-        """Tell whether the server has the eviction API, policy/v1: by discovery, as kubectl does. Raises KubeError."""
+        """Return whether the server has the eviction API, policy/v1, by discovery as in kubectl. Raises KubeError."""
         resources = self.request("GET", "/api/v1").get("resources") or ()
         return any(
             (r.get("name"), r.get("group"), r.get("version")) == ("pods/eviction", "policy", "v1")
@@ -224,9 +225,9 @@ class Client:
         )
 
     def evict(self, namespace: str, name: str, uid: str, *, dry_run: bool = False) -> None:
-        """Ask for the eviction of exactly this pod; raises KubeError.
+        """Request the eviction of exactly this pod. Raises KubeError.
 
-        409: another pod has its name; 429: a disruption budget; 500: two budgets. A dry run is answered alike.
+        409: another pod has its name; 429: a disruption budget; 500: two budgets. A dry run gets the same answers.
         """
         body = {
             "apiVersion": "policy/v1",
@@ -241,9 +242,9 @@ class Client:
         self.request("POST", f"{path_of_pod(namespace, name)}/eviction{query}", body)
 
     def watch(self, path: str, *, idle: float) -> Iterator[dict[str, Any]]:
-        """Yield the events of a watch until the server ends it. ``idle``: seconds without any byte.
+        """Yield the events of a watch until the server ends it. ``idle`` is how long it may be silent, in seconds.
 
-        Raises KubeError for a refusal and for a connection that broke, which is how a long silence ends too.
+        Raises KubeError for a refusal and for a broken connection, which includes a silence that is too long.
         """
         try:
             with self._answered("GET", path, None, "", idle) as answer:
@@ -262,15 +263,15 @@ class Client:
             self._connection = self._sock = None
 
     def interrupt(self) -> None:
-        """End what another thread waits for on this connection; that thread closes it."""
+        """End what another thread is waiting for on this connection; that thread closes it."""
         if self._sock is not None:
             with contextlib.suppress(OSError):
-                # Not the method of a TLS socket: that takes the session away from the thread that uses it.
+                # Not the TLS socket's own method, which takes the session away from the thread that uses it.
                 socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     @contextmanager
     def _ended_after(self, seconds: float) -> Iterator[None]:
-        """End what is done on this connection after so long: a socket's own limit begins again with each byte."""
+        """End what is being done on this connection after that time: a socket's own timeout restarts with each byte."""
         timer = threading.Timer(seconds, self.interrupt)
         timer.daemon = True
         timer.start()
@@ -308,7 +309,7 @@ class Client:
     def _send(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout: float
     ) -> http.client.HTTPResponse:
-        """Send on the open connection, and once more on a new one where the server had closed it meanwhile."""
+        """Send on the open connection, and retry once on a new one if the server has closed it meanwhile."""
         reused = self._connection is not None
         while True:
             connection = self._connection or self._connect()
@@ -318,13 +319,13 @@ class Client:
             connection.timeout = timeout
             try:
                 connection.request(method, path, body, dict(headers))
-                # Kept: the connection forgets it as soon as an answer says that it is the last.
+                # Kept here: the connection drops its socket as soon as an answer says that it is the last.
                 self._sock = connection.sock
                 return connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 self.close()
-                # What the server closed while nobody spoke shows now, in many ways; a silence is none of them. A
-                # request of ours says what is to be, so that twice is as good as once.
+                # That the server closed an idle connection shows only now, in many ways; a timeout isn't one of them.
+                # Our requests state the desired result, so sending one twice is as good as once.
                 if not reused or isinstance(error, TimeoutError):
                     raise
                 reused = False
@@ -340,7 +341,7 @@ class Client:
 
 
 class _Renamed(http.client.HTTPSConnection):
-    """A server that is reached under one name and proves another (``tls-server-name``)."""
+    """A connection to a server under one name that proves another (``tls-server-name``)."""
 
     def __init__(self, host: str, port: int, context: ssl.SSLContext, name: str) -> None:
         super().__init__(host, port, context=context)
@@ -352,10 +353,10 @@ class _Renamed(http.client.HTTPSConnection):
 
 
 def tls(access: Access) -> ssl.SSLContext:
-    """Return a context that trusts only the cluster's authority, with our certificate as it is now."""
+    """Return a context that trusts the cluster's authority (or else the system's), with our current certificate."""
     context = fetch.proven_by(access.authority.read())
     if access.certificate and access.key:
-        # OpenSSL takes a file; this one is never on a disk.
+        # OpenSSL requires a file; this one is never on a disk.
         fd = os.memfd_create("client-certificate")
         try:
             os.write(fd, f"{access.certificate.read()}\n{access.key.read()}".encode())
@@ -368,12 +369,12 @@ def tls(access: Access) -> ssl.SSLContext:
 
 
 def path_of_node(name: str) -> str:
-    """Return where the API has a node."""
+    """Return the path of a node in the API."""
     return f"/api/v1/nodes/{urllib.parse.quote(name, safe='')}"
 
 
 def path_of_pod(namespace: str, name: str) -> str:
-    """Return where the API has a pod."""
+    """Return the path of a pod in the API."""
     return f"/api/v1/namespaces/{urllib.parse.quote(namespace, safe='')}/pods/{urllib.parse.quote(name, safe='')}"
 
 

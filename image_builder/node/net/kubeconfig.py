@@ -1,8 +1,8 @@
 """A kubeconfig, read with only the standard library.
 
-The format is YAML, of which client-go and kubeadm write little: blocks of mappings and lists, plain and quoted
-scalars. That much is read here, and JSON, which is YAML too; anything else is refused, not guessed. An image without
-cloud-init has no python3-yaml.
+The format is YAML, of which client-go and kubeadm write only a subset: blocks of mappings and lists, plain and quoted
+scalars. This module reads that subset, and JSON, which is YAML too; anything else is rejected, not guessed. An image
+without cloud-init has no python3-yaml.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _STRINGS = (0x0C, 0x13)
 
 @dataclass(frozen=True)
 class Pem:
-    """A PEM text that is in the file itself, or the path of a file that holds it and may be replaced any time."""
+    """A PEM text from the kubeconfig itself, or the path of a file that contains it and may be replaced at any time."""
 
     text: str = ""
     path: Path | None = None
 
     def read(self) -> str:
-        """Return the text as it is now; raises NodeError (``kube.config``)."""
+        """Return the current text. Raises NodeError (``kube.config``)."""
         if self.path is None:
             return self.text
         try:
@@ -45,7 +45,7 @@ class Pem:
 
 @dataclass(frozen=True)
 class Access:
-    """Where an API server is, whom to trust, and who we are: a certificate with its key, or a token."""
+    """An API server's address, whom to trust, and who we are: a certificate with its key, or a token."""
 
     server: str
     authority: Pem
@@ -56,7 +56,7 @@ class Access:
 
     @property
     def node(self) -> str:
-        """Return the node that the certificate was issued to; empty where it isn't a kubelet's."""
+        """Return the node that the certificate was issued to; empty if it isn't a kubelet's."""
         return _node_of(self.certificate.read()) if self.certificate else ""
 
 
@@ -73,7 +73,7 @@ def load(path: Path) -> Access:
 
 
 def parse(text: str, folder: Path) -> Access:
-    """Return the current context's access; relative paths are below ``folder``. Raises ValueError and its like."""
+    """Return the current context's access; relative paths are below ``folder``. Raises ValueError and the like."""
     config = json.loads(text) if text.lstrip().startswith("{") else read_yaml(text)
     context = _named(config["contexts"], config["current-context"])["context"]
     cluster = _named(config["clusters"], context["cluster"])["cluster"]
@@ -118,15 +118,15 @@ def _token(user: dict[str, Any], folder: Path) -> Pem | None:
 
 
 def _node_of(pem: str) -> str:
-    """Return NAME of the subject ``system:node:NAME`` of the first certificate that has one.
+    """Return NAME from the subject ``system:node:NAME`` of the first certificate that has one.
 
-    The standard library decodes no certificate that isn't a connection's; the one name that is wanted can't be
-    mistaken, so it is looked for in the bytes.
+    The standard library decodes only the certificates of connections; the name in question can't be mistaken for
+    anything else, so the bytes are searched for it.
     """
     for block in re.findall(r"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", pem, re.DOTALL):
         try:
             der = base64.b64decode(block)
-        except binascii.Error:  # damaged, as by a power cut: nobody's
+        except binascii.Error:  # damaged, for example by a power cut: it identifies no node
             continue
         at = der.find(_IDENTITY)
         while at >= 2:
@@ -137,7 +137,7 @@ def _node_of(pem: str) -> str:
 
 
 def read_yaml(text: str) -> Any:
-    """Return what a YAML text of blocks and scalars holds; raises ValueError for anything beyond that."""
+    """Return the value of a YAML text of blocks and scalars. Raises ValueError for anything beyond that."""
     lines = []
     for number, raw in enumerate(text.splitlines(), 1):
         stripped = raw.strip()
@@ -158,7 +158,7 @@ _Lines = list[tuple[int, str, int]]
 
 
 def _block(lines: _Lines, indent: int) -> tuple[Any, _Lines]:
-    """Read the block that begins here; return it and the lines behind it."""
+    """Read the block that begins here; return it and the lines after it."""
     return _list(lines, indent) if _is_item(lines[0][1]) else _mapping(lines, indent)
 
 
@@ -174,7 +174,7 @@ def _list(lines: _Lines, indent: int) -> tuple[list[Any], _Lines]:
         if not inner:
             value, lines = _nested(lines[1:], indent + 1)
         elif _is_item(inner) or _KEY.match(inner):
-            # "- name: x": a block that begins behind the dash.
+            # "- name: x": a block that begins after the dash.
             shifted = indent + len(text) - len(inner)
             value, lines = _block([(shifted, inner, number), *lines[1:]], shifted)
         else:
@@ -194,7 +194,7 @@ def _mapping(lines: _Lines, indent: int) -> tuple[dict[str, Any], _Lines]:
         if match["value"] and not match["value"].startswith("#"):
             mapping[key], lines = _scalar(match["value"], number), lines[1:]
         else:
-            # A list below a key may stand as far left as the key.
+            # A list under a key may have the same indentation as the key.
             own = indent if len(lines) > 1 and lines[1][0] == indent and _is_item(lines[1][1]) else indent + 1
             mapping[key], lines = _nested(lines[1:], own)
     return mapping, lines

@@ -1,7 +1,7 @@
-"""Reachability of names and endpoints, as every program of this machine has it: the C library's resolver, and TCP.
+"""Reachability of names and endpoints, as every program on this machine sees it: the C library's resolver, and TCP.
 
-All at once, each with one deadline. What does not come back in time goes on in a thread that is left behind: a
-resolver's call has no deadline.
+All are tried in parallel, with one deadline. A call that doesn't return in time goes on in a thread that is left
+behind: the resolver has no timeout.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Connection:
-    """The result of connecting to an endpoint: ``error`` is empty where one of its addresses accepted."""
+    """The result of connecting to an endpoint: ``error`` is empty if one of its addresses accepted."""
 
     error: str = ""
     seconds: float = 0.0
 
 
 def is_address(text: str) -> bool:
-    """Tell whether this is an address of IPv4 or IPv6."""
+    """Return whether this is an IPv4 or IPv6 address."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.inet_pton(family, text)
@@ -48,10 +48,10 @@ def is_address(text: str) -> bool:
 
 
 def together(tasks: Mapping[K, Callable[[], T]], seconds: float) -> dict[K, T]:
-    """Run all tasks at once, and return the results of those that were done within ``seconds``.
+    """Run all tasks in parallel, and return the results of those that finish within ``seconds``.
 
-    A task must not raise. No process may be forked afterwards that does more than start a program: a thread that is
-    left behind can hold a lock of the C library's.
+    A task must not raise. Afterwards, fork only to start a program: a thread that is left behind can hold one of the C
+    library's locks.
     """
     results: dict[K, T] = {}
 
@@ -86,7 +86,7 @@ def resolve(names: Iterable[str], seconds: float) -> dict[str, Lookup]:
 
 
 def connection(address: Address, seconds: float) -> Connection:
-    """Connect, and hang up; nothing is sent. A host may be a name."""
+    """Connect, and hang up without sending anything. A host may be a name."""
     began = time.monotonic()
     try:
         socket.create_connection(address, timeout=seconds).close()

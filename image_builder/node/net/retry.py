@@ -1,6 +1,6 @@
-"""Time that is running out, and asking again while there is some.
+"""Deadlines, and retries until a deadline.
 
-Thousands of nodes that were refused together must not come back together: ``backoff``.
+Thousands of nodes that were refused together must not come back together: see ``backoff``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NotYet(Exception):  # noqa: N818 (no error as long as there is time)
 
 @dataclass(frozen=True)
 class Deadline:
-    """``until`` is what the monotonic clock says then, in seconds. ``chance`` gives numbers in [0, 1)."""
+    """A deadline. ``until`` is its time on the monotonic clock, in seconds. ``chance`` returns numbers in [0, 1)."""
 
     until: float
     clock: Callable[[], float] = time.monotonic
@@ -37,31 +37,31 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """Return a deadline so many seconds from now."""
+        """Return a deadline ``seconds`` from now."""
         return cls(time.monotonic() + seconds)
 
     @property
     def remaining(self) -> float:
-        """Return the seconds that are left, never below nothing."""
+        """Return the seconds that are left, never less than 0."""
         return max(0.0, self.until - self.clock())
 
     def attempt(self, most: float = math.inf) -> float:
-        """Return how long one attempt may take: what is left, ``most`` seconds, but never less than one."""
+        """Return how long one attempt may take: the time left, at most ``most`` seconds, but at least one second."""
         return max(1.0, min(most, self.remaining))
 
     def sooner(self, seconds: float) -> Deadline:
-        """Return a deadline so many seconds from now, or this one where that is earlier."""
+        """Return a deadline ``seconds`` from now, or this one's time if that is earlier."""
         return Deadline(min(self.until, self.clock() + seconds), self.clock, self.sleep, self.chance)
 
     def poll(self, seconds: float) -> bool:
-        """Wait so long or until the end, whatever comes first; tell whether there was time to wait at all."""
+        """Wait ``seconds`` or until the deadline, whichever comes first; return whether there was any time left."""
         if (remaining := self.remaining) <= 0:
             return False
         self.sleep(min(seconds, remaining))
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Wait exactly so long, where there is more time than that; tell whether there was."""
+        """Wait exactly ``seconds`` if there is more time left than that; return whether there was."""
         if seconds >= self.remaining:
             return False
         self.sleep(seconds)
@@ -76,11 +76,11 @@ def backoff(
     cap: float = LONGEST_WAIT,
     chance: Callable[[], float] = random.random,
 ) -> float:
-    """Return the seconds to wait after a failed attempt; the first is 0.
+    """Return the seconds to wait after a failed attempt; the first attempt is number 0.
 
-    Full jitter: anywhere between nothing and a limit that doubles from ``base`` up to ``cap``, so that nodes that
-    failed together don't come back together. What the server asked for (Retry-After) is waited before that.
-    ``chance`` gives numbers in [0, 1).
+    Full jitter: anywhere between 0 and a limit that doubles from ``base`` up to ``cap``, so that nodes that failed
+    together don't come back together. The wait that the server asked for (Retry-After) is added to that.
+    ``chance`` returns numbers in [0, 1).
     """
     limit = min(cap, base * 2.0 ** min(attempt, 60))
     retry_seconds = min(max(retry_after or 0.0, 0.0), LONGEST_RETRY_AFTER)
@@ -95,9 +95,9 @@ def patiently(
     cap: float = 10.0,
     tell: Callable[[str], None] | None = None,
 ) -> T:
-    """Ask until there is an answer; raises the error of the last NotYet when the time for the next is not there.
+    """Ask until there is an answer. Raises the error of the last NotYet if there is no time for another attempt.
 
-    ``base`` and ``cap`` are as of ``backoff``. ``tell`` is called before each wait.
+    ``base`` and ``cap`` are as in ``backoff``. ``tell`` is called before each wait.
     """
     attempt = 0
     while True:

@@ -1,8 +1,8 @@
-"""An HTTP server: a client that is slow, rude or silent can't keep others waiting for ever.
+"""An HTTP server: a client that is slow, rude or silent can't keep others waiting forever.
 
-The standard library's threading server starts a thread for everybody who connects, and waits for each byte again.
-Here the threads are few, each connection has one end that nothing postpones, and one that has asked nothing yet gives
-way to the next when there is no room.
+The standard library's threading server starts a thread for every connection, and its timeout restarts with each byte.
+Here the number of threads is limited, each connection has one deadline that nothing postpones, and a connection that
+hasn't sent its request yet gives way to the next one when there is no room.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# How often the server looks for connections whose time is over, and whether it is to stop.
+# How often the server checks for connections whose time is over, and whether it should stop.
 TICK = 0.25
-# From the connection to the whole request, in seconds: more than a handshake over the worst network takes.
+# Seconds from connecting to the complete request: more than a handshake over the worst network takes.
 PATIENCE = 3.0
 
 
 @dataclass
 class _Connection:
-    """``deadline`` is of the monotonic clock. It is silent until its whole request was read."""
+    """A connection, silent until its whole request has been read. ``deadline`` is a time of the monotonic clock."""
 
     address: str
     began: float
@@ -40,13 +40,13 @@ class _Connection:
 
 
 class Server(socketserver.TCPServer):
-    """Serves at most ``most`` connections at once, of those ``per_address`` for one address (0: no such limit).
+    """A server of at most ``most`` connections at once, at most ``per_address`` of them per address (0: no such limit).
 
-    Where there is no room the connection that has been silent for the longest time is ended, of the same address where
-    that has its share; where all are being served a new one waits in the kernel's queue, or is closed where its address
-    has its share. A connection has ``patience`` seconds for its request, and ``seconds`` for all, whatever it is doing.
-    ``tls`` gives the context of a new connection. The base is not http.server's own, which looks up the name of its
-    address before it serves.
+    If there is no room, the connection that has been silent the longest is ended, one of the same address if that has
+    used up its share. If all are being served, a new one waits in the kernel's queue, or is closed if its address has
+    used up its share. A connection has ``patience`` seconds for its request, and ``seconds`` in all, whatever it is
+    doing. ``tls`` returns the context for a new connection. The base class isn't http.server's own, which looks up the
+    name of its address before it serves.
     """
 
     allow_reuse_address = True
@@ -76,7 +76,7 @@ class Server(socketserver.TCPServer):
         return int(self.server_address[1])
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; the handshake is its own thread's business."""
+        """Accept a connection; the handshake is left to its own thread."""
         connection, client = super().get_request()
         try:
             connection.settimeout(self._seconds)
@@ -108,14 +108,14 @@ class Server(socketserver.TCPServer):
             thread.start()
         except (
             RuntimeError
-        ):  # the system has no more threads: this one's connection is closed, and told below
+        ):  # the system has no more threads: the caller reports that and closes this connection
             with self._lock:
                 del self._open[request]
             self._free.release()
             raise
 
     def _has_share(self, address: str) -> bool:
-        """Tell whether an address may have another connection; its oldest silent one is ended for it."""
+        """Return whether an address may have another connection; its oldest silent one is ended if necessary."""
         if not self._per_address:
             return True
         with self._lock:
@@ -127,7 +127,7 @@ class Server(socketserver.TCPServer):
             return len(own) < self._per_address or self._end_oldest(own)
 
     def _end_oldest(self, among: Iterable[_Connection]) -> bool:
-        """End the connection that has been silent for the longest time; tell whether there was one. Needs the lock."""
+        """End the connection that has been silent the longest; return whether there was one. Needs the lock."""
         silent = [connection for connection in among if connection.is_silent and not connection.is_ended]
         if not silent:
             return False
@@ -137,7 +137,7 @@ class Server(socketserver.TCPServer):
         return True
 
     def heard(self, request: socket.socket) -> None:
-        """Note that a connection's request was read: from now on it has the time of one that is served."""
+        """Note that a connection's request has been read: from now on it has the time of one that is being served."""
         with self._lock:
             if connection := self._open.get(request):
                 connection.is_silent, connection.deadline = False, connection.began + self._seconds
@@ -148,9 +148,9 @@ class Server(socketserver.TCPServer):
                 request.do_handshake()
             self.finish_request(request, client)
         except OSError:
-            pass  # it hung up, was silent, or speaks no TLS that we do: nobody is there to be told
+            pass  # it hung up, was silent, or speaks no TLS that we do: there is no one to tell
         except Exception:
-            self.handle_error(request, client)  # a bug, which is one request's alone
+            self.handle_error(request, client)  # a bug, which affects only this request
         finally:
             with self._lock:
                 del self._open[request]
@@ -165,7 +165,7 @@ class Server(socketserver.TCPServer):
         sys.stderr.flush()
 
     def service_actions(self) -> None:
-        """End the connections whose time is over. Called in each turn of ``serve_forever``."""
+        """End the connections whose time is over. Called in each iteration of ``serve_forever``."""
         now = time.monotonic()
         with self._lock:
             for request, connection in self._open.items():
@@ -173,7 +173,7 @@ class Server(socketserver.TCPServer):
                     _hang_up(request)
 
     def server_close(self) -> None:
-        """Close the port; end what is being served, and wait for that."""
+        """Close the port, end all connections, and wait for their threads."""
         super().server_close()
         with self._lock:
             requests = dict(self._open)
@@ -184,13 +184,13 @@ class Server(socketserver.TCPServer):
 
 
 def _hang_up(request: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is over already
-        # Not the method of a TLS socket: that takes the session away from the thread that uses it.
+    with contextlib.suppress(OSError):  # it has ended already
+        # Not the TLS socket's own method, which takes the session away from the thread that uses it.
         socket.socket.shutdown(request, socket.SHUT_RDWR)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers GET and POST in JSON, and says nothing on standard error: requests hold what no log may."""
+    """Answers GET and POST in JSON, and logs nothing to standard error: requests contain what no log may."""
 
     server_version, sys_version = "node-agent", ""
 
@@ -216,7 +216,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.heard(self.request)
 
     def answer(self, status: int, value: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
-        """Send an object, and nothing after it."""
+        """Send an object as the whole answer."""
         body = json.dumps(value).encode() + b"\n"
         self.send_response(status)
         own = {

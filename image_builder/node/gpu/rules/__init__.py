@@ -1,8 +1,8 @@
-"""The checks: evidence in, checks out, nothing else is touched.
+"""The checks: evidence in, checks out, no side effects.
 
 node     the node's size, driver, devices and kernel log
 gpu      each GPU, at rest and after the load
-active   each GPU under load: samples, and what it computed and copied
-checks   the table of all checks, and who must have passed which
+active   each GPU under load: samples, and the results of computing and copying
+checks   the table of all checks, and which tiers require them
 policy   which failures count, and which only warn
 """

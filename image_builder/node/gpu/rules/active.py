@@ -1,4 +1,4 @@
-"""Rules about each GPU under load: the samples that were taken meanwhile, and what it computed and copied."""
+"""Rules about each GPU under load: the samples taken meanwhile, and the results of computing and copying."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from image_builder.node.gpu.model import Check, Gpu, Measurement, Sample, Tier
 from image_builder.node.gpu.rules.gpu import Judge
 from image_builder.node.gpu.sizes import Floor
 
-# From so many GPUs on, the node's median says what a healthy one reaches.
+# With at least this many GPUs, the node's median shows what a healthy GPU reaches.
 _MEDIAN_OF = 4
 _HBM_OF_MEDIAN, _MMA_OF_MEDIAN, _MMA_OF_REFERENCE = 0.92, 0.90, 0.85
 # How much of the free memory is written and read back, and how much of the part's memory must be free.
 TESTED_PERCENT: dict[Tier, float] = {"boot-quick": 25.0, "boot-full": 95.0, "periodic": 95.0}
 _FREE_PERCENT = 95.0
-# nvmlClocksEventReasons: those that are faults. A power cap by software (0x4) is how a busy GPU keeps its limit.
+# The nvmlClocksEventReasons that are faults. A software power cap (0x4) is how a busy GPU stays within its limit.
 THROTTLES = {
     0x8: "hardware slowdown",
     0x20: "software thermal",
@@ -36,7 +36,7 @@ THROTTLES = {
 }
 _MASK = sum(THROTTLES)
 _SUSTAINED_SECONDS = 1.0
-# Twice the time between two looks (fleet.TICK_SECONDS), and some more for the calls of eight GPUs.
+# Twice the sampling interval (fleet.TICK_SECONDS), and some more for the calls for eight GPUs.
 _GAP_SECONDS = 1.5
 _MARGIN_FAIL_C, _MARGIN_WARN_C = 3, 8
 
@@ -45,7 +45,7 @@ _MARGIN_FAIL_C, _MARGIN_WARN_C = 3, 8
 
 
 def _samples(evidence: Evidence, gpu: Gpu) -> list[Sample] | Check:
-    """Return the samples of a GPU, or the check that can't be made without any."""
+    """Return the samples of a GPU, or the check that can't be made without them."""
     samples = evidence.samples_of(gpu.uuid)
     if samples:
         return samples
@@ -80,7 +80,7 @@ def throttle(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 def sustained(samples: Sequence[Sample], mask: int) -> float:
     """Return the longest time in seconds during which every sample had one of these bits.
 
-    Samples that are far apart, as a slow call makes them, say nothing of the time between them.
+    Samples that are far apart, for example after a slow call, say nothing about the time between them.
     """
     longest, since, last = 0.0, None, 0.0
     for sample in samples:
@@ -101,7 +101,7 @@ def temperature(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         return
     margins = [margin for sample in samples if (margin := margin_of(sample, gpu)) is not None]
     if not margins:
-        # Newer GPUs and some virtual machines have neither; slowdown itself is seen by the check throttle.
+        # Newer GPUs and some virtual machines report neither; the throttle check detects slowdown itself.
         yield doubtful(
             "temp.hidden", "the GPU reports neither its margin nor its slowdown threshold", gpu.uuid
         )
@@ -118,7 +118,7 @@ def temperature(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 
 
 def margin_of(sample: Sample, gpu: Gpu) -> int | None:
-    """Return how many °C a sample is from slowdown: as the GPU says, or by its fixed threshold."""
+    """Return how many °C a sample is below slowdown: as the GPU reports it, or by its fixed threshold."""
     if sample.temperature_margin_c is not None:
         return sample.temperature_margin_c
     if sample.temperature_c is None or gpu.temperature_slowdown_c is None:
@@ -127,7 +127,7 @@ def margin_of(sample: Sample, gpu: Gpu) -> int | None:
 
 
 def pcie_link(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
-    """Judge the widest and fastest link that was seen: an idle one is slower, and a load has idle moments."""
+    """Judge the link at the widest and fastest seen: an idle link is slower, and a load has idle moments."""
     size, model = evidence.expected.size, evidence.expected.gpu
     if not size or not model:
         yield absent("the size is unknown", gpu.uuid)
@@ -176,7 +176,7 @@ def worker_ended(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 
 
 def answers(id: str) -> Judge:
-    """Return the rule that a test's answers are all right. One wrong answer is never tried again."""
+    """Return the rule that all of a test's answers must be right. A wrong answer is never retried."""
 
     def judge(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         results = _measured(evidence, id, gpu)
@@ -197,7 +197,7 @@ def answers(id: str) -> Judge:
 
 
 def floor(id: str, key: str) -> Judge:
-    """Return the rule that a bandwidth reaches its floor; the least of several measurements counts."""
+    """Return the rule that a bandwidth must reach its floor; the lowest of several measurements counts."""
 
     def judge(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         size = evidence.expected.size
@@ -255,7 +255,7 @@ def mma(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 
 
 def _median(evidence: Evidence, gpu: Gpu, id: str, part: float) -> Iterator[Check]:
-    """Yield that a GPU is slower than its node's others of the same model; with few of them that only warns."""
+    """Yield a failure if a GPU is slower than the node's others of its model; with few of them, only a warning."""
     values = {
         other.uuid: min(speeds)
         for other in evidence.gpus
@@ -314,7 +314,7 @@ def enough_memory(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 
 
 def _measured(evidence: Evidence, id: str, gpu: Gpu) -> list[Measurement] | Check:
-    """Return the measurements of a test that was done, or the check that says why not, or its failure."""
+    """Return the completed measurements of a test, or the check that says why there are none or that it failed."""
     results = evidence.measurements(id, gpu.uuid)
     if evidence.after is None:
         return not_run(evidence, gpu)

@@ -1,7 +1,7 @@
-"""Every check: what it asks, what fails it, and in which tiers it must have been made. Pure: evidence in, checks out.
+"""Every check: what it requires, its rule, and the tiers in which it is mandatory. Pure: evidence in, checks out.
 
-A rule judges the node or each GPU and yields at least one check for what it judges. What can't be checked is reported
-as ``skip`` or ``error``, never as a pass.
+A rule judges the node or each GPU, and yields at least one check for the node or per GPU. Anything that can't be
+checked is reported as ``skip`` or ``error``, never as a pass.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def judge(evidence: Evidence) -> tuple[Check, ...]:
-    """Return all checks. A rule that yields nothing, or fails itself, is a check that could not be made."""
+    """Return all checks. A rule that yields nothing counts as a check that could not be made."""
     unknown = sorted(set(evidence.expected.settings.waived) - set(RULES))
     if unknown:
         raise NodeError("gpu.settings", f"waived: unknown check {', '.join(unknown)}")
@@ -155,7 +155,7 @@ def judge(evidence: Evidence) -> tuple[Check, ...]:
 
 
 def missing(checks: Sequence[Check], tier: Tier) -> list[Check]:
-    """Return the checks that this tier doesn't pass without, and that were not made."""
+    """Return the checks that are mandatory in this tier but were not made."""
     return [
         check
         for check in checks

@@ -30,12 +30,12 @@ _RECOVERY: dict[str, Action] = {
     "bus-reset": "reboot",
     "system-reboot": "reboot",
 }
-# Of 64 pages that V100 and T4 can retire; NVIDIA's own tools take a GPU away at 60, and warn at 15.
+# Of the 64 pages that a V100 or T4 can retire; NVIDIA's own tools reject a GPU at 60, and warn at 15.
 _RETIRED_FAIL, _RETIRED_WARN = 60, 15
 # NVIDIA's DCGM fails a link at this rate of CRC errors, and at the first replay or recovery.
 _CRC_PER_SECOND = 100
 _IDLE_BYTES = 1 << 30
-# Where `used` has what the driver reserved in it (an old NVML), that much more is no process' own.
+# If `used` includes the driver's reserved memory (an old NVML), this much more doesn't belong to any process.
 _RESERVED_BYTES = 1 << 30
 
 
@@ -43,7 +43,7 @@ Judge = Callable[[Evidence, Gpu], Iterator[Check]]
 
 
 def each(judge: Judge) -> Callable[[Evidence], Iterator[Check]]:
-    """Return a rule that judges every GPU, and reports it if there is none."""
+    """Return a rule that judges every GPU, or reports that there is none."""
 
     def rule(evidence: Evidence) -> Iterator[Check]:
         yield from without_gpus(evidence)
@@ -54,7 +54,7 @@ def each(judge: Judge) -> Callable[[Evidence], Iterator[Check]]:
 
 
 def _flag(name: str, failure: Check) -> Judge:
-    """Return the rule that a reading is true, or else the check that failed."""
+    """Return the rule that a reading must be true; if it isn't, the rule yields ``failure``."""
 
     def judge(_: Evidence, gpu: Gpu) -> Iterator[Check]:
         gap = unanswered(gpu, name)
@@ -134,7 +134,7 @@ def ecc_sram(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 
 
 def _delta(evidence: Evidence, gpu: Gpu, name: str) -> int | Check:
-    """Return by how much a counter grew under load, or the check that can't be made."""
+    """Return how much a counter grew under load, or the check that can't be made."""
     if not evidence.after:
         return not_run(evidence, gpu)
     now = evidence.later(gpu.uuid)
@@ -144,7 +144,7 @@ def _delta(evidence: Evidence, gpu: Gpu, name: str) -> int | Check:
     if gap:
         return gap
     delta = int(getattr(now, name)) - int(getattr(gpu, name))
-    # A counter that went back was reset, and so was the GPU.
+    # A counter that went backwards was reset, and so was the GPU.
     return delta if delta >= 0 else broken("nvml.error", f"{name} fell by {-delta} under load", gpu.uuid)
 
 
@@ -242,7 +242,7 @@ def nvlink_active(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
 
 
 def _link_errors(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
-    """Yield what is wrong with the links by their counters. CRC errors are corrected, and a fault only at a rate."""
+    """Yield the faults that the links' counters show. CRC errors are corrected, so only a high rate is a fault."""
     for name in ("nvlink_replays", "nvlink_recoveries", "nvlink_crc_errors"):
         delta = _delta(evidence, gpu, name)
         if isinstance(delta, Check):

@@ -1,4 +1,4 @@
-"""Rules about the node: its size, driver, devices, kernel log, and the hardware beside the GPUs."""
+"""Rules about the node: its size, driver, devices, kernel log, and the hardware other than the GPUs."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def dev_nodes(evidence: Evidence) -> Iterator[Check]:
     if not machine.pci:
         yield absent(_NO_DEVICE)
         return
-    # Their numbers are the driver's minors, which need not begin at 0 or follow each other.
+    # Their numbers are the driver's minor numbers, which need not start at 0 or be consecutive.
     numbered = [name for name in machine.nodes if re.fullmatch(r"nvidia\d+", name)]
     missing = [name for name in _DEVICES if name not in machine.nodes]
     if len(numbered) < (count or len(machine.pci)):
@@ -159,7 +159,7 @@ def gpu_count(evidence: Evidence) -> Iterator[Check]:
 
 
 def _models(evidence: Evidence) -> Iterator[Check]:
-    """Yield GPUs that are of another model than the size has, or lack memory."""
+    """Yield a check of each GPU's model and memory against those of the size."""
     model = evidence.expected.gpu
     if not model:
         return
@@ -212,9 +212,9 @@ def xid_boot(evidence: Evidence) -> Iterator[Check]:
 
 
 def _xid(evidence: Evidence, xid: Xid, gpu: str) -> Check | None:
-    """Return what an Xid comes to; None: it is for the record."""
+    """Return the check that an Xid results in; None if it is only for the record."""
     if xid.switch:
-        # The driver itself says which are fatal; the others come with every boot.
+        # The driver itself says which ones are fatal; the others occur on every boot.
         detail = f"{xid.switch}, SXid {xid.number}: {xid.raw}"
         return bad("reboot", f"sxid.{xid.number}", detail, measured=xid.number) if xid.fatal else None
     xid_class = evidence.catalogue.classify(xid.number)
@@ -223,7 +223,7 @@ def _xid(evidence: Evidence, xid: Xid, gpu: str) -> Check | None:
     if level == "fail":
         return bad(xid_class.action, code, detail, gpu, measured=xid.number)
     if level == "unsettled":
-        # A fault of our own program writes it as well. With a wrong answer or a dead worker those checks fail.
+        # A bug in our own program causes it as well. A wrong answer or a dead worker fails its own check.
         return broken(code, detail, gpu, measured=xid.number)
     return doubtful(code, detail, gpu, measured=xid.number) if level == "warn" else None
 
@@ -281,7 +281,7 @@ def ib_links(evidence: Evidence) -> Iterator[Check]:
 
 
 def _of_the_fabric(some: Sequence[Port], ports: Sequence[Port], code: str, detail: str, **more: Any) -> Check:
-    """Return the check of ports that aren't as expected: if all are, the network is to blame, not the machine."""
+    """Return the check of ports that aren't as expected: if none is, the network is to blame, not the machine."""
     if len(some) == len(ports):
         return broken(code, f"all ports: {detail}", **more)
     return bad("reboot", code, detail, **more)

@@ -1,7 +1,7 @@
 """Which failures condemn a node, and which only warn. Pure: checks in, checks out.
 
-The same finding on several GPUs is rather one about the test than about each of them; what was never tried on healthy
-machines of this size warns; and a pool can let single checks warn.
+The same finding on several GPUs says more about the test than about the GPUs; anything that was never tried on healthy
+machines of this size only warns; and a pool can downgrade individual checks to warnings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from image_builder.node.gpu.evidence import NOT_APPLICABLE, NOT_RUN, Evidence
 from image_builder.node.gpu.model import DETAIL_CHARACTERS, Check, Worker
 
-# Findings below these thresholds are only as good as the numbers in the table, and whose override vouches for one.
+# Failures to reach these floors are only as good as the numbers in the table, unless the pool overrides the floor.
 _FLOORS: Mapping[str, str] = {
     "bw.hbm": "hbm_floor_gbps",
     "bw.h2d": "h2d_floor_gbps",
@@ -28,7 +28,7 @@ _VALUES = re.compile(r"(?:expected|checksum|found|bits|compared) (0x[0-9a-f]+|\d
 
 
 def applied(evidence: Evidence, checks: Sequence[Check], is_active: Callable[[str], bool]) -> list[Check]:
-    """Return the checks as they count for the verdict. ``is_active``: whether a check, by its id, is of the load."""
+    """Return the checks as they count for the verdict. ``is_active`` says whether a check id is about the load."""
     results = _without_load(evidence, _shared_lateness(evidence, _shared_answers(evidence, checks)))
     return [_waived(_measured(evidence, check, is_active(check.id)), evidence) for check in results]
 
@@ -37,7 +37,7 @@ def applied(evidence: Evidence, checks: Sequence[Check], is_active: Callable[[st
 
 
 def _shared_answers(evidence: Evidence, checks: Sequence[Check]) -> list[Check]:
-    """Make inconclusive what fails alike on two GPUs or more, or in one check on all of several GPUs."""
+    """Make a wrong answer or a crash inconclusive if GPUs share it, or if the check fails on all of several GPUs."""
     alike: dict[tuple[str, str], set[str]] = {}
     by_check: dict[str, set[str]] = {}
     for check in checks:
@@ -63,12 +63,12 @@ def _is_about_answers(check: Check) -> bool:
 
 
 def _record(check: Check) -> str:
-    """Return what a wrong answer has in common on all GPUs: expected and found values, not where they were."""
+    """Return what the same wrong answer has in common on all GPUs: expected and found values, not their location."""
     return " ".join(_VALUES.findall(check.detail)) or check.detail
 
 
 def _shared_lateness(evidence: Evidence, checks: Sequence[Check]) -> list[Check]:
-    """Make inconclusive that all workers of a round were late: a busy host makes them so, or a slow compiler."""
+    """Make lateness inconclusive if all workers of a round were late: a busy host or a slow compiler can cause that."""
     tried_links = [
         worker for worker in evidence.workers if any(m.id == "bw.p2p" for m in worker.measurements)
     ]
@@ -99,20 +99,20 @@ def _doubted(check: Check, code: str, action: str, reason: str) -> Check:
 
 
 def _without_load(evidence: Evidence, checks: Sequence[Check]) -> list[Check]:
-    """Leave out what needs a load where the pool's policy forbids one."""
+    """Mark checks that need a load as not applicable if the pool's policy rules one out."""
     if not evidence.idle_by_policy:
         return list(checks)
     return [replace(check, code=NOT_APPLICABLE) if check.code == NOT_RUN else check for check in checks]
 
 
 def _measured(evidence: Evidence, check: Check, is_active: bool) -> Check:
-    """Return a check that only warns where this test, or the number that it compares with, was never tried."""
+    """Return a check, downgraded to a warning if this test, or the number it compares with, was never tried."""
     expected = evidence.expected
     is_open = check.status in ("fail", "error") or (
         check.status == "skip" and check.code not in (NOT_APPLICABLE, NOT_RUN)
     )
     # An Xid that our own program may have caused is a result of the load as well.
-    # A process that the driver keeps is no measurement: the GPU can't be used before a reboot.
+    # A process stuck in the driver isn't a measurement: the GPU can't be used until a reboot.
     of_the_load = (is_active and check.code != "worker.unkillable") or (
         check.id == "xid.boot" and check.status == "error" and check.measured
     )
@@ -125,7 +125,7 @@ def _measured(evidence: Evidence, check: Check, is_active: bool) -> Check:
 
 
 def _waived(check: Check, evidence: Evidence) -> Check:
-    """Return a failure that the pool's settings let pass as a warning that says why."""
+    """Return a check, downgraded to a warning with the reason if the pool's settings waive its failure."""
     waived = evidence.expected.settings.waived
     if check.status != "fail" or check.id not in waived:
         return check

@@ -1,7 +1,7 @@
 """``node-agent gpu-smoke``: read the GPUs, put them under load, judge, report.
 
-The exit status is the verdict's (``model.ENDINGS``), and only 0 lets a node work. Nothing that goes wrong here
-is a pass: it ends with a document and a status of its own, never with Python's 1, which means hardware.
+The exit status is the verdict's (``model.ENDINGS``), and only a node that gets 0 may take work. Nothing that goes wrong
+here counts as a pass: it ends with a document and a status of its own, never with Python's 1, which means hardware.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from image_builder.node.gpu.settings import Settings
 from image_builder.node.gpu.smoke import fleet, program
 
 RESULT = "gpu.json"
-# How long the workers may take; the whole of boot-quick is to end within 90 s, of the others within 360 s.
+# How long the workers may take: the whole of boot-quick should take at most 90 s, of the others 360 s.
 LOAD_SECONDS: dict[Tier, float] = {"boot-quick": 80, "boot-full": 330, "periodic": 330}
-# For the rest, before this command gives up: any driver call may never return.
+# The time for everything else before this command gives up: any driver call may never return.
 _REST_SECONDS = 90
 _FABRIC_POLL_SECONDS = 2
-# Without these a load would fail for a reason other than the GPU, or disturb another user of it.
+# Prerequisites: without these, a load would fail for a reason other than the GPU, or disturb another user of it.
 _NEEDED = ("sku.known", "driver.", "dev.nodes", "gpu.count", "gpu.lost", "fabric", "mig.mode", "procs")
-# Codes of NodeError that are the configuration's fault.
+# NodeError codes for which the configuration is to blame.
 _CONFIGURATION = ("settings", "gpu.settings", "gpu.sizes", "gpu.xids", "gpu.tier")
 
 
@@ -66,7 +66,7 @@ Load = Callable[[Sequence[str], Tier, int, float, Callable[[], None]], Sequence[
 
 @dataclass(frozen=True)
 class System:
-    """The doors to the machine; tests have doors of their own."""
+    """The interfaces to the machine; tests substitute their own."""
 
     places: machine.Places = field(default_factory=machine.Places)
     directory: Path = settings_files.DIRECTORY
@@ -100,7 +100,7 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
             files.write_json(result, body, durable=False)
         except OSError as error:
             sys.stderr.write(f"node-agent: can't write {result}: {error.strerror}\n")
-            # A pass that isn't written can't be seen to be of this boot.
+            # A pass that isn't written can't be shown to be from this boot.
             if body["verdict"]["exit_code"] == PASS:
                 raise
         sys.stdout.write(json.dumps(body, indent=1) + "\n" if as_json else document.text(body))
@@ -111,7 +111,7 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
         return report(document.bare(began, machine.boot_id(system.places.proc), outcome))
 
     try:
-        # An old pass must not remain while, or after, this run fails to end.
+        # An old pass must not remain in place while this run is going on, or if it never ends.
         result.unlink(missing_ok=True)
         if not is_tier:
             raise NodeError("gpu.tier", f"{tier!r} is not one of {', '.join(TIERS)}")
@@ -124,7 +124,7 @@ def run(tier: str, *, as_json: bool = False, seed: int | None = None, system: Sy
         code = CONFIGURATION if is_configuration else INCONCLUSIVE
         return without_evidence(Verdict(code, ENDINGS[code].action, error.message[:200], error.code))
     except Exception as error:
-        # A bug of this program says nothing about the hardware.
+        # A bug in this program says nothing about the hardware.
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"
         return without_evidence(Verdict(INCONCLUSIVE, "none", message[:200], "internal"))
@@ -137,7 +137,7 @@ def _late(seconds: float) -> Verdict:
 
 @contextmanager
 def _given_up_after(seconds: float, late: Callable[[], object]) -> Iterator[None]:
-    """End the process with 124 after that time: no signal reaches a driver call that doesn't return."""
+    """Exit with 124 when the block takes too long: no signal reaches a driver call that doesn't return."""
     done = threading.Event()
 
     def watch() -> None:
@@ -155,7 +155,7 @@ def _given_up_after(seconds: float, late: Callable[[], object]) -> Iterator[None
 
 
 def _tested(began: document.Run, settings: Settings, system: System) -> dict[str, Any]:
-    """Return the document."""
+    """Run the test and return its document."""
     catalogue = xids.load()
     if settings.expect == "none":
         node = Seen(machine.look(system.places, vm_size="none"))
@@ -168,7 +168,7 @@ def _tested(began: document.Run, settings: Settings, system: System) -> dict[str
 
 
 def none_expected(node: Machine) -> Check:
-    """Return the one check of a pool without GPUs: there are none."""
+    """Return the only check of a pool without GPUs: that there are none."""
     if not node.pci:
         return replace(good(detail="no GPU found, as expected"), id="gpu.count")
     detail = f"no GPU is expected, but found {', '.join(gpu.address for gpu in node.pci)}"
@@ -182,7 +182,7 @@ def _none_verdict(check: Check) -> Verdict:
 
 
 def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:
-    """Return the expectations for a node of this size, with this driver. Raises NodeError: bad tables or overrides."""
+    """Return the expectations for a node of this size and driver. Raises NodeError if tables or overrides are bad."""
     table = sizes.load()
     row = table.find(vm_size)
     if not row:
@@ -204,7 +204,7 @@ def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:
 
 
 def gather(tier: Tier, seed: int, settings: Settings, catalogue: xids.Catalogue, system: System) -> Evidence:
-    """Look, put the GPUs under load where that makes sense, and look again. Raises NodeError."""
+    """Look, put the GPUs under load if that makes sense, and look again. Raises NodeError."""
     node = machine.look(system.places, settings.vm_size, system.ask)
     expected = expectation(settings, node.vm_size, node.driver_loaded)
     with ExitStack() as stack:
@@ -219,7 +219,7 @@ def gather(tier: Tier, seed: int, settings: Settings, catalogue: xids.Catalogue,
                 tier, expected, catalogue, _with_xids(Seen(node, nvml.refused(error)), system)
             )
         if settings.mig == "enabled":
-            # CUDA shows parts of such a GPU, and those by other names: whole GPUs can't be put under load.
+            # CUDA shows only parts of such a GPU, under other names: whole GPUs can't be put under load.
             evidence = replace(evidence, idle_by_policy=True)
         why = idle_reason(evidence)
         if why or library is None:
@@ -235,7 +235,7 @@ def _settled(
     library: Library | None,
     system: System,
 ) -> Evidence:
-    """Return what is seen at rest, once the NVLink fabric is up or had its time."""
+    """Return the evidence at rest, once the NVLink fabric is up or its time is over."""
     until = system.clock() + expected.settings.fabric_wait_seconds
     while True:
         before = Seen(node, _named(readings.look(library), system) if library else Nvml())
@@ -250,7 +250,7 @@ def _settled(
 
 
 def _with_ports(evidence: Evidence, until: float, system: System) -> Evidence:
-    """Return the evidence with InfiniBand ports that are up or had their time: the subnet's manager raises them."""
+    """Return the evidence once InfiniBand ports are up or their time is over: the subnet manager brings them up."""
     size, latest = evidence.expected.size, evidence.before
     expected_ports = size.infiniband_ports if size else 0
     while system.clock() < until:
@@ -263,7 +263,7 @@ def _with_ports(evidence: Evidence, until: float, system: System) -> Evidence:
 
 
 def idle_reason(evidence: Evidence) -> str:
-    """Return why the GPUs are not to be put under load; empty where they may."""
+    """Return why the GPUs must not be put under load; empty if they may be."""
     if evidence.idle_by_policy:
         return "not put under load: the pool's policy is MIG"
     for check in checks.judge(evidence):
@@ -304,7 +304,7 @@ def _with_xids(reading: Seen, system: System) -> Seen:
 
 
 def _named(answers: Nvml, system: System) -> Nvml:
-    """Return NVML's answers with the names of the processes, which it knows only by number."""
+    """Return NVML's answers with the names of the processes, of which it reports only the IDs."""
 
     def named(gpu: Gpu) -> Gpu:
         if gpu.processes is None:

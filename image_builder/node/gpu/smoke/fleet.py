@@ -1,4 +1,4 @@
-"""The workers: a process for each GPU, all at once, each with a deadline.
+"""The workers: a process per GPU, all in parallel, each with a deadline.
 
 A CUDA call can hang out of reach of any signal, so a worker is killed at its deadline, and one that survives SIGKILL
 is abandoned: both are findings about that GPU. A worker's output is validated before it counts.
@@ -25,7 +25,7 @@ from image_builder.node.gpu.smoke import program
 OUTPUT_BYTES = 1 << 20  # more than any worker prints
 ERROR_BYTES = 4096  # the end of standard error
 REAP_SECONDS = 5.0
-# Reserved for the links between GPUs: a GPU that hangs must not use up the time of the others' links.
+# Reserved for the links between GPUs: a GPU that hangs must not use up the time for the other GPUs' links.
 LINKS_SECONDS = 15.0
 TICK_SECONDS = 0.5
 _POLL_SECONDS = 0.1
@@ -97,7 +97,7 @@ def _own(uuid: str, line: _Line) -> _Line:
 
 
 def _finite(word: str) -> float:
-    """Return a number of a measurement, which must be finite."""
+    """Return a measurement's number. Raises ValueError if it isn't finite."""
     if not math.isfinite(value := float(word)):
         raise ValueError(f"{word} is not a finite number")
     return value
@@ -108,7 +108,7 @@ def _finite(word: str) -> float:
 
 @dataclass
 class _Running:
-    """A worker while it runs. ``output`` and ``errors`` are what came from its two pipes so far."""
+    """A running worker. ``output`` and ``errors`` are what its two pipes have delivered so far."""
 
     uuid: str
     process: Child
@@ -127,7 +127,7 @@ class _Running:
         return [pipe for pipe in (self.process.stdout, self.process.stderr) if pipe]
 
     def take(self, pipe: IO[bytes]) -> int | None:
-        """Read what is there; return how much, 0 at the end, None where nothing is there yet."""
+        """Read what is available; return the number of bytes, 0 at the end, None if nothing is available yet."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:
@@ -139,14 +139,14 @@ class _Running:
         return len(data)
 
     def kill(self, now: float) -> None:
-        """Kill the process and all that it started, once."""
+        """Kill the process and everything that it started, once."""
         if self.killed_at is None:
             self.killed_at = now
             self.process.kill()
 
 
 class Fleet:
-    """Worker processes until each has ended or is abandoned; none is left after the block."""
+    """Worker processes, each of which has ended or been abandoned by the end of the block."""
 
     def __init__(self, reap_seconds: float = REAP_SECONDS) -> None:
         self._reap_seconds = reap_seconds
@@ -162,7 +162,7 @@ class Fleet:
         self._selector.close()
 
     def start(self, uuid: str, argv: Sequence[str], environment: Mapping[str, str], end: float) -> None:
-        """Start one GPU's process, to be killed at that time of the monotonic clock. Raises OSError."""
+        """Start one GPU's process, to be killed at ``end`` on the monotonic clock. Raises OSError."""
         process = Child(
             argv,
             stdout=PIPE,
@@ -177,7 +177,7 @@ class Fleet:
             self._selector.register(pipe, selectors.EVENT_READ, worker)
 
     def wait(self) -> Iterator[Worker]:
-        """Yield the outcome of each process as they end. Never waits longer than a deadline plus the reaping."""
+        """Yield the outcome of each process as it ends. Never waits longer than the deadline plus the reaping."""
         while self._running:
             for key, _ in self._selector.select(_POLL_SECONDS):
                 if key.data.take(key.fileobj) == 0:
@@ -198,10 +198,10 @@ class Fleet:
     def _settle(self, worker: _Running, seconds: float) -> Worker:
         """Reap a process within that time, or abandon it; return its outcome."""
         del self._running[worker.uuid]
-        # What it left behind goes too, while its number is still its own: until it is reaped.
+        # Kill what it left behind too, as long as its process group is still its own: until it is reaped.
         worker.process.kill()
         for pipe in worker.pipes():
-            # What lies in it, and no more: a process that it left behind may still hold the other end.
+            # Read only what is in the pipe now: a process that it left behind may still hold the other end.
             while not worker.flooded and worker.take(pipe):
                 pass
             with suppress(KeyError):
@@ -226,11 +226,11 @@ def run(
     tick_seconds: float = TICK_SECONDS,
     links_seconds: float = LINKS_SECONDS,
 ) -> list[Worker]:
-    """Test all GPUs side by side, then the links between them; return each outcome, in the given order.
+    """Test all GPUs in parallel, then the links between them; return each outcome, in the given order.
 
-    ``on_tick`` is called about every ``tick_seconds``, in a thread of its own: one that hangs holds up nothing, one
-    that raises is raised here, after all workers have ended. The deadline is that of the whole; of several GPUs
-    each by itself has ``links_seconds`` less.
+    ``on_tick`` is called about every ``tick_seconds``, in a thread of its own: if it hangs, it holds up nothing; if it
+    raises, the error is raised here, after all workers have ended. The deadline is for the whole run; with several
+    GPUs, the test of each by itself gets ``links_seconds`` less.
     """
     end = time.monotonic() + deadline_seconds
     alone = end - links_seconds if len(uuids) > 1 else end

@@ -13,7 +13,7 @@ from typing import Any
 from image_builder.node import child
 from image_builder.node.gpu.model import Tier
 
-# What the answers and the speeds depend on: what a worker runs, and the kernels.
+# Everything that the answers and the speeds depend on: the code that a worker runs, and the kernels.
 SOURCES = (
     "bandwidth.py",
     "cuda.py",
@@ -31,14 +31,14 @@ _DIGITS = 12
 
 
 def _archive() -> str | None:
-    """Return the file that this runs from, where that is the agent's archive."""
+    """Return the agent's archive if this runs from it, else None."""
     spec = sys.modules[__name__].__spec__
     archive: Any = getattr(spec.loader if spec else None, "archive", None)
     return archive if isinstance(archive, str) else None
 
 
 def checkout() -> Path | None:
-    """Return the directory that a worker runs in: the repository; None for an archive."""
+    """Return the directory that a worker runs in: the repository, or None for an archive."""
     return None if _archive() else Path(__file__).parents[4]
 
 
@@ -51,7 +51,7 @@ def worker_argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[
 
 
 def environment(uuid: str, peers: Sequence[str]) -> dict[str, str]:
-    """Return a worker's environment: it sees its own GPU and peers, and no kernel from a compiler cache."""
+    """Return a worker's environment: it sees only its own GPU and peers, and doesn't use the compiler's cache."""
     return {
         **child.ENVIRONMENT,
         "CUDA_VISIBLE_DEVICES": ",".join([uuid, *peers]),
@@ -66,7 +66,7 @@ def digest() -> str:
     total = hashlib.sha256()
     for name in SOURCES:
         data = pkgutil.get_data(__package__, name)
-        if data is None:  # a loader that gives no data: then no record may ever match
+        if data is None:  # the loader returns no data: no record may ever match
             return "unknown"
         total.update(f"{name} {len(data)}\n".encode() + data)
     return total.hexdigest()[:_DIGITS]
