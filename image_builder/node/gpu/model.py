@@ -17,6 +17,17 @@ TIERS: tuple[Tier, ...] = ("boot-quick", "boot-full", "periodic")
 # Drivers of InfiniBand devices; if none is loaded, there are no ports.
 INFINIBAND_MODULES = ("mlx5_ib", "mlx4_ib")
 DETAIL_CHARACTERS = 512  # the longest detail of a measurement or a check
+# By NVML's recovery action. An action that isn't known yet condemns the GPU.
+_RECOVERY: Mapping[str, Action] = {
+    "none": "none",
+    "gpu-reset": "reboot",
+    "node-reboot": "reboot",
+    "drain-p2p": "reboot",
+    "drain-and-reset": "reboot",
+    "recover-imex-domain": "config",
+    "bus-reset": "reboot",
+    "system-reboot": "reboot",
+}
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,11 @@ class Gpu:
     temperature_margin_c: int | None = None
     processes: tuple[Process, ...] | None = None
     missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def recovery(self) -> Action:
+        """Return the action that the driver's recovery action calls for; ``none`` if it has none, or isn't read."""
+        return _RECOVERY.get(self.recovery_action or "none", "replace")
 
 
 @dataclass(frozen=True)

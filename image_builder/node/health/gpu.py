@@ -86,10 +86,9 @@ def _memory_findings(gpu: Gpu) -> Iterable[Finding]:
         if is_bad:
             count = f" ({is_bad})" if not isinstance(is_bad, bool) else ""
             yield Finding(code, gpu.uuid, "fail", f"{gpu.uuid} at {gpu.pci}: {fault}{count}", action)
-    if (recovery := gpu.recovery_action) and recovery != "none":
-        yield Finding(
-            "gpu.recovery", gpu.uuid, "fail", f"{gpu.uuid}: the driver asks for {recovery}", "reboot"
-        )
+    if gpu.recovery != "none":
+        detail = f"{gpu.uuid}: the driver asks for {gpu.recovery_action}"
+        yield Finding("gpu.recovery", gpu.uuid, "fail", detail, gpu.recovery)
 
 
 def _link_findings(gpu: Gpu, best: int) -> Iterable[Finding]:

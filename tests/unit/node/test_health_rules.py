@@ -89,6 +89,8 @@ HEALTHY = Gpu(0, uuid="GPU-1", pci="0001:00:00", ecc_volatile_uncorrected=0, nvl
         ({"retired_pending": True}, "gpu.remap-pending", "reboot"),
         ({"inforom_valid": False}, "gpu.inforom", "replace"),
         ({"recovery_action": "drain-and-reset"}, "gpu.recovery", "reboot"),
+        ({"recovery_action": "recover-imex-domain"}, "gpu.recovery", "config"),
+        ({"recovery_action": "action 99"}, "gpu.recovery", "replace"),
         ({"nvlinks": (True,) * 17 + (False,)}, "gpu.nvlink", "replace"),
     ],
 )

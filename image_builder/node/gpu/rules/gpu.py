@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from image_builder.node.finding import Action
 from image_builder.node.gpu.evidence import (
     Evidence,
     absent,
@@ -21,15 +20,6 @@ from image_builder.node.gpu.evidence import (
 )
 from image_builder.node.gpu.model import Check, Gpu
 
-_RECOVERY: dict[str, Action] = {
-    "gpu-reset": "reboot",
-    "node-reboot": "reboot",
-    "drain-p2p": "reboot",
-    "drain-and-reset": "reboot",
-    "recover-imex-domain": "config",
-    "bus-reset": "reboot",
-    "system-reboot": "reboot",
-}
 # Of the 64 pages that a V100 or T4 can retire; NVIDIA's own tools reject a GPU at 60, and warn at 15.
 _RETIRED_FAIL, _RETIRED_WARN = 60, 15
 # NVIDIA's DCGM fails a link at this rate of CRC errors, and at the first replay or recovery.
@@ -77,13 +67,17 @@ def recovery_action(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
     gap = unanswered(now, "recovery_action")
     if gap or now.recovery_action is None:
         yield gap or broken("nvml.error", "recovery_action", gpu.uuid)
-    elif now.recovery_action == "none":
+    elif now.recovery == "none":
         yield good(gpu.uuid)
     else:
-        action = _RECOVERY.get(now.recovery_action, "replace")
         detail = f"the driver asks for {now.recovery_action}"
         yield bad(
-            action, "gpu.recovery-action", detail, gpu.uuid, measured=now.recovery_action, threshold="none"
+            now.recovery,
+            "gpu.recovery-action",
+            detail,
+            gpu.uuid,
+            measured=now.recovery_action,
+            threshold="none",
         )
 
 
