@@ -1,4 +1,4 @@
-"""Exceptions to the hygiene checks, each with the reason it stands here. Patterns match a whole path."""
+"""Exceptions to the hygiene checks, each with its reason. Patterns match whole paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def _any_of(*patterns: str) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
 
 
-# Programs that change identity: what Debian's packages install, nothing else.
+# Programs that change identity: those that Debian's packages install, and no others.
 SUID_SGID = {
     "/usr/bin/chage": 0o2755,
     "/usr/bin/chfn": 0o4755,
@@ -24,7 +24,7 @@ SUID_SGID = {
     "/usr/bin/newgrp": 0o4755,
     "/usr/bin/newuidmap": 0o4755,
     "/usr/bin/ntfs-3g": 0o4755,
-    "/usr/bin/nvidia-modprobe": 0o4755,  # makes the GPUs' devices for whoever runs a program of CUDA
+    "/usr/bin/nvidia-modprobe": 0o4755,  # creates the GPUs' devices for any user of a CUDA program
     "/usr/bin/passwd": 0o4755,
     "/usr/bin/ssh-agent": 0o2755,
     "/usr/bin/su": 0o4755,
@@ -38,7 +38,7 @@ SUID_SGID = {
     "/usr/sbin/unix_chkpwd": 0o2755,
 }
 
-# Programs that have capabilities by their file, and which (capabilities(7)), as a mask.
+# Programs with file capabilities, and which ones (capabilities(7)), as a mask.
 FILE_CAPABILITIES = {
     "/usr/bin/ping": 1 << 13,  # CAP_NET_RAW
 }
@@ -53,12 +53,12 @@ STICKY = _any_of(
     "/var/lock",
     r"/tmp/\.(X11|ICE|XIM|font)-unix",
     r"/tmp/systemd-private-[^/]+/tmp",  # Debian 12 has /tmp on the root filesystem
-    r"/var/tmp/.*",  # private ones of services and of cloud-init; the check of sealed trees wants none
+    r"/var/tmp/.*",  # private ones of services and of cloud-init; in a sealed tree they may hold no files
 )
 
-# Links whose targets come to be on a running machine, or that Debian's packages ship dead.
+# Links whose targets exist only on a running machine, or that Debian's packages ship dead.
 DEAD_LINKS = _any_of(
-    r"/var/lib/wtmpdb/wtmp\.db",  # the log that it points to is made by the first login
+    r"/var/lib/wtmpdb/wtmp\.db",  # the first login creates the log that it points to
     "/etc/mtab",  # /proc/self/mounts; dead where /proc isn't mounted
     r"/etc/resolv\.conf",  # the stub of systemd-resolved, below /run
     r"/etc/(vconsole\.conf|default/locale|localtime)",  # keyboard, locale: packages that an image may lack
@@ -75,12 +75,12 @@ DEAD_LINKS = _any_of(
     r"/usr/share/bash-completion/.*",
 )
 
-# Files below /usr that no package owns, made by triggers and postinst scripts, or shipped by our roles.
+# Files below /usr that no package owns: created by triggers and postinst scripts, or shipped by our roles.
 UNOWNED = _any_of(
     r"/usr/lib(exec)?/.*/__pycache__/.*|/usr/share/.*/__pycache__/.*|.*/__pycache__",
     r"/usr/lib/modules/[^/]+/modules\.(alias|builtin\.alias|builtin\.alias\.bin|builtin\.bin|dep|devname|softdep|symbols|weakdep)(\.bin)?",
     r"/usr/lib/modules/[^/]+/(modules\.alias\.bin|modules\.symbols\.bin)",
-    r"/usr/lib/modules/[^/]+/updates(/dkms(/nvidia(-\w+)*\.ko)?)?",  # built by the bake; test_gpu looks at them
+    r"/usr/lib/modules/[^/]+/updates(/dkms(/nvidia(-\w+)*\.ko)?)?",  # built by the bake; test_gpu checks them
     r"/usr/lib(32|64|x32)",  # Debian 12's packages have /lib64, which is a link to it
     r"/usr/lib/udev/hwdb\.bin|/usr/lib/systemd/catalog/database",
     r"/usr/lib/locale/(C\.utf8|locale-archive)(/.*)?",
@@ -92,6 +92,6 @@ UNOWNED = _any_of(
     r"/usr/(bin|sbin|lib)/(awk|nawk|pager|editor|vi|ex|view|rmt|which|iptables.*|ip6tables.*|arptables.*|ebtables.*)",
     r"/usr/share/man/.*|/usr/lib/cni(/.*)?",
     r"/usr/share/python3/runtime\.d/.*|/usr/share/keyrings/.*",
-    r"/usr/libexec/kubernetes(/kubelet-plugins(/volume(/exec)?)?)?",  # the kubelet makes it when it starts
-    r"/usr/local(/.*)?",  # test_no_stray_local_files looks there
+    r"/usr/libexec/kubernetes(/kubelet-plugins(/volume(/exec)?)?)?",  # the kubelet creates it when it starts
+    r"/usr/local(/.*)?",  # test_no_stray_local_files checks it
 )

@@ -1,8 +1,8 @@
 """A target's answers, each fetched once for all checks, and the files that checks read, fetched together.
 
-Starting a program, and asking for it over SSH, costs a machine more than most of these programs' work. An answer is
-cached that doesn't change while the checks run. A mutant has a host of its own for each check, so nothing is cached
-for the next one.
+Starting a program, and requesting it over SSH, costs a machine more than the work that most of these programs do. An
+answer is cached if it doesn't change while the checks run. A mutant has a host of its own for each check, so nothing is
+cached for the next check.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from testinfra.host import Host
 
 T = TypeVar("T")
 
-# What checks read: files, folders with all that is in them, and what the kernel has said since the boot.
+# What checks read: files, folders with everything in them, and what the kernel reports about the current boot.
 FILES = (
     "/etc/apt/sources.list",
     "/etc/apt/sources.list.d",
@@ -52,9 +52,9 @@ FILES = (
 
 
 def once(host: Host, key: object, ask: Callable[[], T]) -> T:
-    """Return what ``ask`` returns, which is called only the first time for a target.
+    """Return the result of ``ask``, calling it only the first time for a key and a target.
 
-    A failed assertion in it is cached as well, for a machine with much that is broken; nothing else that it raises.
+    A failed assertion in it is cached as well, for machines where much is broken; other exceptions aren't.
     """
     answers: dict[object, tuple[Any, str | None]] = vars(host).setdefault("answers", {})
     if key not in answers:
@@ -71,7 +71,7 @@ def once(host: Host, key: object, ask: Callable[[], T]) -> T:
 
 
 def succeeded(command: str, done: CommandResult) -> CommandResult:
-    """Return what came of a command; a check whose command fails fails, with the command's words."""
+    """Return a command's result; fail the check with the command's message if the command failed."""
     assert done.rc == 0, (
         f"{command.split(maxsplit=1)[0]} ended with {done.rc}: {(done.stderr or done.stdout).strip()[-500:]}"
     )
@@ -79,7 +79,7 @@ def succeeded(command: str, done: CommandResult) -> CommandResult:
 
 
 def output_once(host: Host, command: str) -> str:
-    """Return the text that a command prints whose answer can't change while the checks run."""
+    """Return the output of a command whose answer can't change while the checks run."""
     return once(host, (output_once, command), lambda: _output(host, command))
 
 
@@ -88,12 +88,12 @@ def _output(host: Host, command: str) -> str:
 
 
 def files(host: Host) -> dict[str, str]:
-    """Return the text of each file of ``FILES`` that is there, and of those below its folders that are not empty."""
+    """Return the text of each existing file in ``FILES``, and of each file below its folders that isn't empty."""
     return once(host, files, lambda: _read(host))
 
 
 def _read(host: Host) -> dict[str, str]:
-    # Each line of each file, behind the file's name and a NUL; then, since they have none, the empty ones' names.
+    # Each line of each file, after the file's name and a NUL; then the names of empty files, which have no lines.
     names = " ".join(FILES)
     lines = f"LC_ALL=C grep -aRs --devices=skip --null '' {names}"
     done = host.run(
@@ -109,7 +109,7 @@ def _read(host: Host) -> dict[str, str]:
 
 
 def in_folder(host: Host, folder: str, suffix: str) -> dict[str, str]:
-    """Return the text of the files right in a folder of ``FILES`` whose names end so, by path, in order."""
+    """Return the text of the files directly in a folder of ``FILES`` that have the suffix, by path, in order."""
     assert folder in FILES
     texts = {path: text for path, text in files(host).items() if path.endswith(suffix)}
     return {path: texts[path] for path in sorted(texts) if path.rpartition("/")[0] == folder}

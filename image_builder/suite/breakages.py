@@ -1,4 +1,4 @@
-"""What breaks that which a check is about, as commands of a shell; a user's are in ``checks/mutations.yml``."""
+"""Shell commands that break the subject of a check; a user's are in ``checks/mutations.yml``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from testinfra.host import Host
 
 
 class Breakage(NamedTuple):
-    """What breaks it, and what mends it again where that is needed; both for ``sh -euc``."""
+    """A command that breaks a check's subject and, if needed, one that repairs it; both for ``sh -euc``."""
 
     command: str
     mend: str = ""
 
 
 def read(file: Path) -> dict[str, list[Breakage]]:
-    """Return a user's breakages by check, in the file's order; validation has seen it (definition/checks.py)."""
+    """Return a user's breakages by check, in the file's order; the file has been validated (definition/checks.py)."""
     recorded: Mapping[str, list[str | dict[str, str]]] = yaml.safe_load(file.read_text(encoding="utf-8"))
     return {check: [_breakage(entry) for entry in entries] for check, entries in recorded.items()}
 
@@ -28,7 +28,7 @@ def _breakage(entry: str | Mapping[str, str]) -> Breakage:
 
 
 def run(host: Host, command: str) -> None:
-    """Run a command as root; RuntimeError, which is no red check, where any part of it fails."""
+    """Run a command as root. Raises RuntimeError, which isn't a failed check, if any part of it fails."""
     done = host.run("sh -euc %s", command)
     if done.rc != 0:
         raise RuntimeError(f"{command}: ended with {done.rc}: {(done.stdout + done.stderr)[-500:]}")

@@ -1,8 +1,8 @@
-"""The fixtures of a run that tests the checks of a running machine: each check must pass, then fail once broken.
+"""The fixtures of a run that tests the checks of a running machine: each must pass, then fail on the broken machine.
 
-For each of its breakages a check is asked twice: of the machine as it is, and of the broken one. So a check that is
-red for another one's breakage is seen, and a breakage that changes nothing as well. What it has broken is mended, where
-that is recorded, before the next check is asked. Checks of a sealed tree are left out: they are seen red on one.
+For each of its breakages a check runs twice: on the machine as it is, and on the broken one. This reveals a check that
+fails because of another check's breakage, and a breakage that changes nothing. A breakage is repaired, if a repair is
+recorded, before the next check runs. Checks that also run on a sealed tree are left out: they are seen to fail there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BREAKAGES = pytest.StashKey[Mapping[str, Sequence[Breakage]]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read what the option ``--mutations`` names: a user's file, or a module whose ``ordered`` returns ours."""
+    """Read the breakages that ``--mutations`` names: a user's file, or a module whose ``ordered`` returns our own."""
     name = str(config.option.mutations)
     if name.endswith(".yml"):
         config.stash[_BREAKAGES] = read(Path(name))
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(
     trylast=True
-)  # the state is the end of a check's name, whatever else the check is parametrized by
+)  # the state comes last in a check's name, whatever else the check is parametrized by
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a check on the sound machine, then on the broken one, for each breakage."""
     numbers = range(len(metafunc.config.stash[_BREAKAGES].get(metafunc.function.__name__, ())))
@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the checks that have a breakage and that only a machine can be asked, in the breakages' order."""
+    """Keep the checks that have a breakage and run only on a machine, in the breakages' order."""
     turns = {check: turn for turn, check in enumerate(config.stash[_BREAKAGES].keys())}
     kept = [item for item in items if _check(item) in turns and not item.get_closest_marker("offline")]
     if left_out := [item for item in items if item not in kept]:
@@ -65,14 +65,14 @@ def machine(pytestconfig: pytest.Config) -> Host:
 
 @pytest.fixture
 def attempt(request: pytest.FixtureRequest) -> tuple[int, str]:
-    """The number of the breakage, and what the machine is to be: sound or broken."""
+    """The number of the breakage, and the machine's state: sound or broken."""
     number, state = request.param
     return number, state
 
 
 @pytest.fixture
 def host(machine: Host, attempt: tuple[int, str], request: pytest.FixtureRequest) -> Iterator[Host]:
-    """The machine, without what it has answered before; broken, and mended again, where that is the state."""
+    """The machine, without its cached answers; in the broken state, broken before the check and repaired after it."""
     number, state = attempt
     breakage = request.config.stash[_BREAKAGES][request.function.__name__][number]
     if state == BROKEN:

@@ -1,4 +1,4 @@
-"""cloud-init's configuration, merged as it merges it, without a start of its interpreter for half a second."""
+"""cloud-init's configuration, merged the way cloud-init does, without spending half a second on its interpreter."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from suite import output
 from testinfra.host import Host
 
 MAIN = "/etc/cloud/cloud.cfg"
-# With one of these a file says how it is to be merged, or which others there are.
+# Keys by which a file says how to merge it, or which other files there are.
 _DIFFERENT = {"conf_d", "merge_how", "merge_type"}
 _ITS_OWN = f"import json; from cloudinit import util; print(json.dumps(util.read_conf_with_confd({MAIN!r})))"
 
 
 def cloud_config(host: Host) -> dict[str, Any]:
-    """Return the configuration of cloud.cfg and of the files beside it; read once for all checks of a target.
+    """Return the merged configuration of cloud.cfg and its drop-ins, read once for all checks of a target.
 
-    cloud-init itself is asked where a file is out of the ordinary.
+    If a file is out of the ordinary, cloud-init itself merges them.
     """
     return once(host, cloud_config, lambda: merged_here(host) or its_own(host))
 
 
 def its_own(host: Host) -> dict[str, Any]:
-    """Return it as cloud-init merges it."""
+    """Return the configuration as cloud-init itself merges it."""
     merged: dict[str, Any] = json.loads(output(host, "python3 -c %s", _ITS_OWN))
     return merged
 
 
 def merged_here(host: Host) -> dict[str, Any] | None:
-    """Return it merged here: later files first, and of what two have the first (util.read_conf_with_confd)."""
+    """Return the configuration merged here, later files winning (util.read_conf_with_confd), or None if it can't be."""
     texts = in_folder(host, f"{MAIN}.d", ".cfg")
     try:
         parts = [_load(texts[path]) for path in sorted(texts, reverse=True)]
@@ -47,7 +47,7 @@ def merged_here(host: Host) -> dict[str, Any] | None:
 
 
 def _load(text: str) -> dict[str, Any]:
-    """Return a file's content, nothing for an empty one; raises ValueError for what is not a mapping."""
+    """Return a file's content, an empty mapping for an empty file. Raises ValueError if it isn't a mapping."""
     content = yaml.load(text, Loader=yaml.CSafeLoader)
     if content is None:
         return {}
@@ -57,7 +57,7 @@ def _load(text: str) -> dict[str, Any]:
 
 
 def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return what either has; of a key that both have the first one's value, but mappings are merged in turn."""
+    """Merge two mappings, and the mappings in them; for any other key in both, the first one's value wins."""
     actual = dict(first)
     for key, value in second.items():
         if key not in actual:

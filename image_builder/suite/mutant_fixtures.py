@@ -1,6 +1,6 @@
-"""The fixtures of a run that tests the checks themselves: each gets a target of its own, damaged by a mutation.
+"""The fixtures of a run that tests the checks themselves: each check gets its own target, damaged by a mutation.
 
-Where the mutations are, the option ``--mutations`` says: a module with ``MUTATIONS``, or a user's file of commands.
+The option ``--mutations`` says where the mutations are: a module with ``MUTATIONS``, or a user's file of commands.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def by_command(command: str) -> Mutation:
-    """Return the mutation that a command of a shell makes."""
+    """Return a mutation that runs a shell command."""
 
     def mutate(root: Path, _variables: dict[str, Any]) -> None:
         run(enter(root), command)
@@ -60,7 +60,7 @@ def mutation(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def host(request: pytest.FixtureRequest, facts: Facts, mutation: int) -> Iterator[Host]:
-    """A throw-away root, damaged as the check's mutation says."""
+    """A throwaway root, damaged by the check's mutation."""
     target, check = request.config.stash[TARGET], request.function.__name__
     lowers = [Path(path) for path in target.path.split(":")]
     with open_root(lowers, Path(target.work, f"{check}.{mutation}")) as root:
@@ -70,5 +70,5 @@ def host(request: pytest.FixtureRequest, facts: Facts, mutation: int) -> Iterato
 
 @pytest.fixture
 def tree(host: Host) -> Tree:
-    """Everything on its root filesystem."""
+    """Everything on the root filesystem."""
     return Tree.read(host)

@@ -1,4 +1,4 @@
-"""The kernel's packet rules as iptables lists them, and whether a TCP packet gets by those before a certain one."""
+"""The kernel's packet rules as iptables lists them, and which ones may let a TCP packet by before a given rule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from ipaddress import ip_address, ip_network
 from typing import NamedTuple
 
-# After these a packet is gone, or goes on to the next rule.
+# Targets after which a packet is gone, or goes on to the next rule.
 _LETS_NOTHING_BY = {
     "",
     "DROP",
@@ -21,12 +21,12 @@ _LETS_NOTHING_BY = {
     "TCPMSS",
     "TRACE",
 }
-# What narrows no rule.
+# Options that don't narrow a rule.
 _NOTES = frozenset(("-m", "--comment", "-c", "-j"))
 
 
 class Rule(NamedTuple):
-    """``options`` has each option's value, by its name, ``! `` before a negated one."""
+    """A rule; ``options`` has each option's value by its name, with ``! `` before a negated one."""
 
     options: Mapping[str, str]
     text: str
@@ -36,13 +36,13 @@ class Rule(NamedTuple):
         return self.options.get("-j", "")
 
     def drops(self, address: str, ports: str) -> bool:
-        """Tell whether it drops all TCP packets to the ports of an address, whatever else they are."""
+        """Return whether the rule drops all TCP packets to the ports of an address, whatever else they are."""
         expected = {"-d": f"{address}/32", "-p": "tcp", "--dports": ports}
         actual = {name: value for name, value in self.options.items() if name not in _NOTES}
         return self.target == "DROP" and actual == expected
 
     def may_match(self, address: str, port: int) -> bool:
-        """Tell whether a TCP packet there may match; by what isn't its destination it always may."""
+        """Return whether a TCP packet to this address and port may match; conditions on anything else count as met."""
         fits: Mapping[str, Callable[[str], bool]] = {
             "-d": lambda value: ip_address(address) in ip_network(value, strict=False),
             "-p": lambda value: value in ("tcp", "6", "all", "0"),
@@ -62,7 +62,7 @@ def _has(ports: str, port: int) -> bool:
 
 
 def parse(listed: str) -> dict[str, list[Rule]]:
-    """Return the rules of each chain, in order, from what ``iptables --list-rules`` prints."""
+    """Return the rules of each chain, in order, from the output of ``iptables --list-rules``."""
     chains: dict[str, list[Rule]] = {}
     for line in listed.splitlines():
         arguments = shlex.split(line)
@@ -90,9 +90,9 @@ def _options(arguments: list[str]) -> dict[str, str]:
 def ways_by(
     chains: Mapping[str, list[Rule]], rules: list[Rule], address: str, port: int, *, is_called: bool = False
 ) -> Iterator[str]:
-    """Yield the rules that may let a TCP packet there by, of ``rules`` and of the chains that they call.
+    """Yield the rules in ``rules`` and the chains they call that may let a TCP packet to this address and port by.
 
-    In a chain that was called RETURN is harmless: the packet goes on behind the call.
+    In a called chain RETURN is harmless: the packet goes on after the call.
     """
     harmless = _LETS_NOTHING_BY | ({"RETURN"} if is_called else set())
     for rule in rules:

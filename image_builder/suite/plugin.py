@@ -3,11 +3,11 @@
     pytest -p image_builder.suite.plugin image_builder/suite --facts facts.json --target TARGET
 
 TARGET is sandbox:/path/of/a/mounted/root, ssh://user@host:22?key=/path&known_hosts=/path, or stdin: for a host of a
-pool (targets.py). Below the suite's own folder a check is this program's; one from elsewhere is the user's.
+pool (targets.py). A check below the suite's own folder belongs to this program; one from elsewhere is the user's.
 
-Which checks run follows from two things: a sandbox gets those marked ``offline``, a machine those marked
-``booted``; and what the image's definition doesn't have (``suite.needs``) is left out. Both are counted;
-nothing is ever skipped while it runs.
+Two things decide which checks run: a sandbox gets those marked ``offline``, a machine those marked
+``booted``; and checks of what the image's definition doesn't have (``suite.needs``) are left out. Both are
+counted; no check is ever skipped while it runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_FACTS] = Facts(json.loads(Path(config.option.facts).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error
-    # The fixtures ``host`` and ``tree``: whoever tests the checks has others.
+    # The fixtures ``host`` and ``tree``; runs that test the checks themselves use different ones.
     fixtures = {"mutant": "mutant_fixtures", "broken": "broken_fixtures"}
     config.pluginmanager.import_plugin(fixtures.get(config.stash[TARGET].kind, "target_fixtures"))
     config.stash[_NOT_APPLICABLE] = []
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select what the target and the definition call for; the rest is deselected, with its reason."""
+    """Select what the target and the definition call for; deselect the rest, and record why a check doesn't apply."""
     side = "booted" if config.stash[TARGET].booted else "offline"
     selected, deselected = [], []
     not_applicable = config.stash[_NOT_APPLICABLE]
@@ -76,13 +76,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Record the final selection, after -m and -k had their say."""
+    """Record the final selection, after -m and -k have been applied."""
     if report := session.config.stash.get(_REPORT, None):
         report.write(_selection(session))
 
 
 def _selection(session: pytest.Session) -> dict[str, Any]:
-    """Return what is recorded of the collection."""
+    """Return the record of the collection."""
     return {
         "event": "collected",
         "selected": [check_name(item.nodeid) for item in session.items],
@@ -112,10 +112,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 class _Report:
-    """The suite's own record: one JSON object a line, written as things happen."""
+    """The suite's own record: one JSON object per line, written as things happen."""
 
     def __init__(self, path: Path) -> None:
-        self.stream = path.open("w", buffering=1, encoding="utf-8")  # until pytest_sessionfinish
+        self.stream = path.open("w", buffering=1, encoding="utf-8")  # closed in pytest_sessionfinish
         self.running: dict[str, Any] = {}
 
     def write(self, event: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ class _Report:
             outcome = "error"
         if hasattr(report, "wasxfail"):
             outcome = "x" + outcome
-        # As in pytest's own record, an error in a teardown counts for more than the failure before it.
+        # As in pytest's own record, an error in teardown takes precedence over an earlier failure.
         better = ("passed", "failed") if outcome == "error" else ("passed",)
         if outcome != "passed" and self.running["outcome"] in better:
             error = call.excinfo
@@ -151,7 +151,7 @@ class _Report:
 
 @pytest.fixture(scope="session")
 def facts(pytestconfig: pytest.Config) -> Facts:
-    """What the image is meant to be."""
+    """What the image should be."""
     return pytestconfig.stash[_FACTS]
 
 

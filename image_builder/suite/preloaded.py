@@ -26,7 +26,7 @@ def images(host: Host) -> list[dict[str, Any]]:
 
 
 def familiar(ref: str) -> str:
-    """Return a reference as Docker writes it: its own registry goes without saying."""
+    """Return a reference as Docker writes it, without its own registry."""
     return ref.removeprefix("docker.io/").removeprefix("library/") if ref.startswith("docker.io/") else ref
 
 

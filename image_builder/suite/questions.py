@@ -1,4 +1,4 @@
-"""Questions that several checks ask: a target answers each once, and all of a kind together."""
+"""Queries that several checks share: a target answers each one once, and all of a kind together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from answers import files, once, output_once, succeeded
 from suite import assignments, output
 from testinfra.host import Host
 
-# What checks ask systemd to merge. One that is not here is a question of its own.
+# Configurations that checks ask systemd to merge. One that isn't listed here takes a query of its own.
 CONFIGURATIONS = (
     "systemd/journald.conf",
     "systemd/network/90-dhcp.network",
@@ -27,7 +27,7 @@ CONFIGURATIONS = (
     "systemd/system/network-accounting.service",
     "systemd/system/ssh-host-keys.service",
 )
-# Units of which it is asked whether they may start, beside others.
+# Units whose enablement is queried together with any others.
 UNITS = (
     "apt-daily.service",
     "apt-daily.timer",
@@ -36,7 +36,7 @@ UNITS = (
     "swap.target",
     "unattended-upgrades.service",
 )
-# Programs of which it is asked whether they are there, beside others.
+# Programs that are looked up together with any others.
 PROGRAMS = (
     "cc",
     "clang",
@@ -50,15 +50,15 @@ PROGRAMS = (
     "resize2fs",
     "rustc",
 )
-# The rules of a table of the kernel's, with how often each was met.
+# Lists the rules of the kernel's mangle table, with each rule's packet counters.
 RULES = "iptables --wait --table mangle --list-rules --verbose"
-# The line before a file's text, and what it names: the file, or one of its drop-ins.
+# The line before a file's text, which names the file or one of its drop-ins.
 _PART = re.compile(r"# (?:/etc|/run|/usr/local/lib|/usr/lib|/lib)/((systemd/\S+?)(?:\.d/[^/\s]+)?)")
 _UNMERGED = ("bin", "sbin", "lib", "lib32", "lib64")
 
 
 class Package(NamedTuple):
-    """``state`` as dpkg abbreviates it: what is wanted (h: to be held), and what is (i: installed)."""
+    """A package; ``state`` is dpkg's abbreviation: the desired state (h: hold), then the actual one (i: installed)."""
 
     state: str
     version: str
@@ -74,7 +74,7 @@ class Package(NamedTuple):
 
 
 def packages(host: Host) -> dict[str, Package]:
-    """Return dpkg's view of each package that it knows, by name."""
+    """Return dpkg's view of every package it knows, by name."""
     return once(host, packages, lambda: _packages(host))
 
 
@@ -89,19 +89,19 @@ def _table(printed: str) -> dict[str, Package]:
 
 
 def owned_files(host: Host) -> frozenset[str]:
-    """Return each path of a package, as it is on a system with merged /usr."""
+    """Return every path that a package owns, as it is on a system with merged /usr."""
     return once(host, owned_files, lambda: _owned_files(host))
 
 
 def _owned_files(host: Host) -> frozenset[str]:
-    # That each package has its list is dpkg's audit to say.
+    # Whether each package has its list is left to dpkg's audit.
     command = "cat /var/lib/dpkg/info/*.list"
     listed = succeeded(command, host.run(command)).stdout_bytes
     return frozenset(with_merged_usr(os.fsdecode(listed)).splitlines())
 
 
 def with_merged_usr(paths: str) -> str:
-    """Return paths, each on a line, as they are on a system with merged /usr."""
+    """Return paths, one per line, as they are on a system with merged /usr."""
     lines = f"\n{paths}"
     for folder in _UNMERGED:
         lines = lines.replace(f"\n/{folder}/", f"\n/usr/{folder}/")
@@ -109,16 +109,16 @@ def with_merged_usr(paths: str) -> str:
 
 
 def diversions(host: Host) -> list[tuple[str, str, str]]:
-    """Return each path that dpkg diverts, where to, and for which package; ``:`` is by hand."""
+    """Return each path that dpkg diverts, its new place and the diverting package; ``:`` means diverted by hand."""
     lines = files(host).get("/var/lib/dpkg/diversions", "").splitlines()
     return list(zip(lines[::3], lines[1::3], lines[2::3], strict=True))
 
 
 def mounted(host: Host, path: str) -> dict[str, Any]:
-    """Return what is mounted at a path, as findmnt has it; a check fails where nothing is."""
+    """Return findmnt's entry for what is mounted at a path; fail the check if nothing is."""
     columns = "TARGET,SOURCE,FSTYPE,OPTIONS,SIZE,PARTUUID"
     table = json.loads(output_once(host, f"findmnt --json --list --bytes --output {columns}"))
-    # The last mount at a place hides those before.
+    # The last mount at a path hides the earlier ones.
     mounts: dict[str, Any] = {mount["target"]: mount for mount in table["filesystems"]}
     assert path in mounts, f"nothing is mounted at {path}"
     entry: dict[str, Any] = mounts[path]
@@ -126,27 +126,27 @@ def mounted(host: Host, path: str) -> dict[str, Any]:
 
 
 def services(host: Host) -> dict[str, dict[str, str]]:
-    """Return some properties of each service that a running systemd has loaded, by its name."""
+    """Return some properties of each service that the running systemd has loaded, by name."""
     command = "systemctl show --property=Id,ActiveState,MainPID,NRestarts '*.service'"
     blocks = map(assignments, output_once(host, command).split("\n\n"))
     return {block["Id"]: block for block in blocks if block}
 
 
 def unit_states(host: Host, units: Collection[str]) -> dict[str, str]:
-    """Return how each unit is enabled, as ``systemctl is-enabled`` has it; nothing for one that it doesn't know."""
+    """Return each unit's state as ``systemctl is-enabled`` prints it, empty if systemd doesn't know the unit."""
     states = once(host, unit_states, dict[str, str])
     if not states.keys() >= set(units):
         new = [unit for unit in {**dict.fromkeys(units), **dict.fromkeys(UNITS)} if unit not in states]
         lines = host.run(f"systemctl is-enabled {' '.join(new)}").stdout.splitlines()
         if len(lines) != len(new):
-            # Older versions of systemd tell no more once they meet a unit that isn't there.
+            # Older versions of systemd print nothing more once they meet a unit that doesn't exist.
             lines = [host.run("systemctl is-enabled %s", unit).stdout.strip() for unit in new]
         states.update(zip(new, lines, strict=True))
     return {unit: states[unit] for unit in units}
 
 
 def programs(host: Host, names: Collection[str]) -> set[str]:
-    """Return those of the names by which a shell of root's finds a program."""
+    """Return those of the names under which root's shell finds a program."""
     installed = once(host, programs, dict[str, bool])
     if not installed.keys() >= set(names):
         new = {*names, *PROGRAMS} - installed.keys()
@@ -157,17 +157,17 @@ def programs(host: Host, names: Collection[str]) -> set[str]:
 
 
 def apt_settings(host: Host) -> list[str]:
-    """Return all settings of apt's, a line each."""
+    """Return all of apt's settings, one line each."""
     return output_once(host, "apt-config dump").splitlines()
 
 
 def boot_sysctls(host: Host) -> dict[str, str]:
-    """Return the kernel settings that systemd makes at boot, by name with dots: the last of each."""
+    """Return the kernel settings that systemd applies at boot, by dotted name; the last one of a name wins."""
     return _sysctls(output_once(host, "/usr/lib/systemd/systemd-sysctl --cat-config"))
 
 
 def live_sysctls(host: Host, variables: Mapping[str, Any]) -> dict[str, str]:
-    """Return the running kernel's settings, of those that are declared."""
+    """Return the running kernel's values of the declared settings."""
     names = [*variables["__system_sysctl"], *variables.get("hardening_sysctl", ())]
     lines = once(host, live_sysctls, lambda: host.run(f"sysctl --ignore {' '.join(names)}").stdout)
     return _sysctls(lines)
@@ -179,14 +179,14 @@ def _sysctls(lines: str) -> dict[str, str]:
 
 
 def merged(host: Host, name: str) -> str:
-    """Return a configuration of systemd's with its drop-ins, merged by systemd; no text where there is none."""
+    """Return a systemd configuration with its drop-ins, merged by systemd; empty if there is none."""
     names = CONFIGURATIONS if name in CONFIGURATIONS else (name,)
     printed = output_once(host, f"systemd-analyze cat-config {' '.join(names)}")
     return once(host, names, lambda: texts_of(printed, names))[name]
 
 
 def texts_of(printed: str, names: Iterable[str]) -> dict[str, str]:
-    """Split what ``systemd-analyze cat-config`` prints for some names into the text of each."""
+    """Split the output of ``systemd-analyze cat-config`` for several names into the text of each."""
     texts: dict[str, list[str]] = {name: [] for name in names}
     current: list[str] = []
     for line in printed.splitlines():

@@ -1,7 +1,7 @@
-"""What the checks share: the facts they are driven by, their conditions, and how they read it.
+"""What the checks share: the facts that drive them, their conditions, and helpers that read the target.
 
-A check reads what it is about as the program concerned reads it (``sshd -T``, ``dockerd --validate``, the
-kernel's /proc) and compares it with the variables that the image was baked with. It fails by an assertion
+A check reads its subject the way the program concerned does (``sshd -T``, ``dockerd --validate``, the
+kernel's /proc) and compares it with the variables that the image was baked with. It fails with an assertion
 whose message names what was found.
 """
 
@@ -24,9 +24,9 @@ booted = pytest.mark.booted
 
 
 def needs(*layers: str, **conditions: Any) -> pytest.MarkDecorator:
-    """Collect a check only where every layer is in the image and every variable fulfils its condition.
+    """Collect a check only if every layer is in the image and every variable meets its condition.
 
-    A condition is a value that the variable must equal, or a predicate over it.
+    A condition is a value that the variable must equal, or a predicate on it.
     """
     return pytest.mark.needs.with_args(layers, conditions)
 
@@ -49,22 +49,22 @@ class Facts:
 
 
 def check_name(nodeid: str) -> str:
-    """Return a check's name: its node id below the suite, wherever pytest's rootdir is."""
+    """Return a check's name: its node id relative to the suite, whatever pytest's rootdir."""
     path, colons, function = nodeid.partition("::")
     return path.rpartition("/")[2] + colons + function
 
 
 def title(item: pytest.Item) -> str:
-    """Return what a check says of itself: the first line of its docstring."""
+    """Return a check's title: the first line of its docstring."""
     doc = (getattr(item, "function", item).__doc__ or "").strip()
     return doc.splitlines()[0] if doc else ""
 
 
 def applicability(item: pytest.Item, facts: Facts) -> str:
-    """Return why a check doesn't apply to the image, or nothing when it does.
+    """Return why a check doesn't apply to the image, or an empty string if it does.
 
-    Raises UsageError for a variable that the image's roles don't have: a misspelt one would otherwise take
-    the check out for ever.
+    Raises UsageError for a variable that no role of the image has: a misspelled name would otherwise
+    disable the check forever.
     """
     for mark in item.iter_markers("needs"):
         layers, conditions = mark.args
@@ -81,9 +81,9 @@ def applicability(item: pytest.Item, facts: Facts) -> str:
 
 
 def list_tree(host: Host, facts: Facts, *, booted: bool) -> Tree:
-    """Return what is on a target's root filesystem.
+    """List a target's root filesystem.
 
-    On a running machine without what its containers own: that isn't the image's.
+    On a running machine, leave out the containers' files, which aren't the image's.
     """
     names = ("container_runtime_data_root", "container_runtime_containerd_root")
     roots = [str(facts.variables[name]) for name in names if name in facts.variables]
@@ -91,10 +91,10 @@ def list_tree(host: Host, facts: Facts, *, booted: bool) -> Tree:
 
 
 def read(host: Host, path: str) -> str:
-    """Return a file's text; a check whose file is missing fails."""
+    """Return a file's text; fail the check if the file can't be read."""
     if (text := files(host).get(path)) is not None:
         return text
-    # One that is not there, or can't be read, is asked about once as well.
+    # A file that is missing or unreadable is also requested only once.
     return once(host, (read, path), lambda: _cat(host, path)) if path in FILES else _cat(host, path)
 
 
@@ -105,18 +105,18 @@ def _cat(host: Host, path: str) -> str:
 
 
 def output(host: Host, command: str, *args: str) -> str:
-    """Return what a command prints; a check whose command fails fails, with the command's words."""
+    """Return what a command prints; fail the check with the command's message if the command fails."""
     return str(succeeded(command, host.run(command, *args)).stdout).rstrip("\n")
 
 
 def release(version: str) -> str:
-    """Return the numbers of a program's version, without what its builder added: 2.1.9 of ``v2.1.9+unknown``."""
+    """Return the numeric part of a program's version, without a build suffix: 2.1.9 for ``v2.1.9+unknown``."""
     match = re.match(r"v?([0-9.]+[0-9])", version)
     return match[1] if match else version
 
 
 def load(host: Host, path: str) -> Any:
-    """Return a YAML (or JSON) file's content."""
+    """Return the parsed content of a YAML (or JSON) file."""
     text = read(host, path)
     try:
         return yaml.load(text, Loader=yaml.CSafeLoader)
@@ -125,18 +125,18 @@ def load(host: Host, path: str) -> Any:
 
 
 def statements(text: str) -> list[str]:
-    """Return the lines of a configuration file without comments, blank lines and outer spaces."""
+    """Return the stripped lines of a configuration file, without comments and blank lines."""
     lines = (line.strip() for line in text.splitlines())
     return [line for line in lines if line and line[0] not in "#;"]
 
 
 def named(lines: Iterable[str], key: str) -> set[str]:
-    """Return the units that the lines of a unit name under a key, such as ``After``."""
+    """Return the units that a unit's lines list under a key, such as ``After``."""
     return {word for line in lines if line.startswith(f"{key}=") for word in line.partition("=")[2].split()}
 
 
 def assignments(text: str) -> dict[str, str]:
-    """Return ``key = value`` lines, the last one of a key winning; quotes around a value are dropped."""
+    """Return ``key = value`` lines as a mapping; the last line of a key wins, and quotes around a value are dropped."""
     actual = {}
     for line in statements(text):
         key, equals, value = line.partition("=")
@@ -146,29 +146,29 @@ def assignments(text: str) -> dict[str, str]:
 
 
 def starts_at_boot(tree: Tree, unit: str) -> bool:
-    """Tell whether some unit pulls this one in at boot.
+    """Return whether another unit pulls this one in at boot.
 
-    ``systemctl is-enabled`` would also say so of a unit that has nothing but an alias.
+    ``systemctl is-enabled`` would also report a unit that only has an alias as enabled.
     """
     masked = tree.get(f"/etc/systemd/system/{unit}")
     return unit in tree.pulled_in and not (masked and masked.link == "/dev/null")
 
 
 def starts_again(unit: str, lines: Iterable[str]) -> None:
-    """Fail unless a unit is started again after each failure: one moment's is not the whole boot's."""
+    """Fail unless a unit is restarted after every failure: a brief fault must not last for the whole boot."""
     expected = {"Restart=on-failure", "StartLimitIntervalSec=0"}
     assert expected <= set(lines), f"{unit} is not started again"
 
 
 def gpus(host: Host) -> int:
-    """Return how many GPUs of NVIDIA the machine's bus has."""
+    """Return the number of NVIDIA GPUs on the machine's PCI bus."""
     vendors = host.run("grep -lx 0x10de /sys/bus/pci/devices/*/vendor").stdout.split()
     classes = [read(host, f"{path.rpartition('/')[0]}/class").strip() for path in vendors]
     return sum(kind in ("0x030000", "0x030200") for kind in classes)
 
 
 def nothing(actual: Iterable[str]) -> None:
-    """Fail, naming what was found, unless nothing was."""
+    """Fail if anything was found, and name it."""
     __tracebackhide__ = True
     items = list(actual)
     if items:
@@ -177,7 +177,7 @@ def nothing(actual: Iterable[str]) -> None:
 
 
 def differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
-    """Describe every key of ``wanted`` whose value in ``found`` is another, or isn't there."""
+    """Describe every key of ``expected`` whose value in ``actual`` differs or is missing."""
     return [
         f"{key} is {actual.get(key, 'not set')!r}, not {value!r}"
         for key, value in expected.items()

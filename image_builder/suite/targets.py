@@ -1,11 +1,11 @@
-"""Where the suite looks: a mounted root, a machine over SSH, or a deliberately damaged root.
+"""What the suite runs against: a mounted root, a machine over SSH, or a deliberately damaged root.
 
-A machine of a pool is reached through standard input, a socket: the process that holds the connection to the machine
-runs each command.
+A machine of a pool is reached through standard input, which is a socket: the process that holds the connection to the
+machine runs each command.
 
-Two show that checks can fail: the user's, and in tests the suite's own (tests/suite). ``mutant:``: each check gets a
-fresh overlay of the image's trees with that check's mutation. ``broken:`` before an address of SSH: each check runs on
-the machine as it is, and then on the broken one.
+Two kinds of target show that checks can fail: the user's checks and, in tests, the suite's own (tests/suite). With
+``mutant:`` each check gets a fresh overlay of the image's trees with that check's mutation. With ``broken:`` before an
+SSH address, each check runs on the machine as it is, and then on the broken one.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from image_builder.machine.shell import Shell
 from image_builder.machine.ssh import SshAddress
 
 TARGET = pytest.StashKey["Target"]()
-# Nothing that a check asks for takes so long, even on an emulated machine.
+# No command that a check runs takes this long, even on an emulated machine.
 _COMMAND_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """``kind`` is sandbox, ssh, stdin, broken or mutant.
+    """A target, whose ``kind`` is sandbox, ssh, stdin, broken or mutant.
 
-    ``path`` is a root (mutant: lower trees, topmost first, by colons).
+    ``path`` is a root (mutant: lower trees, topmost first, separated by colons).
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Target:
 
 
 def parse_target(url: str) -> Target:
-    """Return the target an URL names; raises ValueError."""
+    """Return the target that a URL names. Raises ValueError if the URL is invalid."""
     kind, _, rest = url.partition(":")
     if kind == "sandbox" and Path(rest).is_dir() and Path(rest).is_absolute():
         return Target("sandbox", path=rest)
@@ -79,7 +79,7 @@ def parse_target(url: str) -> Target:
 
 
 def open_target(target: Target) -> Host:
-    """Return testinfra's host for a target that is not a mutant."""
+    """Return testinfra's host for a target that isn't a mutant."""
     if not target.booted:
         return enter(target.path)
     backend = _StrictParamiko(target.address) if target.address else Relayed(socket.socket(fileno=0))
@@ -89,9 +89,9 @@ def open_target(target: Target) -> Host:
 
 
 def enter(path: str | Path) -> Host:
-    """Return testinfra's host for a root that is mounted somewhere."""
+    """Return testinfra's host for a mounted root."""
     host = testinfra.get_host(os.fspath(path), connection="chroot")
-    # Else it asks an interpreter in there, and to ask it needs to know, where the root's path isn't ASCII.
+    # Otherwise it asks an interpreter in the root, for which it needs the encoding if the root's path isn't ASCII.
     host.backend._encoding = "utf-8"
     return host
 
@@ -106,9 +106,9 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
     def __init__(self, address: SshAddress) -> None:
         super().__init__(f"{address.user}@{address.host}:{address.port}", timeout=60)
         self.address = address
-        # To the bastions on the way, and to the machine.
+        # Connections to the bastions on the way, and to the machine.
         self._clients: list[paramiko.SSHClient] = []
-        # Else it asks an interpreter on the machine, once something isn't ASCII.
+        # Otherwise it asks an interpreter on the machine as soon as something isn't ASCII.
         self._encoding = "utf-8"
         self._shell: Shell | None = None
 
@@ -125,7 +125,7 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
         return self.result(status, self.encode(line), out, err)
 
     def _transport(self) -> paramiko.Transport:
-        """Return the connection, a new one where it was lost."""
+        """Return the connection, or a new one if it was lost."""
         transport = self.client.get_transport()
         if transport is None or not transport.is_active():
             self.client.close()
@@ -150,7 +150,7 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
         return self._clients[-1]
 
     def _log_in(self, user: str, host: str, port: int) -> paramiko.SSHClient:
-        """Log in to what is next on the way, through what was last."""
+        """Log in to the next host on the way, through the previous one."""
         via = self._clients[-1].get_transport() if self._clients else None
         channel = (
             via.open_channel("direct-tcpip", (host, port), ("127.0.0.1", 0), timeout=self.timeout)
@@ -202,11 +202,11 @@ class Relayed(BaseBackend):  # type: ignore[misc]
         return self.result(reply["status"], self.encode(line), out, err)
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Close the connection."""
         self._connection.close()
 
 
 def _line(backend: BaseBackend, command: str, args: Sequence[str]) -> str:
-    """Return what a shell of root's is told to run."""
+    """Return the line that root's shell runs."""
     line: str = backend.quote(command, *args)
     return backend.get_sudo_command(line, backend.sudo_user) if backend.sudo_user else line

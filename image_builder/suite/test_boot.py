@@ -1,4 +1,4 @@
-"""The machine came up whole: everything started, nothing complained, nothing listens that shouldn't."""
+"""The machine booted cleanly: everything started, nothing complained, nothing listens that shouldn't."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tree import Tree
 from image_builder.machine.console import problems
 
 V = dict[str, Any]
-# Who may listen to the network where: SSH, DHCP clients; the kubelet on a node of a cluster.
-# Seconds in which a parent on a busy machine gets to reap who has ended.
+# Seconds in which a parent on a busy machine gets to reap a process that has ended.
 _TURNS = 10
+# Programs that may listen to the network, by port: SSH, DHCP clients; the kubelet on a node of a cluster.
 _DHCP_CLIENTS = {"systemd-network", "dhclient"}
 LISTENERS = {
     ("tcp", 22): {"sshd", "systemd"},
@@ -26,9 +26,9 @@ LISTENERS = {
     ("udp", 546): _DHCP_CLIENTS,
 }
 KUBELET_LISTENERS = {("tcp", 10250): {"kubelet"}}
-# The serial of a disk that `image-builder boot` gives its machines, and nobody else.
+# The serial of a disk that only `image-builder boot` gives its machines.
 LAB_DISK = "image-builder-seed"
-# Asks each name server of a resolv.conf, at a port, for the root's; prints those that answer, whatever they say.
+# Asks each name server of a resolv.conf, at a port, for the root's name servers; prints those that answer at all.
 NAME_SERVERS = """
 import socket, sys
 
@@ -50,17 +50,17 @@ for server in [w[1] for w in words if w[:1] == ["nameserver"] and len(w) > 1]:
 """
 
 
-# Before all else: what is asked once is of a machine whose boot has ended.
+# Runs first, so that answers that are fetched only once come from a machine that has finished booting.
 @booted
 def test_system_is_running(host: Host) -> None:
-    """systemd says that the boot is complete and nothing failed."""
+    """systemd reports that the boot is complete and nothing failed."""
     assert host.run("timeout 300 systemctl is-system-running --wait").stdout.strip() == "running"
 
 
 @offline
 @booted
 def test_boots_to_the_full_system(tree: Tree) -> None:
-    """The default target is the whole system, not a rescue shell."""
+    """The default target is the full system, not a rescue shell."""
     actual = (tree.get(f"/{folder}/systemd/system/default.target") for folder in ("etc", "usr/lib"))
     default = next((entry for entry in actual if entry), None)
     assert default and default.points_to == "f", f"no default target: {default}"
@@ -79,7 +79,7 @@ def test_no_unit_failed(host: Host) -> None:
 
 @booted
 def test_no_unit_was_restarted(host: Host) -> None:
-    """No service needed a second attempt to come up."""
+    """No service needed a second attempt to start."""
     restarts = {name: properties.get("NRestarts", "0") for name, properties in services(host).items()}
     nothing(f"{name} {times} times" for name, times in restarts.items() if times != "0")
 
@@ -87,11 +87,11 @@ def test_no_unit_was_restarted(host: Host) -> None:
 @booted
 def test_journal_has_no_trouble(host: Host) -> None:
     """Neither the kernel nor a service reported a crash, a stall, a lost disk or an ordering cycle."""
-    # By the boot's id, so that it is found whatever the machine's own id is now.
+    # By the boot's id, so that the journal is found whatever the machine's own id is now.
     boot = read(host, "/proc/sys/kernel/random/boot_id").strip().replace("-", "")
     journal = output(host, "journalctl --merge --output=cat --no-pager %s", f"_BOOT_ID={boot}")
     assert "Linux version" in journal, "the journal doesn't begin with the kernel's start"
-    # What counts less on an emulated machine is rarely there: the question is left for then.
+    # Problems that count less on an emulated machine are rare, so ask whether it is one only if there are any.
     if problems(journal):
         emulated = host.run("systemd-detect-virt").stdout.strip() == "qemu"
         nothing(problems(journal, emulated=emulated))
@@ -99,13 +99,13 @@ def test_journal_has_no_trouble(host: Host) -> None:
 
 @booted
 def test_kernel_is_not_tainted(host: Host, v: V) -> None:
-    """No foreign, forced or crashed code is in the kernel, a GPU's driver where there is one excepted."""
+    """The kernel has no foreign, forced or crashed code in it, except for a GPU's driver where there is one."""
     tainted = int(read(host, "/proc/sys/kernel/tainted"))
     if "gpu" in v["image_layers"]:
-        # Bits 12 and 13: built outside of the kernel's tree, and not signed by its makers; 0: not under the GPL.
+        # Bits 12 and 13: built outside the kernel's tree, and not signed by its makers; bit 0: not under the GPL.
         tainted &= ~(1 << 12 | 1 << 13 | (v["__nvidia_flavour"].strip() == "proprietary"))
     if tainted & 1 << 14 and host.run("systemd-detect-virt").stdout.strip() == "qemu":
-        # A lockup: processors that are emulated stand still when the host gives its own to others.
+        # A lockup: emulated processors stand still while the host uses its own for something else.
         tainted &= ~(1 << 14)
     assert tainted == 0, f"{tainted:#x}"
 
@@ -120,7 +120,7 @@ def test_kernel_got_its_arguments(host: Host, v: V) -> None:
 
 @booted
 def test_root_fills_the_disk(host: Host) -> None:
-    """Partition and filesystem grew to the disk that the platform gave."""
+    """The root partition and filesystem have grown to fill the disk that the platform provided."""
     blocks = json.loads(output_once(host, "lsblk --json --bytes --output NAME,TYPE,SIZE,MOUNTPOINTS"))
     disks = [d for d in blocks["blockdevices"] if any("/" in c["mountpoints"] for c in d.get("children", []))]
     assert len(disks) == 1, f"the root filesystem is on {len(disks)} disks"
@@ -134,7 +134,7 @@ def test_root_fills_the_disk(host: Host) -> None:
 
 @booted
 def test_root_is_sound(host: Host) -> None:
-    """The root filesystem is ext4, writable, and has met no error."""
+    """The root filesystem is ext4, writable, and has recorded no error."""
     root = mounted(host, "/")
     assert root["fstype"] == "ext4" and "rw" in root["options"].split(","), f"{root}"
     errors = read(host, f"/sys/fs/ext4/{root['source'].rpartition('/')[2]}/errors_count").strip()
@@ -143,14 +143,14 @@ def test_root_is_sound(host: Host) -> None:
 
 @booted
 def test_esp_is_mounted(host: Host) -> None:
-    """The EFI system partition is at its place, closed to users."""
+    """The EFI system partition is mounted at /boot/efi, and closed to users."""
     esp = mounted(host, "/boot/efi")
     assert esp["fstype"] == "vfat" and "fmask=0077" in esp["options"].split(","), f"{esp}"
 
 
 @booted
 def test_cgroup_v2(host: Host) -> None:
-    """Containers are accounted in the unified hierarchy."""
+    """The only cgroup hierarchy is the unified one, in which containers are accounted."""
     mounts = [line.split() for line in read(host, "/proc/mounts").splitlines()]
     actual = {(fields[2], fields[1]) for fields in mounts if fields[2].startswith("cgroup")}
     assert actual == {("cgroup2", "/sys/fs/cgroup")}, f"{actual}"
@@ -158,7 +158,7 @@ def test_cgroup_v2(host: Host) -> None:
 
 @booted
 def test_clock_is_right(host: Host) -> None:
-    """The machine's clock agrees with ours within a minute, and something keeps it so."""
+    """The machine's clock agrees with ours within a minute, and a time service keeps it that way."""
     assert abs(int(output(host, "date +%s")) - time.time()) < 60
     keepers = ("systemd-timesyncd", "chrony", "ntpsec")
     states = {name: services(host).get(f"{name}.service", {}).get("ActiveState") for name in keepers}
@@ -170,13 +170,13 @@ def test_clock_is_right(host: Host) -> None:
 
 
 def _is_the_labs(host: Host) -> bool:
-    """Tell whether the machine is one of `image-builder boot`'s, which has nobody to ask for the time or a name."""
+    """Return whether the machine is one of `image-builder boot`'s, which has no time server and no name server."""
     return bool(host.run(f"grep --no-messages --line-regexp {LAB_DISK} /sys/block/*/serial").rc == 0)
 
 
 @booted
 def test_only_known_ports_are_open(host: Host, v: V) -> None:
-    """Nothing but SSH's, DHCP's and, in a cluster, the kubelet's own program listens to the network."""
+    """Only the programs of SSH, DHCP and, in a cluster, the kubelet listen to the network."""
     listeners = LISTENERS | (KUBELET_LISTENERS if v.get("kubelet_mode") == "cluster" else {})
     unexpected = []
     for line in output(host, "ss --no-header --listening --numeric --tcp --udp --processes").splitlines():
@@ -205,7 +205,7 @@ def test_network_is_up(host: Host) -> None:
 @booted
 @needs("system")
 def test_no_swap_is_in_use(host: Host) -> None:
-    """The kubelet's memory limits are real."""
+    """No swap is in use, so the kubelet's memory limits are real."""
     assert len(read(host, "/proc/swaps").splitlines()) == 1
 
 
@@ -216,7 +216,7 @@ def _zombies(host: Host) -> set[str]:
 
 @booted
 def test_no_zombies(host: Host) -> None:
-    """No process of the boot was left unreaped: one that has just ended is until its parent had its turn."""
+    """No process of the boot is left unreaped once its parent has had time to reap it."""
     zombies = _zombies(host)
     for _ in range(_TURNS):
         if not zombies:

@@ -1,4 +1,4 @@
-"""First boot and the cloud: who provisions, what is left alone, what pods can't reach."""
+"""First boot and the cloud: what provisions a machine, what it leaves alone, and what pods can't reach."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_cloud_init_looks_where_declared(host: Host, v: V) -> None:
 @booted
 @with_cloud_init
 def test_cloud_init_starts_at_boot(tree: Tree) -> None:
-    """cloud-init is switched on."""
+    """cloud-init is enabled and starts at boot."""
     units = ["cloud-init-local.service", "cloud-config.service", "cloud-final.service"]
     nothing(unit for unit in units if not starts_at_boot(tree, unit))
     nothing(tree.matching("/etc/cloud/cloud-init.disabled"))
@@ -71,7 +71,7 @@ def test_cloud_init_starts_at_boot(tree: Tree) -> None:
 @booted
 @with_cloud_init
 def test_first_boot_survives_a_power_failure(host: Host, tree: Tree) -> None:
-    """A first boot counts as done when its results are on the disk; until then the next boot begins it anew."""
+    """A first boot counts as done once its results are on the disk; until then the next boot starts it from scratch."""
     again, durable = (
         read(host, f"/etc/systemd/system/first-boot-{name}.service") for name in ("again", "durable")
     )
@@ -88,7 +88,7 @@ def test_first_boot_survives_a_power_failure(host: Host, tree: Tree) -> None:
 @booted
 @with_cloud_init
 def test_cloud_init_leaves_the_network_alone(host: Host) -> None:
-    """Interfaces have one owner, and further addresses on Azure belong to pods."""
+    """cloud-init configures no interfaces, which have another owner, or extra Azure addresses, which are for pods."""
     config = cloud_config(host)
     assert config.get("network", {}).get("config") == "disabled", f"{config.get('network')}"
     assert config["datasource"]["Azure"]["apply_network_config"] is False
@@ -116,7 +116,7 @@ def test_cloud_init_leaves_packages_alone(host: Host) -> None:
 @booted
 @with_cloud_init
 def test_cloud_init_makes_the_declared_user(host: Host, v: V) -> None:
-    """The user of first boot is the declared one, without a password, and root stays closed."""
+    """cloud-init creates the declared user, without a password, and keeps root closed."""
     config = cloud_config(host)
     user = config["system_info"]["default_user"]
     nothing(differences({"name": v["azure_guest_default_user"], "lock_passwd": True}, user))
@@ -137,7 +137,7 @@ def test_cloud_init_makes_host_keys(host: Host, v: V) -> None:
 @booted
 @with_cloud_init
 def test_cloud_init_grows_the_root(host: Host) -> None:
-    """The root partition fills its disk at first boot; the programs for it are there."""
+    """cloud-init grows the root partition to fill its disk at first boot, and the programs for it are installed."""
     config = cloud_config(host)
     assert config["growpart"]["mode"] in ("auto", "growpart"), f"{config['growpart']}"
     assert config["growpart"]["devices"] == ["/"] and config["resize_rootfs"] is True
@@ -163,7 +163,7 @@ def test_agent_leaves_the_local_disk_alone(host: Host) -> None:
 @booted
 @needs("system", azure_guest_agent=False)
 def test_no_agent_is_installed(tree: Tree) -> None:
-    """An image that doesn't want Azure's agent hasn't got it."""
+    """An image that doesn't declare Azure's agent doesn't have it."""
     nothing(
         tree.matching(
             r"/usr/(bin|sbin)/waagent2?\.?0?|/(etc|usr/lib)/systemd/system/(walinux|wa)agent\.service"
@@ -175,7 +175,7 @@ def test_no_agent_is_installed(tree: Tree) -> None:
 @booted
 @needs("system", azure_guest_disk_rules=True)
 def test_azure_disks_have_names(host: Host, tree: Tree) -> None:
-    """udev gives Azure's local disks a name of their own, by rules that udev accepts."""
+    """udev gives Azure's local disks names of their own, through rules that udev accepts."""
     rules = tree.matching(r"/(etc|usr/lib)/udev/rules\.d/80-azure-disk\.rules")
     assert rules, "no rules for Azure's disks"
     text = read(host, rules[0])
@@ -188,7 +188,7 @@ def test_azure_disks_have_names(host: Host, tree: Tree) -> None:
 @offline
 @needs("system", system_bootable=True)
 def test_initramfs_has_the_clouds_drivers(host: Host, tree: Tree, v: V) -> None:
-    """The initramfs finds its disk on Hyper-V and on NVMe."""
+    """The drivers for disks on Hyper-V and NVMe are in the initramfs or built in."""
     versions = [path.partition("-")[2] for path in tree.matching(r"/boot/vmlinuz-.*")]
     assert len(versions) == 1, f"kernels: {versions}"
     files = output(host, "lsinitramfs %s", f"/boot/initrd.img-{versions[0]}").splitlines()
@@ -217,7 +217,7 @@ def test_pods_are_kept_from_the_host_addresses(host: Host, tree: Tree, v: V) -> 
 @booted
 @needs("system", azure_guest_blocked_for_pods=bool)
 def test_kubelet_waits_for_the_pod_guard(host: Host) -> None:
-    """No pod starts before the rules are there, and both try again by themselves."""
+    """The kubelet, and so every pod, starts only after the rules are in place; both units retry by themselves."""
     guard = statements(read(host, "/etc/systemd/system/azure-pod-guard.service"))
     assert "ExecStartPost=/usr/bin/touch /run/azure-pod-guard" in guard and "Restart=on-failure" in guard
     waits = statements(read(host, "/etc/systemd/system/kubelet.service.d/15-pod-guard.conf"))
@@ -239,14 +239,14 @@ def test_cloud_init_is_done(host: Host) -> None:
 @booted
 @with_cloud_init
 def test_first_boot_is_on_the_disk(host: Host) -> None:
-    """What the first boot made was synced, so that no later one makes it anew."""
+    """The results of the first boot were synced to the disk, so no later boot starts it again."""
     output(host, f"test -e {MARKER}")
 
 
 @booted
 @with_cloud_init
 def test_fstab_is_the_images(host: Host) -> None:
-    """Nobody added a disk to fstab at first boot."""
+    """Nothing added a disk to fstab at first boot."""
     mounts = [line.split()[1] for line in statements(read(host, "/etc/fstab"))]
     assert sorted(mounts) == ["/", "/boot/efi"], f"{mounts}"
 
@@ -254,7 +254,7 @@ def test_fstab_is_the_images(host: Host) -> None:
 @booted
 @needs("system", azure_guest_blocked_for_pods=bool)
 def test_pod_guard_is_in_force(host: Host, v: V) -> None:
-    """The kernel drops forwarded packets to every declared address and port, and lets none of them by before."""
+    """The kernel drops forwarded packets to every declared address and port, and no earlier rule lets any by."""
     chains = parse(output_once(host, RULES))
     rules = chains.get("FORWARD", [])
     for target in v["azure_guest_blocked_for_pods"]:

@@ -1,4 +1,4 @@
-"""Docker, and what both engines share: in the declared versions, configured and enabled as declared."""
+"""Docker, and what both engines share: versions, configuration and enabled units are as declared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with_docker = needs("container_runtime", __container_runtime_with_docker=True)
 
 
 def _daemon(host: Host) -> dict[str, Any]:
-    """Docker's configuration file."""
+    """Return Docker's configuration file."""
     content = load(host, DAEMON)
     assert isinstance(content, dict), f"{DAEMON} holds {content!r:.80}"
     return content
@@ -41,7 +41,7 @@ def _daemon(host: Host) -> dict[str, Any]:
 @booted
 @with_docker
 def test_docker_stores_layers_with_overlay2(host: Host, v: V) -> None:
-    """The storage driver is overlay2, and said so explicitly; containerd's store is off, which goes before it."""
+    """Docker's storage driver is explicitly overlay2, and containerd's store, which would take precedence, is off."""
     daemon = _daemon(host)
     nothing(differences({"storage-driver": "overlay2"}, daemon))
     by_default = "containerd_store" in v["__container_runtime_docker_features"]
@@ -53,7 +53,7 @@ def test_docker_stores_layers_with_overlay2(host: Host, v: V) -> None:
 @booted
 @with_docker
 def test_docker_root_is_on_the_local_disk(host: Host, v: V) -> None:
-    """Images and containers go to the declared data root."""
+    """Docker stores images and containers in the declared data root."""
     daemon = _daemon(host)
     nothing(differences({"data-root": v["container_runtime_data_root"]}, daemon))
 
@@ -62,7 +62,7 @@ def test_docker_root_is_on_the_local_disk(host: Host, v: V) -> None:
 @booted
 @with_docker
 def test_docker_downloads_in_parallel(host: Host, v: V) -> None:
-    """As many layers at once, and as many attempts, as declared."""
+    """Docker downloads as many layers at once, and makes as many attempts, as declared."""
     daemon = _daemon(host)
     expected = {
         "max-concurrent-downloads": v["container_runtime_max_concurrent_downloads"],
@@ -75,7 +75,7 @@ def test_docker_downloads_in_parallel(host: Host, v: V) -> None:
 @booted
 @with_docker
 def test_docker_containers_outlive_the_daemon(host: Host, v: V) -> None:
-    """Live restore is as declared."""
+    """Docker's live restore is as declared."""
     daemon = _daemon(host)
     nothing(differences({"live-restore": v["container_runtime_live_restore"]}, daemon))
 
@@ -84,7 +84,7 @@ def test_docker_containers_outlive_the_daemon(host: Host, v: V) -> None:
 @booted
 @with_docker
 def test_docker_logs_are_bounded(host: Host, v: V) -> None:
-    """Container logs are the kubelet's kind of file and can't fill the disk."""
+    """Container logs are in the format that the kubelet expects, and can't fill the disk."""
     daemon = _daemon(host)
     nothing(differences({"log-driver": "json-file"}, daemon))
     expected = {
@@ -98,7 +98,7 @@ def test_docker_logs_are_bounded(host: Host, v: V) -> None:
 @booted
 @with_docker
 def test_docker_leaves_cgroups_to_systemd(host: Host) -> None:
-    """Docker and the kubelet manage cgroups by the same driver, systemd's."""
+    """Docker manages cgroups with the same driver as the kubelet, systemd's."""
     daemon = _daemon(host)
     nothing(differences({"exec-opts": ["native.cgroupdriver=systemd"]}, daemon))
 
@@ -107,7 +107,7 @@ def test_docker_leaves_cgroups_to_systemd(host: Host) -> None:
 @booted
 @with_docker
 def test_docker_mirrors(host: Host, v: V) -> None:
-    """Docker asks the declared mirrors of docker.io, and no others."""
+    """Docker uses the declared mirrors of docker.io, and no others."""
     daemon = _daemon(host)
     expected = [mirror["url"] for mirror in v["container_runtime_registry_mirrors"].get("docker.io", [])]
     assert daemon.get("registry-mirrors", []) == expected
@@ -117,7 +117,7 @@ def test_docker_mirrors(host: Host, v: V) -> None:
 @booted
 @with_docker
 def test_docker_has_no_other_options(host: Host, v: V) -> None:
-    """Every further key of daemon.json is declared, and none opens the daemon to the network."""
+    """Every other key of daemon.json is declared, so none opens the daemon to the network unnoticed."""
     daemon = _daemon(host)
     features = v["__container_runtime_features"]
     expected = {"userland-proxy": False, **v["container_runtime_docker_options"]}
@@ -138,7 +138,7 @@ def test_docker_has_no_other_options(host: Host, v: V) -> None:
     __container_runtime_docker_features=lambda f: "validate" in f,
 )
 def test_docker_accepts_its_configuration(host: Host) -> None:
-    """dockerd itself finds no fault with daemon.json."""
+    """dockerd itself accepts daemon.json as valid."""
     output(host, "dockerd --validate --config-file=%s", DAEMON)
 
 
@@ -146,7 +146,7 @@ def test_docker_accepts_its_configuration(host: Host) -> None:
 @booted
 @with_docker
 def test_docker_is_the_declared_version(host: Host, v: V) -> None:
-    """Daemon and client are the version that the configuration was written for."""
+    """The Docker daemon and client are the version that the configuration was written for."""
     for program in ("dockerd", "docker"):
         actual = release(output(host, f"{program} --version").split()[2])
         assert f"{actual}.".startswith(f"{v['container_runtime_docker_version']}."), f"{program} is {actual}"
@@ -156,12 +156,12 @@ def test_docker_is_the_declared_version(host: Host, v: V) -> None:
 @booted
 @with_docker
 def test_docker_listens_on_its_socket_alone(host: Host) -> None:
-    """Nobody gets root's rights over TCP, nor as a member of the group docker."""
+    """Docker gives nobody root's rights over TCP or through membership in the group docker."""
     unit = merged(host, "systemd/system/docker.service")
     starts = [line for line in unit.splitlines() if line.startswith("ExecStart=/")]
     assert len(starts) == 1, f"{starts}"
     sockets = re.findall(r"^Listen\w+=(.*)", merged(host, "systemd/system/docker.socket"), re.MULTILINE)
-    # An address without a scheme is TCP's, for the daemon and for systemd.
+    # Both the daemon and systemd treat an address without a scheme as TCP.
     addresses = re.findall(r"(?:\s-H|\s--host)[= ]?(\S+)", starts[0])
     nothing(a for a in addresses if not a.startswith(("fd://", "unix://")))
     nothing(s for s in sockets if not s.startswith("/"))
@@ -185,7 +185,7 @@ def test_cas_of_registries_are_trusted(host: Host, v: V) -> None:
 @booted
 @needs("container_runtime", container_runtime_proxy=bool)
 def test_engines_pull_through_the_proxy(host: Host, v: V) -> None:
-    """Every service that pulls has the declared proxy in its environment."""
+    """Every service that pulls images has the declared proxy in its environment."""
     pulls = {"docker": "__container_runtime_with_docker", "containerd": "__container_runtime_with_cri"}
     for unit in (unit for unit, flag in pulls.items() if v[flag]):
         text = merged(host, f"systemd/system/{unit}.service")
@@ -212,7 +212,7 @@ def test_credential_helpers(host: Host, v: V) -> None:
 @booted
 @needs("container_runtime", __container_runtime_with_cri_dockerd=True)
 def test_cri_dockerd(host: Host, v: V) -> None:
-    """cri-dockerd is the declared version, gets the pull deadline and the pause image, and serves exec to this host."""
+    """cri-dockerd is the declared version, has the pull deadline and pause image, and serves exec to this host only."""
     unit = merged(host, "systemd/system/cri-docker.service")
     program = f"{v['__container_runtime_cri_dockerd_dir']}/cri-dockerd"
     assert v["container_runtime_cri_dockerd"]["version"] in output(host, "%s --version 2>&1", program)
@@ -229,7 +229,7 @@ def test_cri_dockerd(host: Host, v: V) -> None:
 @booted
 @with_layer
 def test_runtime_units_are_enabled(tree: Tree, v: V) -> None:
-    """The engine in use starts at boot, the other one doesn't."""
+    """The engine in use starts at boot, and the other one doesn't."""
     states = {
         unit["name"]: (starts_at_boot(tree, unit["name"]), unit["enabled"])
         for unit in v["__container_runtime_units"]
@@ -270,7 +270,7 @@ def test_crictl_asks_the_engine_in_use(host: Host, v: V) -> None:
 @booted
 @with_layer
 def test_runtime_configuration_belongs_to_root(tree: Tree) -> None:
-    """Nobody but root can change how containers run."""
+    """Only root can change the engines' configuration."""
     files = [e for e in tree.under("/etc/docker", "/etc/containerd") if e.kind == "f"]
     assert files, "the engines have no configuration"
     nothing(f"{e.path} {e.uid}:{e.gid} {e.mode:o}" for e in files if e.uid or e.gid or e.mode & 0o022)
@@ -280,7 +280,7 @@ def test_runtime_configuration_belongs_to_root(tree: Tree) -> None:
 @booted
 @with_layer
 def test_runc_runs(host: Host) -> None:
-    """The low-level runtime is there and starts."""
+    """The low-level runtime, runc, is installed and runs."""
     assert output(host, "runc --version").startswith("runc version")
 
 
@@ -303,9 +303,9 @@ def test_docker_runs_with_overlay2(host: Host, v: V) -> None:
 @booted
 @with_layer
 def test_containerd_answers(host: Host, v: V) -> None:
-    """containerd serves its socket, and no plugin that is wanted failed to load."""
+    """containerd answers on its socket, and no plugin that is wanted failed to load."""
     output(host, "ctr version")
-    # A snapshotter that nobody configured: 1.6 calls that an error, later versions pass over it.
+    # A snapshotter that isn't configured: 1.6 reports that as an error, later versions skip it.
     unwanted = {"devmapper"} if v["__container_runtime_containerd_series"].strip() == "1.6" else set()
     lines = [line.split() for line in output(host, "ctr plugins ls").splitlines()]
     nothing(fields[1] for fields in lines if fields[-1] == "error" and fields[1] not in unwanted)
@@ -323,7 +323,7 @@ def test_runtime_units_run(host: Host, v: V) -> None:
 @booted
 @with_layer
 def test_runtime_processes_have_the_limits(host: Host, v: V) -> None:
-    """The kernel gave containerd the declared limits."""
+    """The containerd process has the declared limits."""
     process = output(host, "systemctl show -p MainPID --value containerd.service")
     limits = read(host, f"/proc/{process}/limits")
     rows = {line[:26].strip(): line[26:].split()[0] for line in limits.splitlines()[1:]}

@@ -1,4 +1,4 @@
-"""containerd: in the declared version, and configured, by its own account, as declared."""
+"""containerd: in the declared version and, as it reports itself, configured as declared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ with_cri = needs("container_runtime", __container_runtime_with_cri=True)
 
 
 def _containerd(host: Host) -> dict[str, Any]:
-    """containerd's effective configuration, from the program itself, imports and defaults merged in."""
+    """Return containerd's effective configuration, as it reports it, with imports and defaults merged in."""
     dump: dict[str, Any] = tomllib.loads(output(host, "containerd config dump"))
     return dump
 
@@ -42,7 +42,7 @@ def test_containerd_is_the_declared_version(host: Host, v: V) -> None:
 @booted
 @with_layer
 def test_containerd_root_is_on_the_local_disk(host: Host, v: V) -> None:
-    """containerd's own images and snapshots go to the declared root."""
+    """containerd stores its own images and snapshots in the declared root."""
     containerd = _containerd(host)
     nothing(differences({"root": v["container_runtime_containerd_root"]}, containerd))
 
@@ -51,7 +51,7 @@ def test_containerd_root_is_on_the_local_disk(host: Host, v: V) -> None:
 @booted
 @needs("container_runtime", __container_runtime_with_cri=False)
 def test_containerd_serves_docker_alone(host: Host) -> None:
-    """Where only Docker is wanted there is no second CRI socket to be pointed at."""
+    """Where only Docker is wanted, containerd offers no second CRI socket that could be used by mistake."""
     containerd = _containerd(host)
     assert "io.containerd.grpc.v1.cri" in containerd["disabled_plugins"]
 
@@ -70,7 +70,7 @@ def test_containerd_leaves_cgroups_to_systemd(host: Host, v: V) -> None:
 @booted
 @with_cri
 def test_containerd_unpacks_with_overlayfs(host: Host, v: V) -> None:
-    """Snapshots are overlays."""
+    """containerd unpacks images with the overlayfs snapshotter."""
     containerd = _containerd(host)
     images = _plugin(containerd, v, "images")
     assert images.get("snapshotter", images.get("containerd", {}).get("snapshotter")) == "overlayfs"
@@ -95,14 +95,14 @@ def test_containerd_protects_the_pause_image(host: Host, v: V) -> None:
     __container_runtime_containerd_features=lambda f: "progress_timeout" in f,
 )
 def test_containerd_waits_for_slow_pulls(host: Host, v: V) -> None:
-    """A pull is cancelled only after it made no progress for the declared time."""
+    """containerd cancels a pull only after it has made no progress for the declared time."""
     containerd = _containerd(host)
     actual = _plugin(containerd, v, "images")["image_pull_progress_timeout"]
     assert _seconds(actual) == _seconds(v["container_runtime_image_pull_progress_deadline"]), actual
 
 
 def _seconds(duration: str) -> int:
-    """Return a Go duration of whole hours, minutes and seconds in seconds."""
+    """Convert a Go duration of whole hours, minutes and seconds to seconds."""
     total, number = 0, ""
     for character in duration:
         if character.isdigit():
@@ -117,7 +117,7 @@ def _seconds(duration: str) -> int:
 @booted
 @with_cri
 def test_containerd_downloads_in_parallel(host: Host, v: V) -> None:
-    """The number of concurrent downloads stands in the plugin that pulls, and is the declared one."""
+    """The plugin that pulls has the declared number of concurrent downloads."""
     containerd = _containerd(host)
     expected = v["container_runtime_max_concurrent_downloads"]
     if "transfer_pull" in v["__container_runtime_containerd_features"]:
@@ -131,7 +131,7 @@ def test_containerd_downloads_in_parallel(host: Host, v: V) -> None:
 @booted
 @with_cri
 def test_containerd_reads_registries_from_a_directory(host: Host, v: V) -> None:
-    """Mirrors are files that can change without a restart."""
+    """containerd reads its mirrors from a directory of files, which can change without a restart."""
     containerd = _containerd(host)
     registry = _plugin(containerd, v, "images")["registry"]
     nothing(differences({"config_path": v["__container_runtime_certs_dir"]}, registry))

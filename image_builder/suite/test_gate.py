@@ -1,4 +1,4 @@
-"""The gate: every boot is tested before the kubelet may start, and what can't prove itself does not pass."""
+"""The gate: every boot is tested before the kubelet may start, and a machine that can't prove itself doesn't pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNITS = "/etc/systemd/system"
 UNIT = f"{UNITS}/preflight.service"
 SETTINGS = "/etc/node-agent/preflight.json"
 VERDICT = "/run/node/preflight.json"
-# Whatever the preflight asks has started before it.
+# The units that the preflight queries start before it.
 BEFORE_IT = (
     "network-online.target",
     "local-disk.service",
@@ -54,7 +54,7 @@ gate = needs("gate")
 @booted
 @gate
 def test_every_boot_is_tested(host: Host, tree: Tree) -> None:
-    """The preflight starts with the machine, on no condition, after what it asks and before the kubelet."""
+    """The preflight starts at boot, unconditionally, after the units that it queries and before the kubelet."""
     assert starts_at_boot(tree, "preflight.service")
     lines = statements(read(host, UNIT))
     expected = ("Type=oneshot", "RemainAfterExit=yes", "ExecStart=/usr/local/sbin/node-agent preflight")
@@ -72,7 +72,7 @@ def test_every_boot_is_tested(host: Host, tree: Tree) -> None:
 @booted
 @gate
 def test_kubelet_waits_for_the_verdict(host: Host) -> None:
-    """No kubelet, whoever installs it, starts before this boot has a verdict; none is stopped by another test."""
+    """No kubelet, however installed, starts before this boot has a verdict, and re-tests don't stop a running one."""
     name = f"{UNITS}/kubelet.service.d/20-preflight.conf"
     lines = statements(read(host, name))
     nothing(
@@ -89,7 +89,7 @@ def test_kubelet_waits_for_the_verdict(host: Host) -> None:
 @booted
 @gate
 def test_unsettled_boot_is_tested_again(host: Host, tree: Tree) -> None:
-    """A boot that failed to be tested, or to be settled, is tested again by itself."""
+    """A boot whose test failed to run, or was inconclusive, is tested again automatically."""
     lines = statements(read(host, UNIT))
     expected = ("Restart=on-failure", "StartLimitIntervalSec=0")
     nothing(f"{UNIT} lacks {line}" for line in expected if line not in lines)
@@ -113,7 +113,7 @@ def test_unsettled_boot_is_tested_again(host: Host, tree: Tree) -> None:
 @booted
 @gate
 def test_preflight_settings_are_declared_ones(host: Host, v: V) -> None:
-    """The agent is told what the definition says."""
+    """The agent's preflight settings are those that the definition declares."""
     nothing(differences({name: v[f"gpu_preflight_{name}"] for name in DECLARED}, load(host, SETTINGS)))
 
 
@@ -121,7 +121,7 @@ def test_preflight_settings_are_declared_ones(host: Host, v: V) -> None:
 @booted
 @gate
 def test_verdict_is_reported_where_somebody_hears_it(tree: Tree, v: V) -> None:
-    """The report starts with the machine where there is a cluster, re-tests are asked for there, and nowhere else."""
+    """Where there is a cluster, and only there, the report starts at boot and declared re-tests are requested."""
     is_there = f"{UNITS}/preflight-report.service" in tree
     starts = starts_at_boot(tree, "preflight-report.service")
     assert is_there == starts == bool(v["gpu_preflight_kubeconfig"]), f"there: {is_there}, starts: {starts}"
@@ -134,14 +134,14 @@ def test_verdict_is_reported_where_somebody_hears_it(tree: Tree, v: V) -> None:
 @offline
 @gate
 def test_no_boot_is_judged_before_it_was(tree: Tree) -> None:
-    """No count of reboots is baked: each new machine may start itself again once."""
+    """No reboot count is baked in, so each new machine may reboot itself once."""
     nothing(tree.matching(r"/var/lib/node-agent/preflight\.json"))
 
 
 @booted
 @gate
 def test_this_boot_has_a_verdict(host: Host, facts: Facts) -> None:
-    """The preflight has ended well, and left a verdict of this boot and this image that gives its reasons."""
+    """The preflight succeeded and left a verdict, with its reasons, for this boot and this image."""
     states = output(host, "systemctl show --property=ActiveState,Result preflight.service").split()
     assert sorted(states) == ["ActiveState=active", "Result=success"], f"{states}"
     actual = load(host, VERDICT)
@@ -157,7 +157,7 @@ def test_this_boot_has_a_verdict(host: Host, facts: Facts) -> None:
 @booted
 @gate
 def test_kubelet_would_register_out(host: Host, v: V) -> None:
-    """What the kubelet is told of this boot has the taint, whatever was found, and the verdict as a label."""
+    """The kubelet's arguments for this boot have the taint, whatever the verdict, and the verdict as a label."""
     arguments = read(host, "/run/node/kubelet.env").strip()
     assert f"{v['gpu_preflight_taint']}=pending:NoSchedule" in arguments, arguments
     is_passed = load(host, VERDICT)["state"] == "passed"
@@ -170,7 +170,7 @@ def test_kubelet_would_register_out(host: Host, v: V) -> None:
 @booted
 @needs("gate", "gpu")
 def test_gpus_that_can_not_be_tested_are_no_pass(host: Host) -> None:
-    """Without GPUs, and with no platform that tells what there should be, an image with their driver stays out."""
+    """GPUs are tested if there are any; without them, an image that has their driver doesn't pass."""
     vendors = host.run("grep -lx 0x10de /sys/bus/pci/devices/*/vendor").stdout.split()
     actual = load(host, VERDICT)
     tested = [check for check in actual["checks"] if check["id"] == "gpu"]
@@ -179,7 +179,7 @@ def test_gpus_that_can_not_be_tested_are_no_pass(host: Host) -> None:
         assert tested[0]["state"] != "skipped", f"{tested}"
         return
     size = load(host, "/run/node/gpu.json")["node"]["vm_size"]
-    # A platform that answers all the same tells a size that has no GPUs.
+    # If the platform answers all the same, it names a size that has no GPUs.
     expected = ("failed", "sku.unknown", "config") if size else ("inconclusive", "sku.unanswered", "none")
     assert tuple(tested[0][name] for name in ("state", "code", "action")) == expected, f"{tested}"
     assert tuple(actual[name] for name in ("state", "code", "action")) == expected, f"{actual}"

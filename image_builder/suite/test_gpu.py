@@ -1,6 +1,6 @@
-"""The GPU's driver: modules for this kernel, one version of everything, and nothing left of how they were made.
+"""The GPU driver: modules for this kernel, one version of everything, and no traces of the build.
 
-None of it needs a GPU. What only a GPU can tell is the smoke test's business.
+None of these checks needs a GPU. What only a GPU can show is left to the smoke test.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ built = needs("gpu", __nvidia_precompiled=False)
 
 MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset")
 LICENSES = {"open": "Dual MIT/GPL", "proprietary": "NVIDIA"}
-# NVIDIA's libraries that a program of CUDA, and the smoke test, load by these names.
+# NVIDIA's libraries that CUDA programs and the smoke test load by these names.
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1", "libnvidia-nvvm.so.4")
-# A GPU as its bus announces it: NVIDIA's A100 with 80 GB.
+# A GPU as its bus announces it: an NVIDIA A100 with 80 GB.
 A_GPU = "pci:v000010DEd000020B5sv000010DEsd00001533bc03sc02i00"
 COMPILERS = r"/usr/bin/((x86_64-linux-gnu-)?(gcc|g\+\+|cc|ld)(-\d+)?|make|dkms)|/usr/sbin/dkms"
 KEYS = r"/var/lib/(dkms/mok\.(key|pub)|shim-signed/mok/.+)|.*/(MOK|signing_key)\.(priv|pem|key)"
@@ -36,14 +36,14 @@ def _kernel(tree: Tree) -> str:
 
 
 def _modinfo(host: Host, kernel: str, module: str) -> dict[str, str]:
-    """Return what the module says of itself that would be loaded, the first of each field."""
+    """Return modinfo's fields of the module that would be loaded, the first of each name."""
     fields: dict[str, str] = {}
     for field in output(host, "modinfo --null -k %s %s | tr '\\0' '\\n'", kernel, module).splitlines():
-        # NAME=VALUE, only the file's name is written as for people.
+        # NAME=VALUE; only the file's name is in the human-readable form.
         name, separator, value = field.partition(":" if field.startswith("filename:") else "=")
         if separator:
             fields.setdefault(name, value.strip())
-    # A module that the index names and that is not there has a file's name and nothing else.
+    # A module that the index names but that doesn't exist has a file name and no other fields.
     assert {"filename", "vermagic"} <= fields.keys(), f"the kernel {kernel} has no module {module}"
     return fields
 
@@ -52,7 +52,7 @@ def _modinfo(host: Host, kernel: str, module: str) -> dict[str, str]:
 @booted
 @with_gpu
 def test_gpu_modules_are_for_the_kernel(host: Host, tree: Tree, v: V) -> None:
-    """Every module of the driver is there for exactly the image's kernel, in exactly the declared version."""
+    """Every driver module is there for exactly the image's kernel, in exactly the declared version."""
     kernel = _kernel(tree)
     wrong = []
     for name in MODULES:
@@ -67,7 +67,7 @@ def test_gpu_modules_are_for_the_kernel(host: Host, tree: Tree, v: V) -> None:
 @booted
 @with_gpu
 def test_gpu_modules_are_of_the_declared_flavour(host: Host, tree: Tree, v: V) -> None:
-    """The modules are the open or the proprietary ones, as the pool's GPUs need them."""
+    """The driver modules are the open or the proprietary ones, whichever the pool's GPUs need."""
     actual = {name: _modinfo(host, _kernel(tree), name).get("license", "none") for name in MODULES}
     nothing(differences(dict.fromkeys(MODULES, LICENSES[v["__nvidia_flavour"].strip()]), actual))
 
@@ -76,7 +76,7 @@ def test_gpu_modules_are_of_the_declared_flavour(host: Host, tree: Tree, v: V) -
 @booted
 @with_gpu
 def test_gpu_modules_fit_the_kernels_interface(host: Host, tree: Tree) -> None:
-    """What the modules believe of the kernel's structures is what the kernel's own modules believe."""
+    """The driver modules were built against the same kernel symbol checksums as the kernel's own modules."""
     kernel = _kernel(tree)
     own = tree.matching(
         rf"/usr/lib/modules/{re.escape(kernel)}/kernel/(fs/overlayfs|drivers/net)/[^/]+\.ko(\.\w+)?"
@@ -95,7 +95,7 @@ def test_gpu_modules_fit_the_kernels_interface(host: Host, tree: Tree) -> None:
 
 
 def _checksums(host: Host, module: str) -> dict[str, str]:
-    """Return the checksum of each of the kernel's symbols that a module file uses."""
+    """Return the checksum of each kernel symbol that a module file uses."""
     lines = output(host, "modprobe --dump-modversions %s", module).splitlines()
     return {symbol: checksum for checksum, symbol in (line.split() for line in lines)}
 
@@ -104,7 +104,7 @@ def _checksums(host: Host, module: str) -> dict[str, str]:
 @booted
 @with_gpu
 def test_gpu_modules_would_be_loaded(host: Host, tree: Tree) -> None:
-    """A GPU's alias leads to the driver, no configuration denies it, and all that it depends on is there."""
+    """A GPU's alias resolves to the driver, no configuration denies it, and all its dependencies are there."""
     kernel = _kernel(tree)
     assert "nvidia" in output(host, "modprobe --set-version %s --resolve-alias %s", kernel, A_GPU).split()
     wrong = []
@@ -125,7 +125,7 @@ def test_gpu_modules_would_be_loaded(host: Host, tree: Tree) -> None:
 @offline
 @with_gpu
 def test_gpu_modules_are_there_once(tree: Tree) -> None:
-    """No second module of an older driver could be loaded in place of one."""
+    """Each driver module exists only once, so an older one can't be loaded in its place."""
     actual = tree.matching(r"/(usr/)?lib/modules/.+/nvidia([-_]\w+)*\.ko(\.\w+)?")
     names = [re.sub(r"\.ko.*", "", path.rpartition("/")[2]).replace("-", "_") for path in actual]
     nothing(sorted({path for path, name in zip(actual, names, strict=True) if names.count(name) > 1}))
@@ -136,7 +136,7 @@ def test_gpu_modules_are_there_once(tree: Tree) -> None:
 @booted
 @needs("gpu", image_secure_boot=True)
 def test_gpu_modules_are_signed(host: Host, tree: Tree, v: V) -> None:
-    """Where Secure Boot is declared, each module is signed, and by whom the definition allows."""
+    """Where Secure Boot is declared, each driver module is signed, by an allowed signer if the definition lists any."""
     actual = {name: _modinfo(host, _kernel(tree), name).get("signer", "") for name in MODULES}
     nothing(f"{name} is signed by nobody" for name, signer in actual.items() if not signer)
     if v["nvidia_signers"]:
@@ -147,7 +147,7 @@ def test_gpu_modules_are_signed(host: Host, tree: Tree, v: V) -> None:
 @booted
 @with_gpu
 def test_gpu_firmware_is_there(host: Host, tree: Tree, v: V) -> None:
-    """The GSP firmware that the module names is on the disk, of the driver's version."""
+    """The GSP firmware that the module names is on the disk, in the driver's version."""
     kernel = _kernel(tree)
     expected = output(host, "modinfo -k %s --field firmware nvidia", kernel).split()
     assert expected, "the module names no firmware"
@@ -159,7 +159,7 @@ def test_gpu_firmware_is_there(host: Host, tree: Tree, v: V) -> None:
 @booted
 @with_gpu
 def test_gpu_libraries_are_the_drivers(host: Host, v: V) -> None:
-    """What programs load by its short name is the library of the declared version."""
+    """Each library that programs load by its short name is the one of the declared version."""
     libraries = dict(
         re.findall(r"^\s*(\S+) \(.*x86-64.*\) => (\S+)$", output(host, "ldconfig -p"), re.MULTILINE)
     )
@@ -179,7 +179,7 @@ def test_gpu_libraries_are_the_drivers(host: Host, v: V) -> None:
 @booted
 @with_gpu
 def test_gpu_packages_are_of_one_version(host: Host, v: V) -> None:
-    """Firmware, libraries, programs and fabric manager are packages of the driver's version."""
+    """The packages of firmware, libraries, programs and fabric manager are of the driver's version."""
     libraries, actual = packages(host), {}
     for name in v["__nvidia_pinned"]:
         assert name in libraries and libraries[name].installed, f"{name} is not installed"
@@ -196,7 +196,7 @@ def test_gpu_packages_are_of_one_version(host: Host, v: V) -> None:
 @booted
 @with_gpu
 def test_gpu_packages_are_held(host: Host, v: V) -> None:
-    """No upgrade brings a library that doesn't fit the modules."""
+    """The driver's packages are held, so no upgrade installs a library that doesn't match the modules."""
     held = {name for name, package in packages(host).items() if package.held}
     nothing(sorted(set(v["__nvidia_held"]) - held))
 
@@ -205,7 +205,7 @@ def test_gpu_packages_are_held(host: Host, v: V) -> None:
 @booted
 @built
 def test_gpu_build_left_nothing(host: Host, tree: Tree, v: V) -> None:
-    """No compiler, no headers, no source and no tree of DKMS's came into the image."""
+    """The image has no compiler, kernel headers, driver source or DKMS tree."""
     nothing(tree.matching(COMPILERS))
     nothing(tree.matching(r"/var/lib/dkms/nvidia[^/]*/.+|/usr/src/(nvidia|linux-headers)-.+"))
     unwanted = re.compile(r"dkms|make|gcc(-\d+)?|linux-headers-.*|.*-dkms")
@@ -218,7 +218,7 @@ def test_gpu_build_left_nothing(host: Host, tree: Tree, v: V) -> None:
 @booted
 @with_gpu
 def test_gpu_signing_key_is_not_there(host: Host, tree: Tree) -> None:
-    """No private key that signs modules is in the image: every node would have it."""
+    """The image has no key that signs modules, which every node would share."""
     nothing(tree.matching(KEYS))
 
 
@@ -226,7 +226,7 @@ def test_gpu_signing_key_is_not_there(host: Host, tree: Tree) -> None:
 @booted
 @with_gpu
 def test_gpu_nouveau_is_denied(host: Host, tree: Tree) -> None:
-    """Neither the system nor the initramfs loads the other driver."""
+    """The system's configuration denies nouveau, the other driver."""
     lines = output(host, "modprobe --set-version %s --showconfig", _kernel(tree)).splitlines()
     assert "blacklist nouveau" in lines
     assert "install nouveau /bin/false" in lines
@@ -235,7 +235,7 @@ def test_gpu_nouveau_is_denied(host: Host, tree: Tree) -> None:
 @offline
 @with_gpu
 def test_gpu_nouveau_is_denied_in_the_initramfs(host: Host, tree: Tree, v: V) -> None:
-    """The initramfs has the configuration that denies the other driver, and doesn't have that."""
+    """The initramfs has the configuration that denies nouveau, and doesn't have nouveau itself."""
     listing = output(host, "lsinitramfs %s", f"/boot/initrd.img-{_kernel(tree)}").splitlines()
     assert v["__nvidia_modprobe_file"].lstrip("/") in listing
     nothing(path for path in listing if re.search(r"/nouveau\.ko", path))
@@ -244,7 +244,7 @@ def test_gpu_nouveau_is_denied_in_the_initramfs(host: Host, tree: Tree, v: V) ->
 @offline
 @with_gpu
 def test_gpu_nothing_of_a_machine_is_baked(tree: Tree) -> None:
-    """What describes a machine's GPUs is made at boot: no CDI, no devices, no state of daemons."""
+    """The image has nothing that describes a machine's GPUs: no CDI, no device files, no daemon state."""
     nothing(tree.matching(r"/(etc|var/run|run)/cdi/.+|/dev/nvidia.*|/var/(run|lib)/nvidia-persistenced/.+"))
 
 
@@ -252,7 +252,7 @@ def test_gpu_nothing_of_a_machine_is_baked(tree: Tree) -> None:
 @booted
 @with_gpu
 def test_gpu_starts_its_units(host: Host, tree: Tree, v: V) -> None:
-    """A GPU starts what it needs, when it appears; nothing of that starts on a node without one."""
+    """A GPU starts the units that it needs when it appears; none of them starts on a node without one."""
     rules = read(host, "/etc/udev/rules.d/71-nvidia.rules")
     units = v["__nvidia_services"]
     started = re.findall(r'ENV\{SYSTEMD_WANTS\}\+="([^"]*)"', rules)
@@ -267,7 +267,7 @@ def test_gpu_starts_its_units(host: Host, tree: Tree, v: V) -> None:
 @booted
 @with_gpu
 def test_gpu_fabric_manager_is_where_it_belongs(host: Host, v: V) -> None:
-    """Sizes with NVSwitch have the fabric manager, others, where it fails to start, don't."""
+    """Images for sizes with NVSwitch have the fabric manager; others, where it would fail to start, don't."""
     actual = any(
         name.startswith("nvidia-fabric") and package.installed for name, package in packages(host).items()
     )
@@ -278,7 +278,7 @@ def test_gpu_fabric_manager_is_where_it_belongs(host: Host, v: V) -> None:
 @booted
 @with_gpu
 def test_gpu_record_is_true(host: Host, tree: Tree, v: V) -> None:
-    """What a node is compared with when it boots is what the image has."""
+    """The record that a node is compared with at boot matches the image."""
     kernel = _kernel(tree)
     record = load(host, v["__nvidia_record"])
     expected = {
@@ -298,7 +298,7 @@ def test_gpu_record_is_true(host: Host, tree: Tree, v: V) -> None:
 @booted
 @needs("gpu", nvidia_rdma=lambda kind: kind != "none")
 def test_gpu_rdma_is_there(host: Host, v: V) -> None:
-    """RDMA's libraries are there, and sessions may pin all the memory that they need."""
+    """RDMA's libraries are installed, and sessions may lock all the memory that they need."""
     libraries = output(host, "ldconfig -p")
     nothing(name for name in ("libibverbs.so.1", "librdmacm.so.1") if name not in libraries)
     limits = read(host, "/etc/security/limits.d/91-nvidia-rdma.conf").splitlines()
@@ -321,7 +321,7 @@ def test_gpu_rdma_has_its_kernel_options(host: Host, tree: Tree, v: V) -> None:
 @booted
 @with_gpu
 def test_gpu_driver_wants_nothing_but_a_gpu(host: Host) -> None:
-    """The kernel takes the module; without a GPU it says so, and that is all that it says."""
+    """The kernel accepts the module; without a GPU, the driver's only complaint is that there is none."""
     done = host.run("modprobe nvidia")
     output(host, "journalctl --sync")
     log = output(host, "journalctl --dmesg --boot --no-pager --output=cat")
@@ -340,7 +340,7 @@ def test_gpu_driver_wants_nothing_but_a_gpu(host: Host) -> None:
 @booted
 @with_gpu
 def test_gpu_units_follow_the_gpu(host: Host, v: V) -> None:
-    """The driver's services run where there is a GPU, and rest, none of them failed, where there is none."""
+    """The driver's services are active on a machine with a GPU, and inactive, not failed, on one without."""
     expected = "active" if gpus(host) else "inactive"
     states = {
         unit: host.run("systemctl is-active %s", unit).stdout.strip() for unit in v["__nvidia_services"]
@@ -351,7 +351,7 @@ def test_gpu_units_follow_the_gpu(host: Host, v: V) -> None:
 @booted
 @with_gpu
 def test_gpu_tools_say_that_there_is_none(host: Host) -> None:
-    """NVIDIA's own tool ends at once: with a list of the GPUs, or saying that no driver is loaded."""
+    """NVIDIA's own tool exits promptly, with a list of the GPUs or an error that no driver is loaded."""
     done = host.run("timeout 60 nvidia-smi -L")
     number = gpus(host)
     if number:

@@ -1,4 +1,4 @@
-"""GPUs in containers: NVIDIA's toolkit in one version, known to each engine; a machine's GPUs described at its boot."""
+"""GPUs in containers: NVIDIA's toolkit in one version, known to each engine; a machine's GPUs described at boot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNIT = "nvidia-cdi-refresh.service"
 TRIGGER = "nvidia-cdi-refresh.path"
 RULES = "/etc/udev/rules.d/71-nvidia.rules"
 RUNTIME = "/usr/bin/nvidia-container-runtime"
-# Whoever starts containers, or tells a scheduler of GPUs.
+# Units that start containers, or report GPUs to a scheduler.
 BEHIND_IT = ("docker.service", "containerd.service", "kubelet.service")
 
 with_toolkit = needs("gpu", nvidia_container_toolkit_version=bool)
@@ -47,7 +47,7 @@ with_containerd = needs(
 @booted
 @with_toolkit
 def test_gpu_toolkit_is_of_one_version(host: Host, v: V) -> None:
-    """The toolkit's packages are the declared version, held, and the runtime says the same of itself."""
+    """The toolkit's packages are the declared version and held, and the runtime reports the same version."""
     installed, version = packages(host), v["nvidia_container_toolkit_version"]
     for name in v["__nvidia_toolkit_names"]:
         assert name in installed, f"{name} is not there"
@@ -62,7 +62,7 @@ def test_gpu_toolkit_is_of_one_version(host: Host, v: V) -> None:
 @booted
 @with_toolkit
 def test_gpu_runtime_takes_gpus_from_cdi(host: Host) -> None:
-    """The runtime gives a container what CDI describes, and leaves the rights to devices to its cgroup."""
+    """The runtime gives a container what CDI describes, and leaves device permissions to its cgroup."""
     actual = tomllib.loads(read(host, "/etc/nvidia-container-runtime/config.toml"))
     assert actual.get("nvidia-container-runtime", {}).get("mode") == "cdi", f"{actual}"
     assert actual.get("nvidia-container-cli", {}).get("no-cgroups") is False, f"{actual}"
@@ -72,7 +72,7 @@ def test_gpu_runtime_takes_gpus_from_cdi(host: Host) -> None:
 @booted
 @with_docker
 def test_gpu_docker_knows_the_runtime(host: Host) -> None:
-    """Docker has the runtime by its name, and containers without GPUs don't get it."""
+    """Docker knows the runtime by its name, and doesn't use it by default."""
     daemon = load(host, "/etc/docker/daemon.json")
     assert daemon.get("runtimes") == {"nvidia": {"path": "nvidia-container-runtime"}}, f"{daemon}"
     assert daemon.get("default-runtime", "runc") == "runc"
@@ -82,7 +82,7 @@ def test_gpu_docker_knows_the_runtime(host: Host) -> None:
 @booted
 @with_containerd
 def test_gpu_containerd_knows_the_runtime(host: Host, v: V) -> None:
-    """containerd, by its own account, has the runtime beside runc, under systemd's cgroups, and CDI where it can."""
+    """containerd reports the runtime next to its default runc, with systemd's cgroups, and CDI where supported."""
     dump = tomllib.loads(output(host, "containerd config dump"))
     plugin = dump["plugins"].get(v["__nvidia_containerd_plugin"].strip(), {})
     containerd = plugin.get("containerd", {})
@@ -99,7 +99,7 @@ def test_gpu_containerd_knows_the_runtime(host: Host, v: V) -> None:
 @booted
 @with_toolkit
 def test_gpu_cdi_is_made_at_boot(host: Host, tree: Tree, v: V) -> None:
-    """The GPUs are described where a reboot forgets it, before any container, and only where there is a GPU."""
+    """The GPUs are described at boot, below /run, before any container starts, and only if there is a GPU."""
     lines = statements(merged(host, f"systemd/system/{UNIT}"))
     cdi_file = v["__nvidia_cdi_file"]
     assert cdi_file.startswith("/run/"), cdi_file
@@ -108,7 +108,7 @@ def test_gpu_cdi_is_made_at_boot(host: Host, tree: Tree, v: V) -> None:
     assert any(line.startswith("ExecCondition=") and "0x10de" in line for line in lines), "on any machine"
     before, after = named(lines, "Before"), named(lines, "After")
     nothing(f"{name} does not wait for it" for name in BEHIND_IT if name not in before)
-    # What it waits for may not wait for a kubelet: neither would ever start.
+    # It must not wait for a unit that waits for the kubelet: neither would ever start.
     assert "multi-user.target" not in after, f"{after}"
     assert any(line.startswith("TimeoutStartSec=") for line in lines), "it could wait for ever"
     starts_again(UNIT, lines)
@@ -121,7 +121,7 @@ def test_gpu_cdi_is_made_at_boot(host: Host, tree: Tree, v: V) -> None:
 @booted
 @with_toolkit
 def test_gpu_devices_will_have_links(host: Host, tree: Tree) -> None:
-    """When the driver appears, udev makes the links in /dev/char that systemd's cgroups go by."""
+    """When the driver appears, udev creates the links in /dev/char that systemd's cgroups rely on."""
     lines = [line for line in statements(read(host, RULES)) if "create-dev-char-symlinks" in line]
     assert len(lines) == 1 and 'DEVPATH=="/bus/pci/drivers/nvidia"' in lines[0], f"{lines}"
     program = lines[0].partition('RUN+="')[2].split()[0]
@@ -131,7 +131,7 @@ def test_gpu_devices_will_have_links(host: Host, tree: Tree) -> None:
 @booted
 @with_toolkit
 def test_gpu_devices_have_links(host: Host) -> None:
-    """Each of the driver's devices is found by its number, too."""
+    """Each of the driver's devices can also be found by its number."""
     devices = output(host, "find /dev -maxdepth 1 -name 'nvidia*' -type c").splitlines()
     assert gpus(host) == 0 or devices, "there are GPUs, and no devices"
     for device in devices:
@@ -143,7 +143,7 @@ def test_gpu_devices_have_links(host: Host) -> None:
 @booted
 @with_toolkit
 def test_gpu_cdi_describes_what_is_there(host: Host, v: V) -> None:
-    """The description is there where a GPU is; without one whoever asks for it is passed over, and nothing fails."""
+    """The description exists if there is a GPU; without one, its unit is skipped and doesn't fail."""
     is_there = host.run("test -s %s", v["__nvidia_cdi_file"]).rc == 0
     assert is_there == bool(gpus(host)), f"{gpus(host)} GPUs, description: {is_there}"
     if not gpus(host):
@@ -158,7 +158,7 @@ def test_gpu_cdi_describes_what_is_there(host: Host, v: V) -> None:
 @booted
 @needs("container_runtime", "gpu", nvidia_container_toolkit_version=bool, container_runtime_engine="docker")
 def test_gpu_docker_runs_with_the_runtime(host: Host) -> None:
-    """The running daemon names the runtime, and takes another one where nothing is asked for."""
+    """The running Docker daemon lists the runtime, and uses runc by default."""
     info = json.loads(output(host, "docker info --format %s", "{{json .}}"))
     assert "nvidia" in info["Runtimes"], f"{sorted(info['Runtimes'])}"
     assert info["DefaultRuntime"] == "runc", info["DefaultRuntime"]

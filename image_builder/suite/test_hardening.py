@@ -1,4 +1,4 @@
-"""Who may come in, and what they find: sshd, accounts, file modes, denied modules."""
+"""Access to the machine, and what it permits: sshd, accounts, file modes, denied modules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ with_system = needs("system")
 
 
 def _sshd(host: Host) -> dict[str, str]:
-    """Return sshd's effective settings, from sshd itself, names in lower case.
+    """Return sshd's effective settings as sshd reports them, with names in lower case.
 
-    It refuses to tell them without a host key, which an image hasn't: then it gets one for the moment.
+    sshd refuses to report them without a host key, which an image doesn't have; it then gets a temporary one.
     """
     script = (
         "[ -d /run/sshd ] || mkdir /run/sshd; sshd -T 2>/dev/null && exit; "
@@ -45,7 +45,7 @@ def test_sshd_settings(host: Host, v: V) -> None:
 @booted
 @with_system
 def test_sshd_algorithms(host: Host, v: V) -> None:
-    """Algorithms that were taken away are not offered, and others still are."""
+    """sshd doesn't offer the algorithms that are denied, and still offers others."""
     actual = _sshd(host)
     for name in ("KexAlgorithms", "MACs", "Ciphers"):
         offered = actual[name.lower()].split(",")
@@ -62,7 +62,7 @@ def test_sshd_algorithms(host: Host, v: V) -> None:
 @booted
 @with_system
 def test_hypervisor_has_no_door_of_its_own(tree: Tree) -> None:
-    """systemd doesn't open sshd to the hypervisor (AF_VSOCK), beside every firewall."""
+    """systemd doesn't open sshd to the hypervisor (AF_VSOCK), which would bypass every firewall."""
     name = "systemd-ssh-generator"
     mask = tree.get(f"/etc/systemd/system-generators/{name}")
     assert f"/usr/lib/systemd/system-generators/{name}" not in tree or (mask and mask.link == "/dev/null")
@@ -72,7 +72,7 @@ def test_hypervisor_has_no_door_of_its_own(tree: Tree) -> None:
 @booted
 @with_system
 def test_no_trust_by_host_name(tree: Tree) -> None:
-    """No host is trusted for its name."""
+    """No host is trusted because of its name."""
     nothing(tree.matching(r"(/root|/home/[^/]+)/\.[rs]hosts|/etc/(hosts|shosts)\.equiv"))
 
 
@@ -95,7 +95,7 @@ def test_modules_are_denied(host: Host, v: V) -> None:
 @booted
 @with_system
 def test_needed_modules_are_not_denied(host: Host, v: V) -> None:
-    """UDF (Azure's data), FAT (the ESP) and what containers need can be loaded, whoever denied them."""
+    """No configuration denies the modules for UDF (Azure's data), FAT (the ESP) or containers."""
     needed = {
         name.replace("-", "_")
         for name in ["udf", "vfat", *v["__hardening_needed_modules"], *v["system_modules"]]
@@ -109,7 +109,7 @@ def test_needed_modules_are_not_denied(host: Host, v: V) -> None:
 @booted
 @with_system
 def test_hardening_sysctls_are_configured(host: Host, v: V) -> None:
-    """Every declared protection of the kernel is set at boot, and no later file undoes it."""
+    """Every declared kernel protection is set at boot, and no later file overrides it."""
     expected = {name: str(value) for name, value in v["hardening_sysctl"].items()}
     nothing(differences(expected, boot_sysctls(host)))
 
@@ -118,7 +118,7 @@ def test_hardening_sysctls_are_configured(host: Host, v: V) -> None:
 @booted
 @with_system
 def test_declared_file_modes(tree: Tree, v: V) -> None:
-    """Files have the declared modes, and belong to root."""
+    """Every declared file has its declared mode and belongs to root."""
     modes = {path: int(mode, 8) for path, mode in v["hardening_file_modes"].items()}
     nothing(
         f"{path} {tree[path].mode:o}"
@@ -130,7 +130,7 @@ def test_declared_file_modes(tree: Tree, v: V) -> None:
 @offline
 @booted
 def test_account_files_are_protected(host: Host, tree: Tree) -> None:
-    """Everybody reads the names of accounts, nobody but root their hashes."""
+    """Everybody can read the account names, but only root and the group shadow can read the password hashes."""
     groups = {line.split(":")[0]: line.split(":")[2] for line in read(host, "/etc/group").splitlines()}
     shadow = int(groups["shadow"])
     expected = {
@@ -146,7 +146,7 @@ def test_account_files_are_protected(host: Host, tree: Tree) -> None:
 @offline
 @booted
 def test_root_is_the_only_root(host: Host) -> None:
-    """No second account has root's id, and no id has two accounts."""
+    """No other account has root's id, and no two accounts share an id."""
     users = [line.split(":") for line in read(host, "/etc/passwd").splitlines()]
     assert [user[0] for user in users if user[2] == "0"] == ["root"]
     ids = [user[2] for user in users]
@@ -156,7 +156,7 @@ def test_root_is_the_only_root(host: Host) -> None:
 @offline
 @booted
 def test_system_accounts_have_no_shell(host: Host) -> None:
-    """Nobody logs in as a daemon."""
+    """No system account has a login shell."""
     closed = ("/usr/sbin/nologin", "/sbin/nologin", "/bin/false", "/usr/bin/false", "/bin/sync")
     users = [line.split(":") for line in read(host, "/etc/passwd").splitlines()]
     daemons = [user for user in users if 0 < int(user[2]) < 1000 or int(user[2]) >= 60000]
@@ -166,7 +166,7 @@ def test_system_accounts_have_no_shell(host: Host) -> None:
 @offline
 @booted
 def test_system_files_are_roots_to_write(tree: Tree) -> None:
-    """No group but root's own, and nobody else, can change programs or configuration."""
+    """Only a file's owner and root's group can change programs or configuration."""
     actual = tree.where(
         lambda s: s.kind in "fd" and bool(s.mode & 0o002 or (s.mode & 0o020 and s.gid)),
         *("/usr", "/etc", "/boot", "/opt"),
@@ -177,7 +177,7 @@ def test_system_files_are_roots_to_write(tree: Tree) -> None:
 @offline
 @booted
 def test_programs_belong_to_root(tree: Tree) -> None:
-    """Every program, library and unit is root's."""
+    """Every program, library and unit belongs to root."""
     actual = tree.where(lambda s: s.uid != 0, "/usr", "/boot", "/opt", "/etc/systemd")
     nothing(f"{e.path} {e.uid}" for e in actual)
 
@@ -193,7 +193,7 @@ def test_sudo_is_sound(host: Host) -> None:
 @offline
 @needs("system", azure_guest_cloud_init=True)
 def test_nobody_is_sudoer_by_default(host: Host) -> None:
-    """Whoever may become root without a password was told so at first boot, not in the image."""
+    """The image lets nobody become root without a password; only first boot may allow it."""
     actual = host.run("grep -rhE '^[^#].*NOPASSWD' /etc/sudoers /etc/sudoers.d")
     assert actual.rc == 1, f"{actual.stdout}{actual.stderr}"
 
@@ -209,11 +209,11 @@ def test_hardening_sysctls_are_live(host: Host, v: V) -> None:
 @booted
 @with_system
 def test_denied_modules_stay_out(host: Host, v: V) -> None:
-    """No denied module is loaded, and modprobe would load none that the kernel has."""
+    """No denied module is loaded, and modprobe wouldn't load any that the kernel has."""
     loaded = {line.split()[0] for line in read(host, "/proc/modules").splitlines()}
     nothing(module for module in v["hardening_denied_modules"] if module in loaded)
     command = "for m in {}; do modprobe --dry-run --verbose $m 2>/dev/null; done; true"
     lines = output(host, command.format(" ".join(v["hardening_denied_modules"]))).splitlines()
-    # What a denied module depends on is loaded before it is denied.
+    # The dependencies of a denied module are loaded before it is denied.
     loadable = {line.split()[1].rpartition("/")[2].partition(".")[0] for line in lines if "insmod " in line}
     nothing(sorted(loadable & set(v["hardening_denied_modules"])))

@@ -1,4 +1,4 @@
-"""Nothing of the bake, of the builder or of any user is left in the image."""
+"""No traces of the bake, the builder or any user are left in the image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testinfra.host import Host
 from tree import Tree
 
 _HOME = r"(/root|/home/[^/]+)"
-# Prints the attribute of each file of the root filesystem that has one; an image may lack getcap.
+# Prints the capability attribute of each file of the root filesystem that has one; an image may lack getcap.
 _CAPABILITIES = """
 import json, os
 
@@ -30,13 +30,13 @@ print(json.dumps(found))
 
 @offline
 def test_no_ssh_host_keys(tree: Tree) -> None:
-    """Every machine makes its own host keys."""
+    """The image has no host keys; every machine makes its own."""
     nothing(tree.matching(r"/etc/ssh/ssh_host_.*"))
 
 
 @offline
 def test_machine_id_is_empty(host: Host) -> None:
-    """systemd gives every machine its own id at first boot, where the file is there and holds none."""
+    """The machine id file exists and holds no id, so systemd gives every machine its own at first boot."""
     assert read(host, "/etc/machine-id").strip() in ("", "uninitialized")
 
 
@@ -50,7 +50,7 @@ def test_dbus_shares_the_machine_id(tree: Tree) -> None:
 
 @offline
 def test_no_authorized_keys(tree: Tree) -> None:
-    """No key opens the image, whoever holds it."""
+    """The image has no authorized keys, so nobody's key opens it."""
     nothing(tree.matching(r".*/authorized_keys2?|/etc/ssh/authorized_keys.*"))
 
 
@@ -68,21 +68,21 @@ def test_no_password_opens_an_account(host: Host) -> None:
 
 @offline
 def test_no_user_accounts(host: Host) -> None:
-    """The image has system accounts only; users come at first boot."""
+    """The image has only system accounts; users come at first boot."""
     users = [line.split(":") for line in read(host, "/etc/passwd").splitlines()]
     nothing([user[0] for user in users if 1000 <= int(user[2]) < 60000])
 
 
 @offline
 def test_no_shell_history(tree: Tree) -> None:
-    """No shell, pager, editor or client remembers what was done."""
+    """No shell, pager, editor or client has left a history."""
     names = r"\.(.*_history|.*history|lesshst|viminfo|wget-hsts|python_history|selected_editor)"
     nothing(tree.matching(rf"{_HOME}/{names}"))
 
 
 @offline
 def test_homes_are_bare(tree: Tree) -> None:
-    """root's home holds what Debian put there, /home nothing."""
+    """root's home has only the files that belong there, and /home is empty."""
     expected_files = {
         "/root/.bashrc",
         "/root/.profile",
@@ -95,7 +95,7 @@ def test_homes_are_bare(tree: Tree) -> None:
 
 @offline
 def test_no_cloud_init_state(tree: Tree) -> None:
-    """cloud-init will take the first boot for the first boot."""
+    """cloud-init has no state left, so it treats a machine's first boot as the first boot."""
     leftovers = tree.matching(
         r"/var/lib/cloud/(instances?|data|sem|seed|handlers|scripts/per-instance)/.*|/var/lib/cloud/instance"
     )
@@ -104,7 +104,7 @@ def test_no_cloud_init_state(tree: Tree) -> None:
 
 @offline
 def test_no_apt_lists(tree: Tree) -> None:
-    """Package lists of the bake would be stale, and tell the mirror."""
+    """The image has no package lists from the bake, which would be stale and reveal the mirror."""
     lists = [
         e.path for e in tree.under("/var/lib/apt/lists") if e.kind == "f" and not e.path.endswith("/lock")
     ]
@@ -113,7 +113,7 @@ def test_no_apt_lists(tree: Tree) -> None:
 
 @offline
 def test_no_package_caches(tree: Tree) -> None:
-    """No downloaded packages, no binary caches of apt, man or debconf's backups."""
+    """The image has no downloaded packages, no caches of apt or man, and no backups of debconf or dpkg."""
     cached = [
         e.path
         for e in tree.under("/var/cache/apt", "/var/cache/man")
@@ -127,13 +127,13 @@ def test_no_package_caches(tree: Tree) -> None:
 
 @offline
 def test_logs_are_empty(tree: Tree) -> None:
-    """Logs begin on the machine."""
+    """Every log file is empty, so logs begin on the machine."""
     nothing([e.path for e in tree.under("/var/log") if e.kind == "f" and e.size])
 
 
 @offline
 def test_no_journal(tree: Tree) -> None:
-    """No journal of another machine lies beside the machine's own."""
+    """The image has no journal, so a machine has only its own."""
     nothing([e.path for e in tree.under("/var/log/journal")])
 
 
@@ -149,14 +149,14 @@ def test_no_ansible_traces(tree: Tree) -> None:
 
 @offline
 def test_no_account_backups(tree: Tree) -> None:
-    """The backups that useradd and passwd leave are earlier states of the account files."""
+    """The image has none of the backups of account files that useradd and passwd leave."""
     nothing(tree.matching(r"/etc/(passwd|group|shadow|gshadow|subuid|subgid)-|/etc/\.pwd\.lock"))
 
 
 @offline
 @booted
 def test_no_registry_credentials(host: Host, tree: Tree) -> None:
-    """No logins for container registries; a client's configuration may name credential helpers."""
+    """The image has no registry logins; a client's configuration may only name credential helpers."""
     clients = tree.matching(rf"{_HOME}/\.docker/config\.json")
     for path in clients:
         nothing(f"{path}: {key}" for key in load(host, path) if key != "credHelpers")
@@ -168,7 +168,7 @@ def test_no_registry_credentials(host: Host, tree: Tree) -> None:
 @offline
 @booted
 def test_no_client_credentials(tree: Tree) -> None:
-    """No tokens of clouds, git, package indexes or the like."""
+    """The image has no credentials for clouds, git, package indexes or the like."""
     files = r"netrc|git-credentials|pypirc|npmrc|pgpass|vault-token|my\.cnf"
     folders = "aws|azure|config/gcloud|gnupg"
     nothing(tree.matching(rf"{_HOME}/\.({files}|({folders})/.*)"))
@@ -177,7 +177,7 @@ def test_no_client_credentials(tree: Tree) -> None:
 
 @offline
 def test_no_node_identity(tree: Tree) -> None:
-    """The node has never joined a cluster: no kubeconfig, token or certificate, nothing that it was told or counted."""
+    """The node has never joined a cluster: no kubeconfig, token or certificate, no configuration, no saved state."""
     nothing(tree.matching(rf"{_HOME}/\.kube/.*|/etc/kubernetes/(.*\.conf|node\.env|pki/.*)"))
     nothing(tree.matching(r"/var/lib/kubelet/((pki|image_manager)/.*|(bootstrap-)?kubeconfig)"))
     nothing(tree.matching(r"/var/lib/kubelet/(cpu|memory)_manager_state"))
@@ -186,13 +186,13 @@ def test_no_node_identity(tree: Tree) -> None:
 
 @offline
 def test_no_agent_state(tree: Tree) -> None:
-    """Azure's agent has no certificates, no goal state, no provisioning mark."""
+    """Azure's agent has no certificates, no goal state and no provisioning marker."""
     nothing([entry.path for entry in tree.under("/var/lib/waagent")])
 
 
 @offline
 def test_no_private_keys(host: Host) -> None:
-    """No file outside the packages' own has a PEM or OpenSSH private key in it."""
+    """No file in /etc, /root, /home, /var, /opt, /srv or /usr/local contains a PEM or OpenSSH private key."""
     pattern = "-----BEGIN ([A-Z0-9]+ )*PRIVATE KEY"
     places = "/etc /root /home /var /opt /srv /usr/local"
     actual = host.run(f"grep -rIlE --exclude-dir=doc -e '{pattern}' {places}")
@@ -209,10 +209,10 @@ def test_only_known_suid_programs(tree: Tree) -> None:
     nothing(f"{e.path} {e.mode:o}" for e in own if SUID_SGID.get(e.path) != e.mode)
 
 
-# Of the sealed tree alone: a machine would be asked about each of its files.
+# Only on the sealed tree: a machine would be asked about each of its files.
 @offline
 def test_only_known_file_capabilities(host: Host) -> None:
-    """Programs with privileges by their file's capabilities are the ones on the list, with those on the list."""
+    """Programs with file capabilities are the ones on the list, with the capabilities on the list."""
     actual = json.loads(output(host, "python3 -c %s", _CAPABILITIES))
     masks = {path: _mask(bytes.fromhex(value)) for path, value in actual.items()}
     nothing(f"{path} {mask:#x}" for path, mask in masks.items() if FILE_CAPABILITIES.get(path) != mask)
@@ -228,14 +228,14 @@ def _mask(attribute: bytes) -> int:
 @offline
 @booted
 def test_no_world_writable_files(tree: Tree) -> None:
-    """Nobody but its owner and group can write to a file."""
+    """Only its owner and group can write to a file."""
     nothing(e.path for e in tree.where(lambda s: s.kind == "f" and bool(s.mode & 0o002)))
 
 
 @offline
 @booted
 def test_world_writable_directories_are_known_and_sticky(tree: Tree) -> None:
-    """In a directory open to all, none can remove another's files."""
+    """Every world-writable directory is on the list and sticky, so nobody can remove another user's files."""
     actual = tree.where(lambda s: s.kind == "d" and bool(s.mode & 0o002))
     nothing([e.path for e in actual if not e.mode & 0o1000 or not STICKY.fullmatch(e.path)])
 
@@ -243,7 +243,7 @@ def test_world_writable_directories_are_known_and_sticky(tree: Tree) -> None:
 @offline
 @booted
 def test_no_dead_links(tree: Tree) -> None:
-    """Links lead somewhere, save those into what only a running machine has."""
+    """Every link has a target, except for known ones and those to what only a running machine has."""
     dead = tree.where(lambda s: s.kind == "l" and s.points_to in "NL?")
     elsewhere = ("/proc/", "/run/", "/dev/", "/sys/", "/tmp/", "/var/run/", "/mnt/local")
     actual = [e for e in dead if not e.link.startswith(elsewhere) and not DEAD_LINKS.fullmatch(e.path)]
@@ -253,7 +253,7 @@ def test_no_dead_links(tree: Tree) -> None:
 @offline
 @booted
 def test_every_file_has_a_known_owner(host: Host, tree: Tree) -> None:
-    """Every uid and gid of a file is an account's."""
+    """Every uid and gid of a file belongs to a known account or group."""
     uids = {int(line.split(":")[2]) for line in read(host, "/etc/passwd").splitlines()}
     gids = {int(line.split(":")[2]) for line in read(host, "/etc/group").splitlines()}
     nothing(e.path for e in tree.where(lambda s: s.uid not in uids or s.gid not in gids))
@@ -262,7 +262,7 @@ def test_every_file_has_a_known_owner(host: Host, tree: Tree) -> None:
 @offline
 @booted
 def test_no_stray_files_in_usr(host: Host, tree: Tree) -> None:
-    """Everything below /usr comes from a package, a package's script, the alternatives, or is named here."""
+    """Everything below /usr comes from a package, a package's script or the alternatives, or is a listed exception."""
     diverted = {with_merged_usr(place) for _, place, _ in diversions(host)}
     unowned = [path for path in tree.without("/usr", owned_files(host)) if not UNOWNED.fullmatch(path)]
     nothing(
@@ -274,13 +274,13 @@ def test_no_stray_files_in_usr(host: Host, tree: Tree) -> None:
 
 @offline
 def test_no_random_seed(tree: Tree) -> None:
-    """Two machines of one image never start from the same seed or credential key."""
+    """The image has no random seed or credential key, so no two machines start from the same one."""
     nothing(tree.matching(r"/var/lib/systemd/(random-seed|credential\.secret)|/var/lib/urandom/.*"))
 
 
 @offline
 def test_no_resolver_of_the_builder(host: Host, tree: Tree) -> None:
-    """The builder's name servers are not the machine's."""
+    """/etc/resolv.conf doesn't name the builder's name servers."""
     entry = tree.get("/etc/resolv.conf")
     if entry is not None and entry.kind == "f":
         assert "nameserver" not in read(host, "/etc/resolv.conf")
@@ -290,20 +290,20 @@ def test_no_resolver_of_the_builder(host: Host, tree: Tree) -> None:
 @offline
 @booted
 def test_no_service_blocker(tree: Tree) -> None:
-    """What kept services from starting in the sandbox is gone."""
+    """The files that kept services from starting in the sandbox are gone."""
     nothing(tree.matching(r"/usr/sbin/policy-rc\.d|/(usr/)?sbin/(start-stop-daemon|initctl)\.(REAL|distrib)"))
 
 
 @offline
 @booted
 def test_no_local_diversions(host: Host) -> None:
-    """No program of a package was put aside by hand."""
+    """No file of a package was diverted by hand."""
     nothing([path for path, _, package in diversions(host) if package == ":"])
 
 
 @offline
 def test_run_and_tmp_are_empty(host: Host) -> None:
-    """No files lie where a tmpfs will hide them; seen with the sandbox's own mounts taken away."""
+    """/run, /tmp and /var/tmp have no files, not even below the sandbox's own mounts."""
     look = (
         "for d in /run /tmp; do if mountpoint -q $d; then umount -l $d || exit 1; fi; done; "
         "find /run /tmp /var/tmp -mindepth 1 ! -type d"
@@ -314,7 +314,7 @@ def test_run_and_tmp_are_empty(host: Host) -> None:
 @offline
 @booted
 def test_no_path_of_the_sandbox(host: Host) -> None:
-    """No configuration speaks of directories that existed in the sandbox only."""
+    """No configuration refers to directories that existed only in the sandbox."""
     look = "grep -rIl /run/image-builder /etc /usr/local /var/lib/systemd || [ $? = 1 ]"
     nothing(output_once(host, look).split())
 
@@ -322,7 +322,7 @@ def test_no_path_of_the_sandbox(host: Host) -> None:
 @offline
 @booted
 def test_no_core_dumps(tree: Tree) -> None:
-    """No program crashed in the bake, or its memory isn't shipped."""
+    """The image has no core dumps of programs that crashed in the bake."""
     nothing(
         tree.matching(r"/core(\.\d+)?|/(root|var/tmp|var/crash|var/lib/systemd/coredump)/.*(core|crash).*")
     )
@@ -330,7 +330,7 @@ def test_no_core_dumps(tree: Tree) -> None:
 
 @offline
 def test_nothing_in_unused_places(tree: Tree) -> None:
-    """/srv, /media and /mnt hold no files, /usr/src no sources, /boot no second set."""
+    """/srv, /media, /mnt, /usr/src and /lost+found have no files."""
     files = [e.path for e in tree.under("/srv", "/media", "/mnt", "/usr/src", "/lost+found") if e.kind != "d"]
     nothing(files)
 
@@ -338,7 +338,7 @@ def test_nothing_in_unused_places(tree: Tree) -> None:
 @offline
 @booted
 def test_no_edit_leftovers(tree: Tree) -> None:
-    """No backups of editors, package tools and patch in /etc."""
+    """/etc has no backups left by editors, package tools or patch."""
     nothing(
         tree.matching(r"/etc/.*(~|\.(dpkg-(old|new|dist|tmp)|ucf-(old|new|dist)|bak|orig|rej|sw[op]|save))")
     )
@@ -346,7 +346,7 @@ def test_no_edit_leftovers(tree: Tree) -> None:
 
 @offline
 def test_no_leases_or_clock(tree: Tree) -> None:
-    """No DHCP lease, network state or last seen time of another machine."""
+    """The image has no DHCP lease, network state or last seen time of another machine."""
     pattern = r"/var/lib/(dhcp|dhcpcd|NetworkManager|systemd/(timesync|timers|network|rfkill|backlight))/.+"
     nothing(tree.matching(pattern))
 
@@ -354,14 +354,14 @@ def test_no_leases_or_clock(tree: Tree) -> None:
 @offline
 @booted
 def test_no_user_crontabs_or_mail(tree: Tree) -> None:
-    """Nobody's jobs and nobody's mail."""
+    """The image has no user's cron jobs and no mail."""
     files = [e.path for e in tree.under("/var/spool/cron", "/var/mail", "/var/spool/mail") if e.kind == "f"]
     nothing(files)
 
 
 @offline
 def test_no_stray_local_files(tree: Tree) -> None:
-    """/usr/local and /opt hold programs alone: no caches, archives or logs of their installation."""
+    """/usr/local and /opt have no caches, archives or logs from installing programs."""
     nothing(
         [
             e.path
@@ -374,7 +374,7 @@ def test_no_stray_local_files(tree: Tree) -> None:
 @offline
 @needs("container_runtime")
 def test_no_container_state(tree: Tree) -> None:
-    """The engines have never run: no images, containers, or engine ids."""
+    """The engines have never run: there are no images, containers or engine ids."""
     states = tree.under(
         "/var/lib/docker", "/var/lib/containerd", "/mnt/local", "/var/lib/cni", "/run/containerd"
     )

@@ -1,4 +1,4 @@
-"""The image says what it is; the machine that boots it becomes someone of its own."""
+"""The image says what it is; the machine that boots it gets an identity of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_image_names_its_build(host: Host, facts: Facts) -> None:
     nothing(differences({"IMAGE_NAME": facts.image, "IMAGE_BUILD_ID": facts.build_id}, actual))
 
 
-# Of the image alone: a machine may have been given more since.
+# Only for the image: a machine may have been given more layers since.
 @offline
 def test_image_names_its_layers(host: Host, v: V) -> None:
     """/etc/image-release lists the layers that the image was baked from."""
@@ -61,7 +61,7 @@ def test_root_and_esp_are_found_by_partition(host: Host, facts: Facts) -> None:
 @offline
 @booted
 def test_root_will_grow(host: Host) -> None:
-    """The root filesystem is told to fill its partition."""
+    """fstab tells systemd to grow the root filesystem to fill its partition."""
     roots = [fields for fields in map(str.split, statements(read(host, "/etc/fstab"))) if fields[1] == "/"]
     assert len(roots) == 1 and "x-systemd.growfs" in roots[0][3].split(","), f"{roots}"
 
@@ -69,21 +69,21 @@ def test_root_will_grow(host: Host) -> None:
 @offline
 @booted
 def test_a_missing_esp_does_not_stop_the_boot(host: Host) -> None:
-    """Whatever is mounted besides the root may be missing."""
+    """Every filesystem in fstab except the root may be missing at boot."""
     rest = [fields for fields in map(str.split, statements(read(host, "/etc/fstab"))) if fields[1] != "/"]
     nothing(fields[1] for fields in rest if "nofail" not in fields[3].split(","))
 
 
 @offline
 def test_machine_has_no_name(tree: Tree) -> None:
-    """The name comes from the platform at first boot."""
+    """The image has no host name, which comes from the platform at first boot."""
     nothing(tree.matching("/etc/hostname|/etc/machine-info"))
 
 
 @offline
 @booted
 def test_localhost_resolves(host: Host) -> None:
-    """The loopback names need no name server."""
+    """localhost is a loopback address, and needs no name server."""
     pairs = [
         (fields[0], name)
         for fields in map(str.split, statements(read(host, "/etc/hosts")))
@@ -100,20 +100,20 @@ def test_localhost_resolves(host: Host) -> None:
 @offline
 @booted
 def test_clock_is_in_utc(host: Host) -> None:
-    """Logs of all machines speak of one time."""
+    """The clock is in UTC, so the logs of all machines use the same time."""
     assert output_once(host, "env --unset=TZ date -d @0 +%H%z") == "00+0000"
 
 
 @booted
 def test_machine_has_an_id_of_its_own(host: Host) -> None:
-    """systemd made a machine id."""
+    """The machine has a valid id of its own, made by systemd."""
     actual = read(host, "/etc/machine-id").strip()
     assert re.fullmatch("[0-9a-f]{32}", actual) and actual != "0" * 32, actual
 
 
 @booted
 def test_host_keys_are_of_this_machine(host: Host, tree: Tree) -> None:
-    """Host keys were made since the image was built, one of them ed25519, all of them private."""
+    """The host keys are newer than the image and private to root, and one of them is ed25519."""
     keys = tree.matching(r"/etc/ssh/ssh_host_\w+_key")
     assert "/etc/ssh/ssh_host_ed25519_key" in keys, f"{keys}"
     nothing(f"{key} {tree[key].mode:o}" for key in keys if tree[key].mode & 0o077 or tree[key].uid)
@@ -124,12 +124,12 @@ def test_host_keys_are_of_this_machine(host: Host, tree: Tree) -> None:
 
 @booted
 def test_machine_has_a_name(host: Host) -> None:
-    """The platform's name for the machine arrived."""
+    """The machine has the name that the platform gave it."""
     assert read(host, "/proc/sys/kernel/hostname").strip() not in ("", "localhost", "(none)")
 
 
 @booted
 def test_root_is_this_builds_partition(host: Host, facts: Facts) -> None:
-    """The root filesystem lies on the partition that the build made."""
+    """The root filesystem is on the partition that the build made."""
     device = mounted(host, "/")["partuuid"]
     assert device == facts.partitions["root"], device

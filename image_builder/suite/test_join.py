@@ -22,7 +22,7 @@ from tree import Tree
 V = dict[str, Any]
 UNIT = "/etc/systemd/system/node-join.service"
 SETTINGS = "/etc/node-agent/join.json"
-# Whatever the joining looks at has been started before it.
+# The units that the join looks at start before it.
 BEFORE_IT = (
     "network-online.target",
     "local-disk.service",
@@ -40,7 +40,7 @@ join = needs("join")
 @booted
 @join
 def test_every_boot_joins(host: Host, tree: Tree) -> None:
-    """The joining starts with the machine, on no condition, after what it looks at; no kubelet waits for it."""
+    """The join starts at boot, unconditionally, after the units that it looks at; the kubelet doesn't wait for it."""
     assert starts_at_boot(tree, "node-join.service")
     lines = statements(read(host, UNIT))
     expected = ("Type=oneshot", "RemainAfterExit=yes", "ExecStart=/usr/local/sbin/node-agent join")
@@ -56,7 +56,7 @@ def test_every_boot_joins(host: Host, tree: Tree) -> None:
 @booted
 @join
 def test_kubelet_is_started_when_it_is_told(tree: Tree) -> None:
-    """Somebody looks for the file that the joining writes."""
+    """The unit that watches for the file that the join writes, kubelet.path, starts at boot."""
     assert starts_at_boot(tree, "kubelet.path")
 
 
@@ -64,5 +64,5 @@ def test_kubelet_is_started_when_it_is_told(tree: Tree) -> None:
 @booted
 @join
 def test_join_settings_are_declared_ones(host: Host, v: V) -> None:
-    """The agent is told what the definition says."""
+    """The agent's join settings are those that the definition declares."""
     nothing(differences(v["__node_join_settings"], load(host, SETTINGS)))

@@ -34,7 +34,7 @@ def _image_kernel(tree: Tree) -> str:
 @booted
 @bootable
 def test_kernel_is_the_declared_one(host: Host, tree: Tree, v: V) -> None:
-    """There is one kernel, and the declared package brought it."""
+    """There is one kernel, and the declared package installed it."""
     version = _image_kernel(tree)
     name, actual = v["__system_kernel"].strip(), packages(host)
     assert name in actual, f"{name} is not there"
@@ -47,7 +47,7 @@ def test_kernel_is_the_declared_one(host: Host, tree: Tree, v: V) -> None:
 @booted
 @bootable
 def test_kernel_is_held(host: Host) -> None:
-    """No upgrade of packages brings another kernel, for which there may be no drivers."""
+    """The kernel is held, so no package upgrade installs another one, for which there may be no drivers."""
     kernels = {name: package for name, package in packages(host).items() if name.startswith("linux-image-")}
     installed = {name: package for name, package in kernels.items() if package.installed}
     assert installed, "no kernel is installed"
@@ -71,7 +71,7 @@ def test_kernel_is_complete(tree: Tree) -> None:
 @offline
 @bootable
 def test_initramfs_finds_the_root(host: Host, tree: Tree) -> None:
-    """The initramfs can be read, and has the root's filesystem and the disks of virtual machines."""
+    """The drivers for the root filesystem and for virtual machines' disks are in the initramfs or built in."""
     version = _image_kernel(tree)
     actual = set(output(host, "lsinitramfs %s", f"/boot/initrd.img-{version}").splitlines())
     builtin = read(host, f"/usr/lib/modules/{version}/modules.builtin")
@@ -97,7 +97,7 @@ def test_initramfs_waits_for_no_swap(host: Host) -> None:
 @booted
 @bootable
 def test_boot_loader_is_signed(host: Host, tree: Tree) -> None:
-    """What the ESP is filled from: a shim and a GRUB whose signatures are of exactly their bytes."""
+    """The shim and the GRUB that the ESP is filled from have signatures that cover exactly their bytes."""
     for path in ("/usr/lib/shim/shimx64.efi.signed", "/usr/lib/grub/x86_64-efi-signed/grubx64.efi.signed"):
         assert tree[path].size > 100_000, path
         try:
@@ -111,7 +111,7 @@ def test_boot_loader_is_signed(host: Host, tree: Tree) -> None:
 @booted
 @bootable
 def test_esp_follows_the_kernel(host: Host, tree: Tree) -> None:
-    """Kernel packages and update-initramfs both run the hook that keeps the ESP in step."""
+    """Kernel packages and update-initramfs both run the hook that keeps the ESP up to date."""
     hook = "/etc/kernel/postinst.d/zz-image-esp"
     assert tree[hook].mode == 0o755, f"{tree[hook].mode:o}"
     output_once(host, f"sh -n {hook}")
@@ -123,7 +123,7 @@ def test_esp_follows_the_kernel(host: Host, tree: Tree) -> None:
 @booted
 @needs("system")
 def test_modules_are_loaded_at_boot(host: Host, v: V) -> None:
-    """Every declared module is asked for at boot, before kernel settings that need it."""
+    """Every declared module is loaded at boot, before kernel settings that need it."""
     lines = statements("\n".join(in_folder(host, "/etc/modules-load.d", ".conf").values()))
     nothing(module for module in v["system_modules"] if module not in lines)
 
@@ -134,7 +134,7 @@ def test_modules_are_loaded_at_boot(host: Host, v: V) -> None:
 def test_modules_exist(host: Host, tree: Tree, v: V) -> None:
     """The image's kernel has every declared module, as a file or built in."""
     version, missing = _image_kernel(tree), []
-    # Of all at once; which one is missing is told by one at a time.
+    # First all at once; only to find out which one is missing, one at a time.
     command = ("modprobe --all --show-depends --set-version", version, *v["system_modules"])
     together = host.run(" ".join(command))
     for module in v["system_modules"] if together.rc != 0 or "install " in together.stdout else ():
@@ -157,7 +157,7 @@ def test_modules_are_loaded(host: Host, v: V) -> None:
 @booted
 @bootable
 def test_running_kernel_is_the_images(host: Host, tree: Tree) -> None:
-    """The machine booted the kernel that lies in the image."""
+    """The machine booted the kernel that is in the image."""
     assert read(host, "/proc/sys/kernel/osrelease").strip() == _image_kernel(tree)
 
 

@@ -1,4 +1,4 @@
-"""The kubelet is the declared version, pulls in parallel, lets nobody in, and has never joined anything."""
+"""The kubelet is the declared version, pulls in parallel, admits no strangers, and has never joined a cluster."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _config(host: Host) -> dict[str, Any]:
 
 
 def _unit(host: Host) -> str:
-    """Return the kubelet's unit with its drop-ins, continued lines joined."""
+    """Return the kubelet's unit with its drop-ins, with continuation lines joined."""
     return merged(host, "systemd/system/kubelet.service").replace("\\\n", " ")
 
 
@@ -56,7 +56,7 @@ def _flags(host: Host) -> dict[str, str]:
 
 
 def _require_declared_command(host: Host, v: V) -> None:
-    """Fail unless the command line is the declared one: a flag wins over the same field of the configuration."""
+    """Fail unless the command line is the declared one: a flag overrides the same field of the configuration."""
     expected = shlex.split(" ".join((v["__kubelet_binary"].strip(), *v["__kubelet_flags"])))
     actual = _command(host)
     nothing(
@@ -67,7 +67,7 @@ def _require_declared_command(host: Host, v: V) -> None:
 
 
 def _same(host: Host, v: V, **fields: str) -> None:
-    """Fail unless fields of the configuration have the values of the variables of these names."""
+    """Fail unless each field of the configuration has the value of the variable named for it."""
     nothing(differences({field: v[name] for field, name in fields.items()}, _config(host)))
 
 
@@ -75,7 +75,7 @@ def _same(host: Host, v: V, **fields: str) -> None:
 @booted
 @with_kubelet
 def test_kubelet_is_the_declared_version(host: Host, v: V) -> None:
-    """The program is the version that its configuration was written for."""
+    """The kubelet is the version that its configuration was written for."""
     matches = output(host, "%s --version", v["__kubelet_binary"].strip()).split()[-1].lstrip("v")
     assert f"{matches}.".startswith(f"{v['kubelet_version']}."), f"kubelet is {matches}"
 
@@ -84,7 +84,7 @@ def test_kubelet_is_the_declared_version(host: Host, v: V) -> None:
 @booted
 @needs("kubernetes", __kubelet_source_type="repository")
 def test_kubelet_is_held(host: Host) -> None:
-    """An upgrade of packages doesn't take the kubelet along."""
+    """The kubelet's package is held, so package upgrades don't change it."""
     assert "kubelet" in packages(host) and packages(host)["kubelet"].held
 
 
@@ -92,7 +92,7 @@ def test_kubelet_is_held(host: Host) -> None:
 @booted
 @with_kubelet
 def test_kubelet_pulls_in_parallel(host: Host, v: V) -> None:
-    """A large image never holds up the others; their number is bounded where the version can."""
+    """The kubelet pulls images in parallel, up to the declared number if its version can limit it."""
     config = _config(host)
     nothing(differences({"serializeImagePulls": False}, config))
     if "maxParallelImagePulls" not in v["__kubelet_missing_fields"] and v["kubelet_max_parallel_image_pulls"]:
@@ -103,7 +103,7 @@ def test_kubelet_pulls_in_parallel(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_registry_limits(host: Host, v: V) -> None:
-    """Pulls may start as fast as declared."""
+    """Image pulls may start at the declared rate."""
     _same(host, v, registryPullQPS="kubelet_registry_pull_qps", registryBurst="kubelet_registry_burst")
 
 
@@ -111,7 +111,7 @@ def test_kubelet_registry_limits(host: Host, v: V) -> None:
 @booted
 @needs("kubernetes", __kubelet_dockershim=True)
 def test_kubelet_waits_for_slow_pulls(host: Host, v: V) -> None:
-    """dockershim cancels a pull only after it made no progress for the declared time."""
+    """dockershim cancels a pull only after it has made no progress for the declared time."""
     expected = {"image-pull-progress-deadline": v["kubelet_image_pull_progress_deadline"]}
     nothing(differences(expected, _flags(host)))
 
@@ -120,7 +120,7 @@ def test_kubelet_waits_for_slow_pulls(host: Host, v: V) -> None:
 @booted
 @needs("kubernetes", __kubelet_has_pause_image_flag=True)
 def test_kubelet_spares_the_pause_image(host: Host, v: V) -> None:
-    """The pause image is the runtime's, and no garbage for the kubelet."""
+    """The kubelet's pause image is the runtime's, and the kubelet never garbage-collects it."""
     nothing(differences({"pod-infra-container-image": v["kubelet_pause_image"]}, _flags(host)))
     assert v["kubelet_pause_image"] == v["container_runtime_pause_image"]
 
@@ -129,7 +129,7 @@ def test_kubelet_spares_the_pause_image(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_asks_the_engine_in_use(host: Host, v: V) -> None:
-    """The kubelet's runtime is the image's engine: by dockershim, by a flag, or by its configuration."""
+    """The kubelet's runtime is the image's engine, through dockershim, a flag or its configuration."""
     flags, config = _flags(host), _config(host)
     if v["__kubelet_dockershim"]:
         assert v["container_runtime_engine"] == "docker" and flags.get("container-runtime") == "docker", (
@@ -144,7 +144,7 @@ def test_kubelet_asks_the_engine_in_use(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_leaves_cgroups_to_systemd(host: Host) -> None:
-    """The kubelet and its runtime use one cgroup driver, systemd's."""
+    """The kubelet uses the same cgroup driver as its runtime, systemd's."""
     nothing(differences({"cgroupDriver": "systemd"}, _config(host)))
 
 
@@ -152,7 +152,7 @@ def test_kubelet_leaves_cgroups_to_systemd(host: Host) -> None:
 @booted
 @with_kubelet
 def test_kubelet_collects_images_as_declared(host: Host, v: V) -> None:
-    """Image garbage collection starts and ends where declared."""
+    """Image garbage collection has the declared thresholds and minimum age."""
     _same(
         host,
         v,
@@ -166,7 +166,7 @@ def test_kubelet_collects_images_as_declared(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_reserves_for_the_system(host: Host, v: V) -> None:
-    """Pods can't take what the node's own daemons need."""
+    """The kubelet reserves what the node's own daemons need, as declared, so pods can't take it."""
     _same(host, v, kubeReserved="kubelet_kube_reserved", systemReserved="kubelet_system_reserved")
 
 
@@ -174,7 +174,7 @@ def test_kubelet_reserves_for_the_system(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_bounds_pods(host: Host, v: V) -> None:
-    """The number of pods, and of processes in one, is limited as declared."""
+    """The number of pods, and of processes per pod, is limited as declared."""
     _same(host, v, maxPods="kubelet_max_pods", podPidsLimit="kubelet_pod_pids_limit")
 
 
@@ -182,7 +182,7 @@ def test_kubelet_bounds_pods(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_request_rates(host: Host, v: V) -> None:
-    """Events and requests to the API server are as frequent as declared."""
+    """Events and requests to the API server have the declared rate limits."""
     _same(
         host,
         v,
@@ -197,7 +197,7 @@ def test_kubelet_request_rates(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_reports_its_status_seldom(host: Host, v: V) -> None:
-    """Status frequencies are left to the kubelet, where naming one makes every node report all the time."""
+    """Status frequencies are left to the kubelet unless declared: setting one makes every node report all the time."""
     named = {name for name in _config(host) if name.startswith("nodeStatus")}
     nothing(sorted(named - set(v["kubelet_config"])))
 
@@ -206,7 +206,7 @@ def test_kubelet_reports_its_status_seldom(host: Host, v: V) -> None:
 @booted
 @needs("kubernetes", kubelet_register_with_taints=bool)
 def test_kubelet_registers_with_taints(host: Host, v: V) -> None:
-    """The node is tainted from its first moment."""
+    """The node has the declared taints from the moment it registers."""
     if v["__kubelet_facts"]["taints_flag"]:
         assert _flags(host).get("register-with-taints") == ",".join(v["__kubelet_taints"])
     else:
@@ -217,7 +217,7 @@ def test_kubelet_registers_with_taints(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_heeds_the_node_agent(host: Host, v: V) -> None:
-    """The node agent's arguments come last, and it knows the taints that its own flag would replace."""
+    """The node agent's arguments come last, and the agent knows the taints that its own flag would replace."""
     _require_declared_command(host, v)
     assert _command(host)[-1] == "$NODE_AGENT_KUBELET_ARGS", _command(host)
     assert "EnvironmentFile=-/run/node/kubelet.env" in _unit(host).splitlines()
@@ -228,7 +228,7 @@ def test_kubelet_heeds_the_node_agent(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_lets_no_stranger_in(host: Host, v: V) -> None:
-    """No anonymous requests, no open read-only port; without an API server not even a port to the network."""
+    """The kubelet has no anonymous access, no read-only port and, without an API server, no port to the network."""
     _require_declared_command(host, v)
     config = _config(host)
     nothing(differences({"readOnlyPort": 0}, config))
@@ -252,7 +252,7 @@ def test_kubelet_speaks_modern_tls(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_checks_the_kernel(host: Host, v: V) -> None:
-    """Kernel settings that the kubelet relies on are checked as declared, and iptables chains are its own."""
+    """The kubelet checks the kernel settings that it relies on as declared, and makes its own iptables chains."""
     _same(host, v, protectKernelDefaults="kubelet_protect_kernel_defaults")
     nothing(differences({"makeIPTablesUtilChains": True}, _config(host)))
 
@@ -261,7 +261,7 @@ def test_kubelet_checks_the_kernel(host: Host, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_has_no_other_settings(host: Host, v: V) -> None:
-    """Configuration and command line are the declared ones, field by field and flag by flag."""
+    """The kubelet's configuration and command line are the declared ones, field by field and flag by flag."""
     assert _flags(host).get("config") == CONFIG, _flags(host)
     _require_declared_command(host, v)
     matches, expected = _config(host), v["__kubelet_config"]
@@ -285,7 +285,7 @@ def test_kubelet_starts_at_boot(host: Host, tree: Tree, v: V) -> None:
 @booted
 @with_kubelet
 def test_kubelet_files_are_roots_alone(tree: Tree, v: V) -> None:
-    """Nobody but root reads or changes what the kubelet runs with."""
+    """Only root can read or change the kubelet's configuration and data, or change its program."""
     private = [
         "/etc/systemd/system/kubelet.service",
         CONFIG,
@@ -325,7 +325,7 @@ def test_kubelet_has_its_helpers(host: Host) -> None:
 @booted
 @needs("kubernetes", kubelet_cni_plugins_package=bool)
 def test_cni_plugins(host: Host, v: V) -> None:
-    """The standard network plugins, and those declared beside them, are where the kubelet's runtime looks."""
+    """The standard network plugins, and the others that are declared, are where the kubelet's runtime looks."""
     matches = set(output(host, "ls -L %s/", v["kubelet_cni_bin_dir"]).split())
     declared = {name.rpartition("/")[2] for name in v["kubelet_cni_plugins"].get("programs", [])}
     nothing(sorted(({"bridge", "host-local", "loopback", "portmap"} | declared) - matches))
@@ -335,7 +335,7 @@ def test_cni_plugins(host: Host, v: V) -> None:
 @booted
 @needs("kubernetes", kubelet_crictl=bool)
 def test_crictl_runs(host: Host) -> None:
-    """crictl is there for whoever looks after the node."""
+    """crictl is installed for the people who look after the node, and runs."""
     assert output(host, "crictl --version").startswith("crictl version")
 
 
@@ -362,7 +362,7 @@ def test_credential_providers(host: Host, v: V) -> None:
 @booted
 @needs("kubernetes", kubelet_image_credentials_policy=bool)
 def test_preloaded_images_need_the_declared_credentials(host: Host, v: V) -> None:
-    """Who may use an image that is on the node already follows from the declared policy and its list."""
+    """Access to images that are already on the node follows the declared policy and allowlist."""
     _same(host, v, imagePullCredentialsVerificationPolicy="kubelet_image_credentials_policy")
     listed = _config(host).get("preloadedImagesVerificationAllowlist", [])
     assert listed == v["kubelet_image_credentials_allowlist"], f"{listed}"
@@ -371,7 +371,7 @@ def test_preloaded_images_need_the_declared_credentials(host: Host, v: V) -> Non
 @offline
 @with_kubelet
 def test_no_pod_is_baked_in(tree: Tree, v: V) -> None:
-    """The directory of static pods is there, and empty."""
+    """The directory of static pods exists and is empty."""
     assert tree[v["kubelet_static_pod_path"]].kind == "d"
     nothing(entry.path for entry in tree.under(v["kubelet_static_pod_path"]))
 
@@ -379,7 +379,7 @@ def test_no_pod_is_baked_in(tree: Tree, v: V) -> None:
 @offline
 @with_kubelet
 def test_no_node_is_baked_in(tree: Tree, v: V) -> None:
-    """What tells one node from another comes at first boot, and no kubelet has ever run here."""
+    """The image has nothing that identifies a node, which comes at first boot, and no kubelet has ever run in it."""
     files = ["/etc/kubernetes/node.env", v["kubelet_kubeconfig"], v["kubelet_bootstrap_kubeconfig"]]
     nothing(
         [path for path in files if path in tree] + [entry.path for entry in tree.under("/var/lib/kubelet")]
@@ -390,7 +390,7 @@ def test_no_node_is_baked_in(tree: Tree, v: V) -> None:
 @booted
 @needs("kubernetes", kubelet_image_label_prefix=bool)
 def test_node_tells_which_image_it_runs(host: Host, facts: Facts) -> None:
-    """The labels' variables stand in /etc/image-release, with values that a label may have."""
+    """The variables used in the node's labels are set in /etc/image-release, to valid label values."""
     release = assignments(read(host, "/etc/image-release"))
     used = re.findall(r"\$\{(IMAGE_\w+)\}", _flags(host).get("node-labels", ""))
     assert used, "no label names the image"

@@ -1,4 +1,4 @@
-"""The kubelet of a machine that has booted is well, and runs the static pods that it was given."""
+"""The kubelet of a booted machine is healthy, and runs the static pods that it was given."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ V = dict[str, Any]
 @booted
 @needs("kubernetes", kubelet_mode="standalone")
 def test_kubelet_runs(host: Host) -> None:
-    """The kubelet is active, was never restarted, and says that it is well."""
+    """The kubelet is active, was never restarted, and reports that it is healthy."""
     actual = assignments(output(host, "systemctl show -p ActiveState,NRestarts kubelet.service"))
     nothing(differences({"ActiveState": "active", "NRestarts": "0"}, actual))
     ask = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=20).read().decode())"
     assert output(host, "python3 -c %s http://127.0.0.1:10248/healthz", ask) == "ok"
 
 
-# Asks without credentials a server whose certificate nobody knows; prints the HTTP status, or that nobody listens.
+# Queries a server without credentials or certificate verification; prints the HTTP status, or that nothing listens.
 _STATUS = """
 import ssl, sys, urllib.error, urllib.request
 try:
@@ -37,7 +37,7 @@ except urllib.error.URLError as error:
 @booted
 @needs("kubernetes")
 def test_kubelet_answers_no_stranger(host: Host) -> None:
-    """Who has no credentials gets nothing from the kubelet's API, and there is no read-only port."""
+    """A client without credentials gets nothing from the kubelet's API, and there is no read-only port."""
     running = output(host, "systemctl show -p ActiveState --value kubelet.service") == "active"
     expected = {
         "https://127.0.0.1:10250/pods": ("401", "403") if running else ("refused",),
@@ -52,7 +52,7 @@ def test_kubelet_answers_no_stranger(host: Host) -> None:
 @booted
 @needs("kubernetes", kubelet_mode="standalone")
 def test_static_pods_run(host: Host, v: V) -> None:
-    """Every container of every static pod runs, by the image's engine."""
+    """Every container of every static pod runs in the image's engine."""
     expected = set()
     for path in output(host, "find %s -type f -not -name '.*'", v["kubelet_static_pod_path"]).split():
         pod = load(host, path)
@@ -68,14 +68,14 @@ def test_static_pods_run(host: Host, v: V) -> None:
 
 
 def _docker_containers(host: Host) -> set[tuple[str, str]]:
-    """Return (pod, container) of everything that Docker runs for the kubelet."""
+    """Return the (pod, container) pairs that Docker runs for the kubelet."""
     form = '{{.Label "io.kubernetes.pod.name"}} {{.Label "io.kubernetes.container.name"}}'
     lines = output(host, "docker ps --filter status=running --format %s", form).splitlines()
     return {(fields[0], fields[1]) for fields in map(str.split, lines) if len(fields) == 2}
 
 
 def _cri_containers(host: Host) -> set[tuple[str, str]]:
-    """Return (pod, container) of everything that containerd runs for the kubelet."""
+    """Return the (pod, container) pairs that containerd runs for the kubelet."""
     tasks = [line.split() for line in output(host, "ctr --namespace k8s.io tasks list").splitlines()[1:]]
     actual = set()
     for name in (fields[0] for fields in tasks if fields[-1] == "RUNNING"):

@@ -1,4 +1,4 @@
-"""The local disk: what finds and mounts it comes before the engines, and on a machine it is mounted and ours."""
+"""The local disk: its unit starts before the engines, and on a machine it is mounted and marked as ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ agent = needs(image_layers=lambda names: not {"node", "gate"}.isdisjoint(names))
 @booted
 @agent
 def test_node_agent_is_what_was_baked(host: Host) -> None:
-    """The program is compiled from the sources beside it, and it is root's alone to change."""
+    """The node agent is compiled from the sources next to it, and only root can change either."""
     code = (
         "import sys, zipfile; a, b = (zipfile.ZipFile(p) for p in sys.argv[1:]); "
         "print([n for n in a.namelist() if a.read(n) != b.read(n)], "
@@ -43,7 +43,7 @@ def test_node_agent_is_what_was_baked(host: Host) -> None:
 @booted
 @node
 def test_local_disk_comes_before_the_engines(host: Host, tree: Tree) -> None:
-    """The unit starts at boot, and neither an engine nor the kubelet starts before it or without it."""
+    """The local disk's unit starts at boot, and neither an engine nor the kubelet starts before it or without it."""
     assert starts_at_boot(tree, UNIT)
     for unit in ENGINES:
         name = f"/etc/systemd/system/{unit}.d/05-local-disk.conf"
@@ -55,7 +55,7 @@ def test_local_disk_comes_before_the_engines(host: Host, tree: Tree) -> None:
 @booted
 @node
 def test_local_disk_is_tried_again(host: Host) -> None:
-    """A local disk that failed is tried again, and what waited for it in vain is started when it is there."""
+    """A local disk that failed is retried, and the units that waited for it in vain start once it is mounted."""
     lines = merged(host, f"systemd/system/{UNIT}").splitlines()
     starts_again(UNIT, lines)
     assert "ExecStartPost=-/bin/systemctl --no-block start multi-user.target" in lines, (
@@ -67,7 +67,7 @@ def test_local_disk_is_tried_again(host: Host) -> None:
 @booted
 @node
 def test_local_disk_settings_are_declared_ones(host: Host, v: V) -> None:
-    """The agent is told what the definition says of the disk."""
+    """The agent's disk settings are those that the definition declares."""
     expected = {
         key: v[f"local_disk_{key}"]
         for key in (
@@ -90,7 +90,7 @@ def test_local_disk_settings_are_declared_ones(host: Host, v: V) -> None:
 @booted
 @node
 def test_nothing_else_assembles_arrays(host: Host, tree: Tree) -> None:
-    """mdadm assembles nothing by itself: what is on a disk is looked at first."""
+    """mdadm assembles no array by itself, so the contents of a disk are examined first."""
     assert "AUTO -all" in host.file("/etc/mdadm/mdadm.conf").content_string.splitlines()
     units = ("mdmonitor.service", "mdcheck_start.timer")
     nothing(unit for unit in units if starts_at_boot(tree, unit))
@@ -99,7 +99,7 @@ def test_nothing_else_assembles_arrays(host: Host, tree: Tree) -> None:
 @booted
 @node
 def test_local_disk_is_mounted(host: Host, v: V) -> None:
-    """A filesystem of the declared kind and label is mounted, from a disk that the system doesn't run from."""
+    """A filesystem of the declared type and label is mounted, from a device other than the root's."""
     mount_point = v["local_disk_mount_point"]
     actual = json.loads(
         output(host, "findmnt --json --output SOURCE,FSTYPE,LABEL,OPTIONS --mountpoint %s", mount_point)
@@ -113,7 +113,7 @@ def test_local_disk_is_mounted(host: Host, v: V) -> None:
 @booted
 @node
 def test_local_disk_is_marked_as_this_images(host: Host, v: V) -> None:
-    """The marker on the disk names this build, and the agent says that all is well."""
+    """The marker on the disk names this build, and the agent reports that all is well."""
     marker = load(host, f"{v['local_disk_mount_point']}/.node/disk.json")
     release = host.file("/etc/image-release").content_string
     assert f'IMAGE_BUILD="{marker["image"]}"' in release.splitlines(), marker
@@ -125,7 +125,7 @@ def test_local_disk_is_marked_as_this_images(host: Host, v: V) -> None:
 @booted
 @node
 def test_engine_data_is_on_the_local_disk(host: Host, v: V) -> None:
-    """The engine's data root lies on the local disk, and the kubelet's credentials don't."""
+    """The engine's data root is on the local disk, and the kubelet's credentials aren't."""
     docker = v["container_runtime_engine"] == "docker"
     root = v["container_runtime_data_root" if docker else "container_runtime_containerd_root"]
 

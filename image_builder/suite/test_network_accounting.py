@@ -1,4 +1,4 @@
-"""Traffic is counted: rules that label what is internal and what goes to the internet."""
+"""Traffic is counted: rules that label what is internal and what is internet traffic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ accounting = needs("system", network_accounting_enabled=True)
 
 
 def _expected(v: V) -> list[tuple[str, str]]:
-    """Return (address condition, label) of every counting rule for IPv4, as iptables writes them."""
+    """Return the address condition and label of every counting rule for IPv4, as iptables writes them."""
     expected = []
     for direction, flag in (("in", "-s"), ("out", "-d")):
         expected += [
@@ -31,7 +31,7 @@ def _expected(v: V) -> list[tuple[str, str]]:
 @booted
 @accounting
 def test_traffic_will_be_counted(host: Host, tree: Tree, v: V) -> None:
-    """A unit makes a rule for every internal network and for the rest, in both directions, at every boot."""
+    """At every boot, a unit creates a rule for each internal network and one for the rest, in both directions."""
     assert starts_at_boot(tree, UNIT)
     lines = merged(host, f"systemd/system/{UNIT}").splitlines()
     rules = [line for line in lines if line.startswith("StandardInputText=--append ")]
@@ -53,7 +53,7 @@ def test_traffic_will_be_counted(host: Host, tree: Tree, v: V) -> None:
 @booted
 @accounting
 def test_traffic_is_counted(host: Host, v: V) -> None:
-    """The kernel has the rules, with our comments, and packets pass them."""
+    """The kernel has the rules, with our comments, and outgoing packets pass them."""
     rules = output_once(host, RULES).splitlines()
     for match, label in _expected(v):
         text = f'"{v["network_accounting_comment"]} traffic={label}"'

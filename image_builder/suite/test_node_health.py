@@ -1,4 +1,4 @@
-"""Passive health: a timer looks at the node, and on a machine its results are fresh and say that all is well."""
+"""Passive health: a timer checks the node, and on a machine its results are recent and report no failure."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ UNITS = "/etc/systemd/system"
 SETTINGS = "/etc/node-agent/health.json"
 HEALTH = "/run/node/health.json"
 ENDPOINT = "node-health-endpoint.service"
-# An answer of any status: a node that is not up yet says so with 503.
+# Accepts a response of any status: a node that isn't up yet says so with 503.
 ASK = """
 import http.client, sys
 asked = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=10)
 asked.request("GET", "/health")
 print(asked.getresponse().read().decode())
 """
-# What of the sandbox must not get lost: it runs as root, each minute, for as long as the node lives.
+# The parts of the sandbox that must not get lost: the service runs as root, every minute, while the node lives.
 SANDBOX = {
     "Type": "oneshot",
     "ProtectSystem": "strict",
@@ -42,10 +42,10 @@ SANDBOX = {
     "CapabilityBoundingSet": "CAP_SYSLOG CAP_SYS_ADMIN CAP_DAC_OVERRIDE",
     "CPUWeight": "20",
     "TimeoutStartSec": "50",
-    # The second one is where jobs leave their leases.
+    # Jobs leave their leases in the second one.
     "RuntimeDirectory": "node node/busy",
 }
-# Who asks on loopback is anybody on the machine, so that what answers must be able to do nothing.
+# Anybody on the machine can query loopback, so the process that answers must have no privileges.
 CONFINED = {
     "ExecStart": "/usr/local/sbin/node-agent health-endpoint",
     "DynamicUser": "yes",
@@ -56,10 +56,10 @@ CONFINED = {
     "IPAddressAllow": "localhost",
     "RestrictAddressFamilies": "AF_INET",
 }
-# Options of systemd that would blind a check without a word.
+# systemd options that would silently blind a check.
 BLINDING = ("ProtectKernelLogs", "ProtectClock", "PrivateDevices", "PrivateNetwork", "PrivateTmp")
 
-# An image whose layer has no such role has no such variable either.
+# An image without this role's layer doesn't have the role's variables either.
 node = needs("gate")
 
 
@@ -67,7 +67,7 @@ node = needs("gate")
 @booted
 @node
 def test_node_is_looked_at(host: Host, tree: Tree, v: V) -> None:
-    """The timer starts with the machine, and comes as often as the definition says."""
+    """The timer starts at boot and fires as often as declared."""
     assert starts_at_boot(tree, TIMER)
     actual = assignments(read(host, f"{UNITS}/{TIMER}"))
     nothing(differences({"OnCalendar": f"*:0/{v['node_health_interval_minutes']}"}, actual))
@@ -77,7 +77,7 @@ def test_node_is_looked_at(host: Host, tree: Tree, v: V) -> None:
 @booted
 @node
 def test_look_is_confined(host: Host) -> None:
-    """The service runs the agent with little weight, and can write to nothing but its results."""
+    """The service runs the agent at low CPU weight and can write only its results."""
     actual = assignments(read(host, f"{UNITS}/node-health.service"))
     nothing(differences({**SANDBOX, "ExecStart": "/usr/local/sbin/node-agent health"}, actual))
     nothing(name for name in BLINDING if name in actual)
@@ -87,7 +87,7 @@ def test_look_is_confined(host: Host) -> None:
 @booted
 @node
 def test_health_settings_are_declared_ones(host: Host, v: V) -> None:
-    """The agent is told what the definition says."""
+    """The agent's health settings are those that the definition declares."""
     nothing(differences(v["__node_health_settings"], load(host, SETTINGS)))
 
 
@@ -95,7 +95,7 @@ def test_health_settings_are_declared_ones(host: Host, v: V) -> None:
 @booted
 @node
 def test_metrics_have_a_directory(host: Host, v: V) -> None:
-    """node-exporter's textfile collector has a directory to look into, and not everybody writes there."""
+    """node-exporter's textfile collector has its directory, which only the directory's owner can write to."""
     actual = host.file(v["node_health_textfile_directory"])
     assert actual.is_directory, "there is no such directory"
     assert not actual.mode & 0o022, f"its mode is {actual.mode:o}"
@@ -105,7 +105,7 @@ def test_metrics_have_a_directory(host: Host, v: V) -> None:
 @booted
 @node
 def test_endpoint_is_declared(host: Host, tree: Tree, v: V) -> None:
-    """The endpoint for Azure's extension starts with the machine or, where the definition says so, does not."""
+    """The endpoint for Azure's extension starts at boot if and only if declared, and has the declared settings."""
     assert starts_at_boot(tree, ENDPOINT) == v["node_health_endpoint"]
     actual = load(host, "/etc/node-agent/health-endpoint.json")
     nothing(differences(v["__node_health_endpoint_settings"], actual))
@@ -115,17 +115,17 @@ def test_endpoint_is_declared(host: Host, tree: Tree, v: V) -> None:
 @booted
 @node
 def test_endpoint_is_confined(host: Host) -> None:
-    """The endpoint is nobody, and speaks to loopback alone."""
+    """The endpoint runs as an unprivileged user and talks only to loopback."""
     nothing(differences(CONFINED, assignments(read(host, f"{UNITS}/{ENDPOINT}"))))
 
 
 @booted
 @needs("gate", node_health_endpoint=True)
 def test_endpoint_answers_on_loopback(host: Host, v: V) -> None:
-    """The extension is told of a state, and the port is open on 127.0.0.1 and nowhere else."""
+    """The endpoint reports a valid state to the extension, and its port is open on 127.0.0.1 and nowhere else."""
     port = v["node_health_endpoint_port"]
     actual = json.loads(output(host, "python3 -I -c %s %s", ASK, str(port)))
-    # What it is, the other checks say; the endpoint has to give a reason for anything but Healthy.
+    # Other checks cover which state it is; the endpoint must give a reason for any state but Healthy.
     state = actual["ApplicationHealthState"]
     assert state in ("Initializing", "Healthy", "Unhealthy", "Unknown"), f"{actual}"
     assert state == "Healthy" or actual["reasons"], f"{actual}"
@@ -141,7 +141,7 @@ def test_endpoint_answers_on_loopback(host: Host, v: V) -> None:
 @booted
 @node
 def test_node_was_looked_at(host: Host, v: V) -> None:
-    """A look was made a short time ago, every check could look, and nothing fails the node."""
+    """The node was checked recently, every health check could run, and no finding fails the node."""
     wait = 150 * v["node_health_interval_minutes"]
     for _ in range(wait):
         if host.file(HEALTH).exists:
@@ -150,7 +150,7 @@ def test_node_was_looked_at(host: Host, v: V) -> None:
     actual = load(host, HEALTH)
     age = int(output(host, "date +%s")) - actual["time"]
     assert age < wait, f"the last look was {age:.0f} s ago"
-    # No platform answers in the lab; all others have to see.
+    # No platform answers in the lab; all other checks must work.
     blind = {name: finding["error"] for name, finding in actual["checks"].items() if name != "maintenance"}
     nothing(f"{name}: {error}" for name, error in blind.items() if error)
     nothing(
@@ -163,7 +163,7 @@ def test_node_was_looked_at(host: Host, v: V) -> None:
 @booted
 @node
 def test_metrics_are_written(host: Host, v: V) -> None:
-    """The file for node-exporter is there, of this boot, and within the budget that the agent is given."""
+    """The metrics file for node-exporter is from this boot, and shows the agent's peak memory within its budget."""
     text = read(host, f"{v['node_health_textfile_directory']}/node_health.prom")
     actual = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     started = float(read(host, "/proc/stat").partition("btime ")[2].split()[0])

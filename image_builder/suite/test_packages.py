@@ -1,4 +1,4 @@
-"""What is installed is what was locked, whole, and stays so."""
+"""The installed packages are the locked ones, complete, and stay that way."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ V = dict[str, Any]
 @offline
 @booted
 def test_packages_are_installed_whole(host: Host) -> None:
-    """No package is half installed, removed but configured, or waits for a trigger."""
+    """No package is half installed, removed but still configured, or waiting for a trigger."""
     nothing(f"{name} is {state}" for name, (state, *_) in packages(host).items() if state not in ("ii", "hi"))
 
 
 @offline
 @booted
 def test_dependencies_are_met(host: Host, v: V) -> None:
-    """apt finds no package that lacks another one."""
-    # Else apt asks dpkg for the architectures, twice; that there is this one alone is test_architecture's.
+    """apt finds no package with an unmet dependency."""
+    # Otherwise apt asks dpkg for the architectures, twice; test_architecture checks that there is only this one.
     options = (
         "Debug::NoLocking=true",
         "Dir::Cache::pkgcache=",
@@ -45,7 +45,7 @@ def test_dpkg_has_no_unfinished_work(host: Host) -> None:
 @offline
 @booted
 def test_roles_packages_are_installed(host: Host, v: V) -> None:
-    """Every package that a role of the image names is there."""
+    """Every package that a role of the image names is installed."""
     expected = {
         re.sub(r"[=:].*", "", package)
         for name, value in v.items()
@@ -60,7 +60,7 @@ def test_roles_packages_are_installed(host: Host, v: V) -> None:
 @offline
 @booted
 def test_packages_are_the_listed_ones(host: Host, facts: Facts) -> None:
-    """Installed are exactly the packages and versions that the lock has for this image."""
+    """The installed packages and versions are exactly those that the lock has for this image."""
     listed = {package["name"].partition(":")[0]: package["version"] for package in facts.packages}
     installed = {name: package.version for name, package in packages(host).items()}
     assert listed, "the lock has no packages"
@@ -73,14 +73,14 @@ def test_packages_are_the_listed_ones(host: Host, facts: Facts) -> None:
 
 @offline
 def test_packages_files_are_unchanged(host: Host) -> None:
-    """Every file of a package has the bytes that were shipped, configuration files excepted."""
-    # A line is "??5??????   /path" or "missing     /path"; "c" stands before a configuration file's path.
+    """Every file of a package, except configuration files, has the bytes that were shipped."""
+    # A line is "??5??????   /path" or "missing     /path"; "c" precedes a configuration file's path.
     done = host.run("dpkg --verify")
-    # 1 where a file differs, were it a configuration file; with 2 dpkg has not looked at all.
+    # 1 if a file differs, even a configuration file; with 2 dpkg hasn't checked any.
     assert done.rc in (0, 1), f"dpkg --verify ended with {done.rc}: {done.stderr.strip()[-500:]}"
     actual = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
     damaged = [f"{change} {path}" for change, path in actual if not path.startswith("c ")]
-    # dpkg's path filters may leave documentation and translations out.
+    # dpkg's path filters may leave out documentation and translations.
     documents = re.compile(r"missing /usr/share/(doc|man|locale|info|lintian|linda)/.*")
     nothing(line for line in damaged if not documents.fullmatch(line))
 
@@ -101,7 +101,7 @@ def test_sources_are_signed(host: Host) -> None:
 @offline
 @booted
 def test_no_key_is_trusted_for_everything(tree: Tree, host: Host) -> None:
-    """No key but the distribution's own vouches for any source that likes to use it."""
+    """Only the distribution's own keys, which come from packages, are trusted for every source."""
     keys = [e.path for e in tree.under("/etc/apt/trusted.gpg.d") if e.kind == "f"] + tree.matching(
         "/etc/apt/trusted\\.gpg"
     )
@@ -111,7 +111,7 @@ def test_no_key_is_trusted_for_everything(tree: Tree, host: Host) -> None:
 @offline
 @booted
 def test_apt_uses_no_builders_settings(host: Host) -> None:
-    """apt has no proxy, trusts nothing unsigned, and no option of the bake."""
+    """apt has no proxy, trusts nothing unsigned, and has no option left from the bake."""
     names = "|".join(
         (
             r"Acquire::.*[Pp]roxy.*",
@@ -127,10 +127,10 @@ def test_apt_uses_no_builders_settings(host: Host) -> None:
 @offline
 @booted
 def test_nothing_upgrades_by_itself(host: Host) -> None:
-    """apt's timers can't start, so no package changes under running pods."""
+    """apt's timers don't start, so no package changes under running pods."""
     service = "unattended-upgrades.service"
     states = unit_states(host, ("apt-daily.timer", "apt-daily-upgrade.timer", service))
-    # Older versions of systemd have no word for a unit that isn't there.
+    # Older versions of systemd print nothing for a unit that doesn't exist.
     quiet = {"masked", "disabled", "not-found"}
     nothing(
         f"{unit} is {state}"
@@ -142,7 +142,7 @@ def test_nothing_upgrades_by_itself(host: Host) -> None:
 @offline
 @booted
 def test_no_compiler(host: Host) -> None:
-    """An image has no tools to build programs with."""
+    """The image has no tools for building programs."""
     tools = ("gcc", "cc", "g++", "clang", "make", "ld", "go", "rustc", "dpkg-buildpackage")
     nothing(sorted(programs(host, tools)))
 

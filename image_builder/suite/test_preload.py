@@ -1,4 +1,4 @@
-"""Preloaded images on a machine: the units are in order, and every image is in the engine, whole."""
+"""Preloaded images on a machine: the units are in order, and every image is complete in the engine."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ UNIT, SEED, PROMOTE = "image-preload.service", "preload-seed.service", "preload-
 # The lab's registries exist only while the lab bakes.
 LAB = ".lab.internal"
 
-# Proof that layers are what they claim to be: of each layer of an image in the archive a file that no later layer
-# hides, with the sha256 of its first 64 KiB. Prints [[layer, path, sha256] ...], the topmost layer first.
+# Proof that layers are what they claim to be: for each layer of an image in the archive, a file that no later layer
+# hides, with the sha256 of its first 64 KiB. Prints [[layer, path, sha256] ...], topmost layer first.
 _SAMPLES = """
 import hashlib, json, sys, tarfile
 
@@ -63,8 +63,8 @@ with tarfile.open(sys.argv[1]) as archive:
 print(json.dumps(samples))
 """
 
-# The same from the preload store, where the image has no archive: its layers are mounted at argv[1], the others are the
-# diff ids, the lowest first. A whiteout is a character device 0:0.
+# The same from the preload store, if the image has no archive: its layers are mounted at argv[1], and the other
+# arguments are the diff ids, lowest first. A whiteout is a character device 0:0.
 _STORE_SAMPLES = """
 import hashlib, json, os, stat, sys
 
@@ -102,7 +102,7 @@ with_containerd = needs(
 
 
 def _unit(host: Host, name: str) -> list[str]:
-    """Return the lines of a unit with its drop-ins, continued ones joined."""
+    """Return the lines of a unit with its drop-ins, with continuation lines joined."""
     text = merged(host, f"systemd/system/{name}")
     return text.replace("\\\n", " ").splitlines()
 
@@ -111,7 +111,7 @@ def _unit(host: Host, name: str) -> list[str]:
 @booted
 @preloaded
 def test_preloaded_pause_image_is_the_one_in_use(host: Host, v: V) -> None:
-    """The engine and the kubelet take the same pause image, and it is preloaded and pinned."""
+    """The engine and the kubelet use the declared pause image, which is preloaded and pinned."""
     pause = v["container_runtime_pause_image"]
     actual = dict(_told_of_pause(host, v))
     assert actual, "nothing was told of a pause image"
@@ -122,7 +122,7 @@ def test_preloaded_pause_image_is_the_one_in_use(host: Host, v: V) -> None:
 
 
 def _told_of_pause(host: Host, v: V) -> Iterator[tuple[str, str]]:
-    """Yield who was told which pause image, from the files that tell them."""
+    """Yield each program that is configured with a pause image, and that image, from its configuration."""
     if v["container_runtime_engine"] == "containerd":
         dump = output(host, "containerd config dump")
         references = re.findall(r"^\s*sandbox(?:_image)? = [\"'](.*)[\"']$", dump, flags=re.MULTILINE)
@@ -145,7 +145,7 @@ def _unit_flags(host: Host, unit: str) -> list[str]:
 @booted
 @with_unit
 def test_preload_comes_before_the_kubelet(host: Host, tree: Tree, v: V) -> None:
-    """The unit starts at boot, after the engine; the kubelet waits for it and, where declared, for its success."""
+    """The preload starts at boot, after the engine; the kubelet waits for it and, where declared, for its success."""
     assert starts_at_boot(tree, UNIT), f"{UNIT} does not start at boot"
     unit, kubelet = _unit(host, UNIT), _drop_in(host, tree)
     engine = f"{v['container_runtime_engine']}.service"
@@ -162,7 +162,7 @@ def test_preload_comes_before_the_kubelet(host: Host, tree: Tree, v: V) -> None:
 
 
 def _tries_again(name: str, unit: list[str]) -> None:
-    """Fail unless a unit is started again after each failure, and comes to an end."""
+    """Fail unless a unit is restarted after every failure and, if it is a oneshot, can't run forever."""
     starts_again(name, unit)
     endless = [line for line in unit if line in ("TimeoutStartSec=infinity", "TimeoutStartSec=0")]
     if "Type=oneshot" in unit:
@@ -170,7 +170,7 @@ def _tries_again(name: str, unit: list[str]) -> None:
 
 
 def _started(unit: list[str]) -> str:
-    """Return what a unit starts."""
+    """Return the command that a unit starts."""
     return " ".join(line.partition("=")[2] for line in unit if line.startswith("ExecStart="))
 
 
@@ -178,7 +178,7 @@ def _started(unit: list[str]) -> str:
 @booted
 @with_unit
 def test_seed_comes_before_the_engines(host: Host, tree: Tree, v: V) -> None:
-    """The seed starts at boot, after the local disk is there, and both engines wait for it."""
+    """The seed starts at boot, after the local disk is ready, and both engines wait for it."""
     assert starts_at_boot(tree, SEED), f"{SEED} does not start at boot"
     unit = _unit(host, SEED)
     assert "local-disk.service" in named(unit, "After"), f"{SEED} does not wait for the local disk"
@@ -198,7 +198,7 @@ def test_seed_comes_before_the_engines(host: Host, tree: Tree, v: V) -> None:
 @booted
 @with_unit
 def test_promotion_does_not_delay_the_boot(host: Host, tree: Tree, v: V) -> None:
-    """The promotion starts at boot, after the kubelet; nothing waits until it ends."""
+    """The promotion starts at boot, after the kubelet, and nothing waits for it to finish."""
     assert starts_at_boot(tree, PROMOTE), f"{PROMOTE} does not start at boot"
     unit = _unit(host, PROMOTE)
     assert "kubelet.service" in named(unit, "After"), f"{PROMOTE} does not wait for the kubelet"
@@ -215,7 +215,7 @@ def test_promotion_does_not_delay_the_boot(host: Host, tree: Tree, v: V) -> None
 @booted
 @with_unit
 def test_preload_settings_are_declared_ones(host: Host, v: V) -> None:
-    """The node agent is told of the engine, its data root and the pause image, and how to promote."""
+    """The node agent's settings for the engine, its data root, the pause image and promotion are the declared ones."""
     actual = load(host, SETTINGS)
     expected = {
         key: v[f"image_preload_{name}"]
@@ -244,7 +244,7 @@ def test_preload_settings_are_declared_ones(host: Host, v: V) -> None:
 @booted
 @with_unit
 def test_store_modules_are_loaded_at_boot(host: Host, v: V) -> None:
-    """What the preload store is mounted with is asked for at boot: an EROFS in a file, with dm-verity."""
+    """The modules for mounting the preload store are loaded at boot: EROFS, loop and, where declared, dm-verity."""
     expected = {"erofs", "loop"} | ({"dm_verity"} if v["image_preload_verity"] else set())
     lines = read(host, "/etc/modules-load.d/50-image-preload.conf").splitlines()
     nothing(f"{module} is not asked for" for module in sorted(expected - set(lines)))
@@ -253,7 +253,7 @@ def test_store_modules_are_loaded_at_boot(host: Host, v: V) -> None:
 
 
 def _drop_in(host: Host, tree: Tree) -> list[str]:
-    """Return what is added to the kubelet's unit, whether that is in this image or not."""
+    """Return the lines of the kubelet's drop-in, whether or not the kubelet is in this image."""
     path = "/etc/systemd/system/kubelet.service.d/10-image-preload.conf"
     assert path in tree, f"{path} does not exist"
     return read(host, path).splitlines()
@@ -263,7 +263,7 @@ def _drop_in(host: Host, tree: Tree) -> list[str]:
 @booted
 @with_unit
 def test_preload_program_runs(host: Host, tree: Tree, v: V) -> None:
-    """The program is root's, and runs with the image's Python."""
+    """The preload program belongs to root, and runs with the image's Python."""
     program = v["__image_preload_program"]
     entry = tree[program]
     assert (entry.uid, entry.gid, entry.mode) == (0, 0, 0o755), f"{program} {entry}"
@@ -273,7 +273,7 @@ def test_preload_program_runs(host: Host, tree: Tree, v: V) -> None:
 @booted
 @preloaded
 def test_preload_succeeded(host: Host) -> None:
-    """The unit ran, is active, and found every image after it."""
+    """The preload succeeded, its unit is active, and it found every image afterwards."""
     actual = assignments(output(host, "systemctl show -p ActiveState,Result %s", UNIT))
     nothing(differences({"ActiveState": "active", "Result": "success"}, actual))
     status = load(host, STATUS).get("preload", {})
@@ -284,7 +284,7 @@ def test_preload_succeeded(host: Host) -> None:
 @booted
 @with_docker
 def test_preloaded_images_are_in_docker(host: Host) -> None:
-    """Docker has every reference, with the recorded image id."""
+    """Docker has every listed reference, with the recorded image id."""
     actual = _docker_images(host)
     nothing(
         f"{image['ref']} is {actual.get(familiar(image['ref']), 'missing')}"
@@ -302,7 +302,7 @@ def _docker_images(host: Host) -> dict[str, str]:
 @booted
 @with_docker
 def test_preloaded_layers_are_in_docker(host: Host, v: V) -> None:
-    """Docker has all layers of every image, and their directories are on the disk."""
+    """Docker has all layers of every image, and their files are on the disk."""
     for image in images(host):
         (actual,) = json.loads(output(host, "docker image inspect %s", image["id"]))
         assert actual["RootFS"]["Layers"] == image["diff_ids"], f"{image['ref']}: {actual['RootFS']}"
@@ -314,7 +314,7 @@ def test_preloaded_layers_are_in_docker(host: Host, v: V) -> None:
 
 
 def _samples(host: Host, v: V, image: dict[str, Any]) -> list[list[Any]]:
-    """Return files that an image's layers must have, from the archive or, where there is none, from the store."""
+    """Return files that an image's layers must have, from the archive or, if there is none, from the store."""
     if v["image_preload_archive"]:
         names = (image["ref"], familiar(image["ref"]))
         text = output(host, "python3 -c %s %s %s %s", _SAMPLES, ARCHIVE, *names)
@@ -332,7 +332,7 @@ def _samples(host: Host, v: V, image: dict[str, Any]) -> list[list[Any]]:
 
 
 def _lost(host: Host, v: V, image: dict[str, Any], folders: list[str]) -> list[str]:
-    """Return the samples of an image that aren't in its layers' directories, the lowest layer's first."""
+    """Return the samples of an image that aren't in its layers' directories, which are given lowest layer first."""
     samples = _samples(host, v, image)
     paths = [f"{folders[layer]}/{path}" for layer, path, _ in samples]
     heads = " ".join(map(shlex.quote, paths))
@@ -348,7 +348,7 @@ def _lost(host: Host, v: V, image: dict[str, Any], folders: list[str]) -> list[s
 @booted
 @with_containerd
 def test_preloaded_images_are_in_containerd(host: Host, v: V) -> None:
-    """containerd has every image by its tag and by its digest, with the recorded image id."""
+    """containerd has every image under its tag and its digest, with the recorded image id."""
     names = _names(host, v)
     for image in images(host):
         for name in (image["ref"], _by_digest(image)):
@@ -361,13 +361,13 @@ def test_preloaded_images_are_in_containerd(host: Host, v: V) -> None:
 @booted
 @with_containerd
 def test_preloaded_layers_are_in_containerd(host: Host, v: V) -> None:
-    """containerd has the whole content of every image, and its files are unpacked in the snapshotter in use."""
+    """containerd has the complete content of every image, unpacked in the snapshotter in use."""
     lines = output(host, _ctr(v, "images check --snapshotter overlayfs")).splitlines()[1:]
     checked = {line.split()[0]: line for line in lines}
     for image in images(host):
         line = checked.get(image["ref"], "is missing")
         assert " complete (" in line and line.split()[-1] == "true", f"{image['ref']}: {line}"
-    # What a container would see: all layers are in one place.
+    # The view of a container: all layers are in one place.
     folder = "/run/image-check"
     for image in images(host):
         output(host, f"mkdir -p {folder}")
@@ -382,7 +382,7 @@ def test_preloaded_layers_are_in_containerd(host: Host, v: V) -> None:
 @booted
 @with_containerd
 def test_preloaded_images_are_pinned(host: Host, v: V) -> None:
-    """What is pinned has the label that keeps it from garbage collection, and the pause image is pinned."""
+    """Pinned images, and the pause image, have the label that keeps them from garbage collection."""
     names = _names(host, v)
     pinned = {image["ref"] for image in images(host) if image["pin"]}
     for ref in pinned | {v["container_runtime_pause_image"]}:
@@ -393,7 +393,7 @@ def test_preloaded_images_are_pinned(host: Host, v: V) -> None:
 @booted
 @with_docker
 def test_preloaded_pause_image_is_spared(host: Host, v: V) -> None:
-    """The shim in use was started with the preloaded pause image, the only one that can be spared by name."""
+    """The shim in use was started with the preloaded pause image, the only image that can be spared by name."""
     unit = "cri-docker.service" if v["__container_runtime_with_cri_dockerd"] else "kubelet.service"
     command = output(host, "systemctl show -p ExecStart %s", unit)
     assert f"--pod-infra-container-image={v['container_runtime_pause_image']} " in command, command
@@ -402,7 +402,7 @@ def test_preloaded_pause_image_is_spared(host: Host, v: V) -> None:
 @booted
 @with_docker
 def test_preloaded_images_are_guarded(host: Host, v: V) -> None:
-    """Each pinned image but pause's has a stopped container of its own, which keeps Docker from deleting it."""
+    """Each pinned image except the pause image has its own unstarted container, which keeps Docker from deleting it."""
     form = "{{.Names}} {{.State}}"
     command = "docker container ls --all --filter label=image-builder.pin=1 --format %s"
     lines = output(host, command, form).splitlines()
@@ -416,7 +416,7 @@ def test_preloaded_images_are_guarded(host: Host, v: V) -> None:
 @booted
 @preloaded
 def test_preloaded_images_run(host: Host, v: V) -> None:
-    """A container of every image but pause's starts without any network, and a shell in it speaks."""
+    """A container of every image except the pause image starts without a network, and runs its shell if it has one."""
     for number, image in enumerate(images(host)):
         if image["ref"] == v["container_runtime_pause_image"]:
             continue
@@ -426,7 +426,7 @@ def test_preloaded_images_run(host: Host, v: V) -> None:
         else:
             command = _ctr(v, "run --rm --snapshotter overlayfs %s %s /bin/sh -c 'echo preloaded'")
             done = host.run(command, image["ref"], f"preload-check-{number}")
-        # An image without a shell got as far as looking for one; that its layers have their files is another check's.
+        # An image without a shell got as far as looking for one; another check covers the files of its layers.
         shell_less = re.search(r'exec: \\?"/bin/sh\\?": stat /bin/sh: no such file', done.stderr)
         assert done.stdout.strip() == "preloaded" or shell_less, f"{image['ref']}: {done.stderr[-500:]}"
 
@@ -437,7 +437,7 @@ def test_preloaded_images_run(host: Host, v: V) -> None:
     image_preload=lambda images: any(image["ref"].partition("/")[0].endswith(LAB) for image in images),
 )
 def test_preloaded_images_need_no_registry(host: Host) -> None:
-    """The lab's registry can't be reached from the machine, so all this holds without it."""
+    """The lab's registry can't be reached from the machine, so the other checks hold without it."""
     for address in sorted({image["ref"].partition("/")[0] for image in images(host)}):
         name, _, port = address.partition(":")
         if name.endswith(LAB):
@@ -455,6 +455,6 @@ def _by_digest(image: dict[str, Any]) -> str:
 
 
 def _names(host: Host, v: V) -> dict[str, dict[str, str]]:
-    """Return containerd's images by name: REF TYPE DIGEST SIZE PLATFORMS LABELS, the size in two words."""
+    """Return containerd's images by name, from lines of REF TYPE DIGEST SIZE PLATFORMS LABELS; SIZE is two words."""
     rows = [line.split() for line in output(host, _ctr(v, "images list")).splitlines()[1:]]
     return {row[0]: {"digest": row[2], "labels": row[-1]} for row in rows}

@@ -1,4 +1,4 @@
-"""The archive of preloaded images: what was declared is listed, and is in it, whole."""
+"""The archive of preloaded images: the declared images are listed, and complete in the archive."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ V = dict[str, Any]
 baked = needs("container_runtime", image_preload=bool)
 saved = needs("container_runtime", image_preload=bool, image_preload_archive=True)
 
-# Reads the archive once, inside: gigabytes stay there. Prints each member's sha256 as it is and unpacked,
-# where a link leads, and what small members hold.
+# Reads the archive once, on the target, so that gigabytes stay there. Prints each member's sha256 as stored and
+# unpacked, the targets of links, and the content of small members.
 _READER = """
 import gzip, hashlib, json, sys, tarfile, zlib
 
@@ -61,7 +61,7 @@ print(json.dumps({"bytes": archive.size, "sha256": archive.digest.hexdigest(), "
 
 
 def _archive(host: Host) -> dict[str, Any]:
-    """Return what is in the archive; read once for all checks of a target."""
+    """Return the contents of the archive, read once for all checks of a target."""
     if not hasattr(host, "preload_archive"):
         host.preload_archive = json.loads(output(host, "python3 -c %s %s", _READER, ARCHIVE))
     actual: dict[str, Any] = host.preload_archive
@@ -69,7 +69,7 @@ def _archive(host: Host) -> dict[str, Any]:
 
 
 def _member(archive: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a member, a link's target for a link (old versions of Docker store a shared layer so)."""
+    """Return a member, or the target of a link (old versions of Docker store a shared layer as one)."""
     members = archive["members"]
     for _ in range(8):
         assert name in members, f"the archive has no {name} {archive['problem']}"
@@ -112,7 +112,7 @@ def _saved_image(archive: dict[str, Any], image: dict[str, Any]) -> dict[str, An
 @booted
 @baked
 def test_preload_lists_what_is_declared(host: Host, v: V) -> None:
-    """The list has every required image of the definition, for its platform, pinned as declared; no others."""
+    """The list has every required image and no undeclared one, each for its platform and pinned as declared."""
     declared = {image["ref"]: image for image in v["image_preload"]}
     content = listed(host)
     actual = {image["ref"]: image for image in content["images"]}
@@ -129,7 +129,7 @@ def test_preload_lists_what_is_declared(host: Host, v: V) -> None:
 @booted
 @baked
 def test_preload_archive_is_as_declared(host: Host, v: V) -> None:
-    """The image has an archive of the preloaded images, and the list names it, where that is declared; else neither."""
+    """The image has an archive of the preloaded images, and the list names it, if and only if that is declared."""
     actual = {"file": host.run("test -e %s", ARCHIVE).rc == 0, "list": listed(host)["archive"] is not None}
     nothing(differences(dict.fromkeys(actual, v["image_preload_archive"]), actual))
 
@@ -148,7 +148,7 @@ def test_preload_archive_is_the_recorded_one(host: Host) -> None:
 @offline
 @saved
 def test_preload_archive_holds_every_image(host: Host) -> None:
-    """Every listed reference is in the archive and means the listed image id there."""
+    """Every listed reference is in the archive and refers to the listed image id there."""
     archive = _archive(host)
     for image in images(host):
         config = _saved_image(archive, image)["Config"]
@@ -159,7 +159,7 @@ def test_preload_archive_holds_every_image(host: Host) -> None:
 @offline
 @saved
 def test_preload_images_are_complete(host: Host) -> None:
-    """Every layer of every image is in the archive, unpacks, and is what the image's configuration names."""
+    """Every layer of every image is in the archive, unpacks, and is the one that the image's configuration names."""
     archive = _archive(host)
     for image in images(host):
         saved = _saved_image(archive, image)
@@ -173,7 +173,7 @@ def test_preload_images_are_complete(host: Host) -> None:
 @offline
 @saved
 def test_preload_images_are_of_their_platform(host: Host) -> None:
-    """Every image is for the operating system and the processor that the list names."""
+    """Every image is for the operating system and architecture that the list names."""
     archive = _archive(host)
     for image in images(host):
         config = _json(archive, _saved_image(archive, image)["Config"])

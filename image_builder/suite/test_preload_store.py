@@ -1,4 +1,4 @@
-"""The preload store: it holds what is listed, it was rehearsed, and on a machine it was seeded from, verified."""
+"""The preload store: it has the listed images and was rehearsed; a machine was seeded from it, and verifies it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MANIFEST, REHEARSAL = "/opt/preload/store.json", "/opt/preload/rehearsal.json"
 MOUNT_POINT = "/var/lib/preload"
 STATUS = "/run/node/status.json"
 EROFS_MAGIC = "e0f5e1e2"
-# Computes dm-verity's root hash over the store's blocks, and whether the hash tree behind them is that of its blocks.
+# Computes dm-verity's root hash over the store's blocks, and whether the hash tree after them matches those blocks.
 _VERIFIER = """
 import hashlib, json, sys
 
@@ -52,7 +52,7 @@ def _by_ref(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 @booted
 @stored
 def test_store_is_the_recorded_one(host: Host) -> None:
-    """The store's file is an EROFS of the recorded size, root's alone to change."""
+    """The store's file is an EROFS of the recorded size, which only root can change."""
     manifest = load(host, MANIFEST)
     file = host.file(manifest["file"])
     nothing(differences({"bytes": file.size}, manifest))
@@ -65,7 +65,7 @@ def test_store_is_the_recorded_one(host: Host) -> None:
 @booted
 @stored
 def test_store_lists_the_preloaded_images(host: Host) -> None:
-    """The store's images are those of the list, with the same ids and layers, and it has all the layers."""
+    """The store has the images of the list, with the same ids and layers, and contains all those layers."""
     manifest, archive = load(host, MANIFEST), _by_ref(load(host, LIST))
     images = _by_ref(manifest)
     assert images.keys() == archive.keys(), f"{sorted(images)}, in the list {sorted(archive)}"
@@ -80,7 +80,7 @@ def test_store_lists_the_preloaded_images(host: Host) -> None:
 @booted
 @stored
 def test_store_is_for_the_installed_engine(host: Host, v: V) -> None:
-    """The engine that made the store is the one that is installed, by its program's size."""
+    """The engine that made the store is the installed one, judging by its program's size."""
     engines = load(host, MANIFEST)["engines"]
     baked = engines.get(v["container_runtime_engine"])
     assert baked, f"the store is for {', '.join(engines)}"
@@ -90,7 +90,7 @@ def test_store_is_for_the_installed_engine(host: Host, v: V) -> None:
 @offline
 @stored
 def test_store_can_be_verified(host: Host, v: V) -> None:
-    """The store has the bytes of its root hash and the hash tree of its blocks, or those of its SHA-256 without one."""
+    """The store's content matches its root hash and its hash tree or, without dm-verity, its SHA-256."""
     manifest = load(host, MANIFEST)
     if not v["image_preload_verity"]:
         assert manifest["verity"] is None
@@ -108,7 +108,7 @@ def test_store_can_be_verified(host: Host, v: V) -> None:
 @booted
 @stored
 def test_seed_was_rehearsed(host: Host) -> None:
-    """The bake started a container of every image from a seeded disk, and recorded with which engine."""
+    """The bake started a container of every image from a seeded disk, and recorded which engines did."""
     rehearsal = _by_ref(load(host, REHEARSAL))
     expected = [image["ref"] for image in load(host, MANIFEST)["images"] if image["mode"] != "archive"]
     nothing(ref for ref in expected if ref not in rehearsal)
@@ -118,7 +118,7 @@ def test_seed_was_rehearsed(host: Host) -> None:
 @booted
 @seeded
 def test_images_were_seeded(host: Host, v: V) -> None:
-    """The data root was made from the store: no image had to be loaded from the archive."""
+    """The data root was seeded from the store, and only images left to the archive were loaded from it."""
     status = load(host, STATUS)
     manifest = load(host, MANIFEST)
     expected = {"state": "ok", "engine": v["container_runtime_engine"], "store": manifest["id"]}
@@ -130,7 +130,7 @@ def test_images_were_seeded(host: Host, v: V) -> None:
 @booted
 @seeded
 def test_store_is_verified_by_the_kernel(host: Host, v: V) -> None:
-    """While layers are served from the store, each block of it is checked; afterwards it is unmounted."""
+    """While the store serves layers, the kernel verifies its blocks, if declared; afterwards it is unmounted."""
     status = json.loads(host.run("node-agent status --json").stdout)
     mounted = host.run("findmnt --noheadings --output SOURCE --mountpoint %s", MOUNT_POINT).stdout.strip()
     if not status["layers"]["links"]:
@@ -144,7 +144,7 @@ def test_store_is_verified_by_the_kernel(host: Host, v: V) -> None:
 @booted
 @seeded
 def test_every_layer_is_somewhere(host: Host) -> None:
-    """No layer leads nowhere, and every image's layers are on the disk or in the store."""
+    """No layer's link is broken, and every image's layers are on the local disk or in the store."""
     status = json.loads(host.run("node-agent status --json").stdout)
     nothing(differences({"broken": 0}, status["layers"]))
     sources = {image["ref"]: image["source"] for image in status["images"]}

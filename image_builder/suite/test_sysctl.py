@@ -19,7 +19,7 @@ def _expected(settings: dict[str, Any]) -> dict[str, str]:
 @booted
 @needs("system")
 def test_sysctls_are_configured(host: Host, v: V) -> None:
-    """Every declared kernel setting is made at boot, and no later file undoes it."""
+    """Every declared kernel setting is applied at boot, and no later file overrides it."""
     assert v["__system_sysctl"], "no kernel settings are declared"
     nothing(differences(_expected(v["__system_sysctl"]), boot_sysctls(host)))
 
@@ -28,7 +28,7 @@ def test_sysctls_are_configured(host: Host, v: V) -> None:
 @booted
 @needs("kubernetes", kubelet_protect_kernel_defaults=True)
 def test_kubelets_sysctls_are_configured(host: Host, v: V) -> None:
-    """The kernel settings that this kubelet refuses to start without are made at boot."""
+    """The kernel settings that this kubelet refuses to start without are applied at boot."""
     nothing(differences(_expected(v["__kubelet_sysctls"]), boot_sysctls(host)))
 
 
@@ -42,7 +42,7 @@ def test_sysctls_are_live(host: Host, v: V) -> None:
 @booted
 @needs("kubernetes", kubelet_protect_kernel_defaults=True)
 def test_kubelets_sysctls_are_live(host: Host, v: V) -> None:
-    """The running kernel has what the kubelet checks."""
+    """The running kernel has the settings that the kubelet checks."""
     expected = _expected(v["__kubelet_sysctls"])
     actual = {name: read(host, f"/proc/sys/{name.replace('.', '/')}").strip() for name in expected}
     nothing(differences(expected, actual))

@@ -1,4 +1,4 @@
-"""The services under the container runtime: time, logs, network, limits; and what must never start."""
+"""The services below the container runtime (time, logs, network, limits), and the units that must never start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ with_network = needs("system", system_network=True)
 
 
 def _merged(host: Host, path: str) -> dict[str, str]:
-    """Return a systemd configuration with its drop-ins, merged as systemd does."""
+    """Return a systemd configuration with its drop-ins, as systemd merges them."""
     return assignments(merged(host, path))
 
 
@@ -37,7 +37,7 @@ def _merged(host: Host, path: str) -> dict[str, str]:
 @booted
 @with_system
 def test_units_are_masked(host: Host, v: V) -> None:
-    """What must never start can't."""
+    """Every unit that must never start is masked."""
     states = unit_states(host, v["__system_masked"])
     nothing(f"{unit} is {state or 'not there'}" for unit, state in states.items() if state != "masked")
 
@@ -46,7 +46,7 @@ def test_units_are_masked(host: Host, v: V) -> None:
 @booted
 @with_system
 def test_units_are_enabled(tree: Tree, v: V) -> None:
-    """SSH, its key maker and the network start at boot."""
+    """SSH, its host key generator and the network start at boot."""
     nothing(unit for unit in v["__system_units"] if not starts_at_boot(tree, unit))
 
 
@@ -54,7 +54,7 @@ def test_units_are_enabled(tree: Tree, v: V) -> None:
 @booted
 @with_system
 def test_units_are_valid(host: Host, tree: Tree) -> None:
-    """systemd finds no fault with the units that the roles wrote."""
+    """systemd accepts the units that the roles wrote as valid."""
     units = [e.path for e in tree.under("/etc/systemd/system") if e.kind == "f" and e.path.count("/") == 4]
     assert units, "the roles wrote no units"
     output_once(host, "systemd-analyze verify --man=no --recursive-errors=no " + " ".join(units))
@@ -64,7 +64,7 @@ def test_units_are_valid(host: Host, tree: Tree) -> None:
 @booted
 @needs("system", system_swap_off=True)
 def test_no_swap_is_configured(host: Host) -> None:
-    """No swap comes up at boot, whoever brings it."""
+    """No swap is activated at boot, by fstab or by any unit."""
     nothing(line for line in statements(read(host, "/etc/fstab")) if line.split()[2] == "swap")
     assert unit_states(host, ["swap.target"])["swap.target"] == "masked"
 
@@ -73,7 +73,7 @@ def test_no_swap_is_configured(host: Host) -> None:
 @booted
 @with_system
 def test_limits_are_configured(host: Host, v: V) -> None:
-    """Login sessions get the declared limits; no later line takes them back."""
+    """Login sessions get the declared limits; no later line overrides them."""
     matches = {}
     texts = (
         files(host)["/etc/security/limits.conf"],
@@ -92,7 +92,7 @@ def test_limits_are_configured(host: Host, v: V) -> None:
 @booted
 @with_system
 def test_journal_is_bounded(host: Host, v: V) -> None:
-    """The journal takes what it was given of the disk."""
+    """The journal uses no more of the disk than declared."""
     expected = {name: str(value) for name, value in v["system_journald"].items()}
     nothing(differences(expected, _merged(host, "systemd/journald.conf")))
 
@@ -101,7 +101,7 @@ def test_journal_is_bounded(host: Host, v: V) -> None:
 @booted
 @needs("system", system_time_sync=lambda keeper: keeper != "none")
 def test_clock_is_kept(host: Host, tree: Tree, v: V) -> None:
-    """The declared time service starts at boot, and asks the declared pools."""
+    """The declared time service starts at boot, and uses the declared pools."""
     unit, path = {
         "chrony": ("chrony.service", "/etc/chrony/chrony.conf"),
         "timesyncd": ("systemd-timesyncd.service", "/etc/systemd/timesyncd.conf.d/90-image.conf"),
@@ -115,7 +115,7 @@ def test_clock_is_kept(host: Host, tree: Tree, v: V) -> None:
 @booted
 @needs("system", system_time_sync="chrony")
 def test_chrony_accepts_its_configuration(host: Host) -> None:
-    """chronyd itself finds no fault with its configuration, and opens no port."""
+    """chronyd itself accepts its configuration as valid, and opens no command port."""
     dump = output_once(
         host, "{ [ -d /run/chrony ] || mkdir /run/chrony; } && chronyd -p -f /etc/chrony/chrony.conf"
     )
@@ -126,7 +126,7 @@ def test_chrony_accepts_its_configuration(host: Host) -> None:
 @booted
 @with_network
 def test_interfaces_use_dhcp(host: Host) -> None:
-    """Physical interfaces, and those alone, are configured by DHCP."""
+    """Physical interfaces, and no others, are configured by DHCP."""
     matches = _merged(host, "systemd/network/90-dhcp.network")
     nothing(differences({"Type": "ether", "Kind": "!*", "DHCP": "yes"}, matches))
 
@@ -135,7 +135,7 @@ def test_interfaces_use_dhcp(host: Host) -> None:
 @booted
 @with_network
 def test_foreign_routes_are_left_alone(host: Host) -> None:
-    """A restart of networkd keeps what network plugins made."""
+    """Restarting networkd keeps the routes and rules that network plugins created."""
     expected = {"ManageForeignRoutes": "no", "ManageForeignRoutingPolicyRules": "no"}
     nothing(differences(expected, _merged(host, "systemd/networkd.conf")))
 
@@ -144,7 +144,7 @@ def test_foreign_routes_are_left_alone(host: Host) -> None:
 @booted
 @with_network
 def test_pods_inherit_real_name_servers(host: Host, tree: Tree) -> None:
-    """/etc/resolv.conf never names the loopback, which in a pod would be the pod itself."""
+    """/etc/resolv.conf never names a loopback address, which in a pod would be the pod itself."""
     assert tree["/etc/resolv.conf"].link.endswith("run/systemd/resolve/resolv.conf")
     nothing(differences({"DNSStubListener": "no", "LLMNR": "no"}, _merged(host, "systemd/resolved.conf")))
 
@@ -153,7 +153,7 @@ def test_pods_inherit_real_name_servers(host: Host, tree: Tree) -> None:
 @booted
 @with_system
 def test_host_keys_come_at_first_boot(host: Host, v: V) -> None:
-    """A unit makes every declared type of host key before sshd starts; after a failure sshd is started later."""
+    """A unit creates every declared type of host key before sshd starts; a retry starts sshd afterwards."""
     unit = merged(host, "systemd/system/ssh-host-keys.service")
     starts_again("ssh-host-keys.service", unit.splitlines())
     assert "ExecStartPost=-/bin/systemctl --no-block start multi-user.target" in unit.splitlines()
@@ -162,7 +162,7 @@ def test_host_keys_come_at_first_boot(host: Host, v: V) -> None:
     assert "ssh.service" in before, f"{before}"
 
 
-# How a shell prints a limit of its session.
+# Shell commands that print a limit of the session.
 _ULIMITS = {"memlock": "ulimit -l", "nofile": "ulimit -n"}
 
 
@@ -182,7 +182,7 @@ def test_sessions_have_the_limits(host: Host, v: V) -> None:
 @booted
 @with_system
 def test_journal_is_persistent(host: Host) -> None:
-    """journald writes to the disk."""
+    """journald writes its journal to the disk."""
     process = services(host).get("systemd-journald.service", {}).get("MainPID", "")
     journals = output(host, r"find /proc/%s/fd -lname '*.journal' -printf '%%l\n'", process)
     assert "/var/log/journal/" in journals, journals

@@ -1,6 +1,6 @@
-"""A target's root filesystem as find lists it, and what checks ask it.
+"""A target's root filesystem as find lists it, with the queries that checks need.
 
-Of many entries few are ever looked at: an entry is made when it is asked for.
+Few of the many entries are ever looked at, so an ``Entry`` is created only on request.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from testinfra.host import Host
 
-# Where a unit is linked that another one pulls in.
+# The links to units that another unit pulls in.
 _PULLED_IN = r"/(etc|usr/lib)/systemd/system/[^/]+\.(wants|requires|upholds)/[^/]+"
-# Of each entry four fields; a path or a link may have anything in it but NUL.
+# Four fields per entry; a path or a link may contain anything but NUL.
 _PRINTED = r"'%y%Y %m %U %G\0%s\0%p\0%l\0'"
 _FEWEST = 1000
 
 
 class Status(NamedTuple):
-    """What many entries share: ``kind`` as find has it (%y), ``points_to`` a link's target's (N: nothing, L: loop)."""
+    """What many entries share: ``kind`` is find's %y, ``points_to`` that of a link's target (N: missing, L: loop)."""
 
     kind: str
     points_to: str
@@ -31,7 +31,7 @@ class Status(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One file; the first fields after its path are its Status."""
+    """One entry; the first fields after its path are its Status."""
 
     path: str
     kind: str
@@ -47,7 +47,7 @@ class Tree:
     """Every entry of the root filesystem, by path."""
 
     def __init__(self, printed: bytes) -> None:
-        """Take find's output in the format of ``read``; an assertion fails where it can't be a whole system."""
+        """Parse find's output in the format of ``read``. Raises AssertionError if it can't be a whole system."""
         fields = os.fsdecode(printed).split("\0")[:-1]
         self._statuses, self._sizes, paths, self._links = (fields[n::4] for n in range(4))
         self._rows = dict(zip(paths, range(len(paths)), strict=True))
@@ -55,9 +55,9 @@ class Tree:
 
     @classmethod
     def read(cls, host: Host, containers: Iterable[str] = ()) -> Tree:
-        """List the target's root filesystem, other mounts excepted.
+        """List the target's root filesystem, without other mounts.
 
-        ``containers`` are directories whose content belongs to running containers: it is not listed.
+        ``containers`` are directories whose contents belong to running containers and aren't listed.
         """
         patterns = " -o ".join(f"-path '{folder}/*'" for folder in containers)
         pruning = rf" \( {patterns} \) -prune -o" if patterns else ""
@@ -74,38 +74,38 @@ class Tree:
         return entry
 
     def get(self, path: str) -> Entry | None:
-        """Return an entry, or None where there is none."""
+        """Return an entry, or None if it doesn't exist."""
         row = self._rows.get(path)
         if row is None:
             return None
         return Entry(path, *_status(self._statuses[row]), int(self._sizes[row]), self._links[row])
 
     def below(self, *folders: str) -> Iterator[str]:
-        """Yield the paths below the folders, not the folders' own, in order."""
+        """Yield the paths below the folders, without the folders themselves, in order."""
         starts = tuple(f"{folder.rstrip('/')}/" for folder in folders)
         return (path for path in self._paths if path.startswith(starts))
 
     def under(self, *folders: str) -> Iterator[Entry]:
-        """Yield what lies below the folders, not the folders themselves."""
+        """Yield the entries below the folders, without the folders themselves, in order."""
         return (self[path] for path in self.below(*folders))
 
     def matching(self, pattern: str, *, having: str = "") -> list[str]:
-        """Return the paths that a regular expression matches as a whole, in order.
+        """Return the paths that a regular expression fully matches, in order.
 
-        ``having`` is a text that each match contains: looking for that first is a hundredth of the work.
+        ``having`` is a string that every match contains: looking for it first takes a hundredth of the work.
         """
         match = re.compile(pattern, re.DOTALL).fullmatch
         return [path for path in self._paths if having in path and match(path)]
 
     def where(self, condition: Callable[[Status], bool], *folders: str) -> list[Entry]:
-        """Return the entries whose status fulfils a condition, in order; only those below the folders, if any."""
+        """Return the entries whose status meets a condition, in order; if folders are given, only those below them."""
         starts = tuple(f"{folder.rstrip('/')}/" for folder in folders) or ("",)
         chosen = {status for status in self._by_status if condition(_status(status))}
         paths = (path for status in chosen for path in self._by_status[status])
         return [self[path] for path in sorted(path for path in paths if path.startswith(starts))]
 
     def without(self, folder: str, paths: Collection[str]) -> list[str]:
-        """Return the paths below a folder that are not among others, in order."""
+        """Return the paths below a folder that aren't among the given ones, in order."""
         return [path for path in self.below(folder) if path not in paths]
 
     @cached_property
@@ -121,7 +121,7 @@ class Tree:
 
     @cached_property
     def _by_status(self) -> dict[str, list[str]]:
-        """The paths of each status that some entry has, of which there are few."""
+        """The paths by status; there are few different ones."""
         paths: dict[str, list[str]] = {status: [] for status in self._statuses}
         for path, status in zip(self._rows, self._statuses, strict=True):
             paths[status].append(path)
