@@ -71,6 +71,8 @@ record(
     "test_seed_was_rehearsed",
     remove(REHEARSAL),
     edit_json(REHEARSAL, lambda found: found["images"].pop()),
+    edit_json(REHEARSAL, lambda found: found["images"][0]["started"].clear()),
+    edit_json(REHEARSAL, lambda found: found["seed"].clear()),
 )
 record_booted("test_images_were_seeded", **edited(STATUS, 's/"store": "/&0/'))
 record_booted(
