@@ -1,4 +1,4 @@
-"""What is asked of a node's engine in the boot matrix, for Docker and for containerd."""
+"""The operations on a node's engine in the boot matrix, for Docker and for containerd."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _CTR = "ctr --namespace k8s.io"
 
 
 class Engine(Protocol):
-    """``root`` is where the engine keeps its data on a node of the lab, ``name`` as the seed's lines say it."""
+    """A node's engine. ``root`` is its data root on a node of the lab, ``name`` its name in the seed's lines."""
 
     name: str
     root: str
 
     def runs_detached(self, ssh: SshTarget, reference: str) -> bool:
-        """Start a container that stays, tell whether it does, and remove it."""
+        """Start a detached container, return whether it keeps running, and remove it."""
 
     def run(self, ssh: SshTarget, reference: str, command: str) -> str:
-        """Return what a shell command says in a container of an image."""
+        """Run a shell command in a container of an image; return its output."""
 
     def add_image(self, ssh: SshTarget, reference: str) -> None:
-        """Give the engine a small image that no bake knows."""
+        """Give the engine a small image that isn't from a bake."""
 
     def images(self, ssh: SshTarget) -> set[str]:
-        """Return what the engine's images are called, by tag and by digest."""
+        """Return the names of the engine's images, by tag and by digest."""
 
 
 class _Docker:
@@ -82,7 +82,7 @@ ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (_Docker(), _
 
 
 def engine_of(variables: Mapping[str, Any]) -> Engine:
-    """Return the engine of an image, by the variables in its facts."""
+    """Return the engine of an image, given the variables in its facts."""
     return ENGINES[variables["container_runtime_engine"]]
 
 
@@ -92,7 +92,7 @@ def _import(ssh: SshTarget, reference: str, command: str) -> None:
 
 
 def _another_image(reference: str) -> bytes:
-    """Return an archive of the lab's pause image with another id: to the kubelet, two names of one id are one image."""
+    """Return an archive of the lab's pause image with another id: to the kubelet, names of one id are one image."""
     layer, config = pause.layer(), pause.encode({**pause.configuration(), "author": "the boot matrix"})
     manifest = [{"Config": "config.json", "Layers": ["layer.tar"], "RepoTags": [reference]}]
     stream = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Disks with something on them that is not ours, as files: what ``node-agent disk`` must leave as it is."""
+"""Disks with foreign data, as files: ``node-agent disk`` must leave them unchanged."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _xfs(disk: Disk, _tree: Path) -> None:
     subprocess.run(["mkfs.xfs", "-q", "-L", "data", disk.path], check=True)
 
 
-# What makes some of the disks, and the package of each.
+# The programs that make some of the disks, and the package of each.
 PROGRAMS = {"mkfs.ext4": "e2fsprogs", "mkfs.xfs": "xfsprogs"}
-# In place of those of ``FOREIGN`` that are made by mounting something, which a test's host need not be able to.
+# Replacements for those in ``FOREIGN`` that are made by mounting something, which a test's host may not be able to do.
 _MADE: dict[str, Make] = {
     "ext4": _ext4("data", "random"),
     "xfs": _xfs,
@@ -37,7 +37,7 @@ _MADE: dict[str, Make] = {
 }
 _NOT_HERE = ("ext4 with our label and a journal to replay", "xfs with our label and a log to replay", "NTFS")
 
-# By name: how it is made, its bytes, what the reason must name.
+# By name: how to make it, its size in bytes, and what the reason must name.
 KINDS: dict[str, tuple[Make, int, str]] = {
     name: (_MADE.get(name, make), size, words)
     for name, (make, size, words) in FOREIGN.items()
@@ -50,7 +50,7 @@ PLATFORM = ("the platform's NTFS", azure("readme"), LARGE + 64 * MIB)
 
 
 def make_disks(folder: Path, wanted: dict[str, tuple[Make, int, str]], prefix: str) -> dict[str, Local]:
-    """Make the disks below ``folder``; return them by the name of what is on them."""
+    """Make the disks below ``folder``; return them by the name of their content."""
     tree = folder / "tree"
     tree.mkdir(exist_ok=True)
     (tree / "precious").write_bytes(b"x" * 100_000)
@@ -63,7 +63,7 @@ def make_disks(folder: Path, wanted: dict[str, tuple[Make, int, str]], prefix: s
 
 
 def make_disk(folder: Path, local: Local, make: Make) -> None:
-    """Make one disk's file anew."""
+    """Make one disk's file from scratch."""
     path = folder / f"{local.file}.raw"
     path.unlink(missing_ok=True)
     with path.open("xb") as stream:

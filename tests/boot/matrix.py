@@ -2,8 +2,8 @@
 
     .venv/bin/python -m tests.boot.matrix [--image NAME] [--row NAME ...] [--artefact DIR] [--update-docs]
 
-A named row brings those that it stands on. With ``--update-docs`` what came out is kept in ``record.json``, apart for
-each image, and docs/reference/boot-matrix.md is written from it.
+A named row also runs those that it depends on. With ``--update-docs`` the results are kept in ``record.json``,
+separately for each image, and docs/reference/boot-matrix.md is generated from it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RECORD = Path(__file__).with_name("record.json")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a row went: the facts that were found, and what of them is not as expected."""
+    """The outcome of a row: the facts that were found, and which of them aren't as expected."""
 
     name: str
     seconds: float
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def run_row(lab: Lab, row: Row) -> Outcome:
-    """Run one row. What fails on the way is part of the outcome."""
+    """Run one row. A failure on the way is part of the outcome."""
     began = time.monotonic()
     place = Place(lab, row.machine, row.disks)
     facts: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def run_row(lab: Lab, row: Row) -> Outcome:
 
 @contextmanager
 def lab(artefact: Path, base: Path | None = None) -> Iterator[Lab]:
-    """Make a place for the machines and disks of a run, below ``base``; nothing of it is left."""
+    """Make a directory below ``base`` for the machines and disks of a run, and remove it at the end."""
     with tempfile.TemporaryDirectory(prefix="boot-matrix-", dir=base) as folder:
         made = Lab(read_image(artefact), Path(folder))
         try:
@@ -76,14 +76,14 @@ def lab(artefact: Path, base: Path | None = None) -> Iterator[Lab]:
 
 
 def machine() -> str:
-    """Return the machine in words."""
+    """Return a description of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     how = "emulated" if accelerator() == "tcg" else "with KVM"
     return f"a virtual machine with {os.cpu_count()} cores and {memory:.0f} GiB, the nodes in QEMU {how}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the rows; return 1 when one of them failed."""
+    """Run the rows; return 1 if one of them failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.boot.matrix", description=__doc__)
     parser.add_argument("--row", action="append", metavar="NAME", help="a row, with those that it stands on")
     parser.add_argument(

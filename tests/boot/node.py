@@ -1,4 +1,4 @@
-"""An instance of a baked image in QEMU: one OS disk for its life, whatever local disks it has from boot to boot."""
+"""An instance of a baked image in QEMU: one OS disk for life, and local disks that may change with each boot."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from image_builder.verify.boot import GROWTH_BYTES, find_disk, virtual_size, wai
 GIB = 1 << 30
 MIB = 1 << 20
 GUEST = Path(__file__).with_name("guest")
-# A boot of an emulated machine whose host is busy, up to the agent's first line (seconds).
+# For a boot of an emulated machine on a busy host, up to the agent's first line (seconds).
 BOOT_SECONDS = 900.0
-# A script in one; to restart its engine alone took 213 s where another tenant had the processors.
+# For a script in one; restarting its engine took 213 s by itself while another tenant had the processors.
 SHELL_SECONDS = 900.0
 _POLL = 0.05
 
 
 def shell(ssh: SshTarget, script: str, *, ok: Sequence[int] = (0,), timeout: float = SHELL_SECONDS) -> str:
-    """Run a script as root; return what it says."""
+    """Run a script as root; return its output."""
     return ssh.run(["sh", "-euc", script], ok=ok, timeout=timeout).stdout
 
 
 @dataclass(frozen=True)
 class Image:
-    """A published build: its disk and what its definition says."""
+    """A published build: its disk, and its facts as a file and as a document."""
 
     disk: Path
     facts: Path
@@ -53,9 +53,9 @@ def read_image(artefact: Path) -> Image:
 
 @dataclass(frozen=True)
 class Local:
-    """A local disk: ``file`` is its name beside the machines, so a disk can go from one to another.
+    """A local disk: ``file`` is its name next to the machines, so that a disk can move from one to another.
 
-    ``serial`` is what the guest sees; ``rate`` limits it to bytes a second.
+    ``serial`` is what the guest sees; ``rate`` limits it to bytes per second.
     """
 
     file: str
@@ -96,29 +96,32 @@ class Instance:
         return self.vm.target
 
     def insert(self, disks: Sequence[Local], folder: Path) -> None:
-        """Cut the power and give it other local disks."""
+        """Cut the power and replace the local disks."""
         self.vm.power_off()
         self.vm.set_disks([disk.extra(folder) for disk in disks])
 
     def boot(self, *, clock: str = "") -> str:
-        """Switch it on and wait until all is started; return systemd's word for that."""
+        """Switch it on and wait until it has started; return systemd's state."""
         self.vm.power_on(clock=clock)
         return self.wait_until_started()
 
     def wait_until_started(self) -> str:
-        """Wait until all of a machine that was switched on is started; return systemd's word for that."""
+        """Wait until a machine that was switched on has started; return systemd's state."""
         self.vm.wait_for_ssh(total_seconds=BOOT_SECONDS, quiet_seconds=300)
         state = wait_for_system(self.ssh)
         assert state != "starting", f"not started: {self.shell('systemctl list-jobs --no-pager')}"
         return state
 
     def restart(self) -> str:
-        """Shut it down in order and boot it again."""
+        """Shut it down cleanly and boot it again; return systemd's state."""
         self.vm.shutdown(SHELL_SECONDS)
         return self.boot()
 
     def wait(self, done: Callable[[], bool], seconds: float, what: str, *, poll: float = _POLL) -> None:
-        """Wait for something that is seen from outside, looking each ``poll`` seconds; raises AssertionError."""
+        """Wait until ``done``, checking every ``poll`` seconds.
+
+        Raises AssertionError on a timeout, or if the machine ends.
+        """
         deadline = time.monotonic() + seconds
         while not done():
             assert self.vm.running, f"the machine ended before {what}"
@@ -126,13 +129,13 @@ class Instance:
             time.sleep(poll)
 
     def said(self, words: str) -> bool:
-        """Tell whether the console has shown something since the power came."""
+        """Return whether the console has shown these words since power-on."""
         return words in self.vm.console()
 
     def copy_when_written(self, disk: Path, copies: Path, until: Callable[[], bool], most: int) -> int:
-        """Copy a disk whenever it was written to, with the machine stopped, until something; return how many.
+        """Copy a disk after each write, with the machine stopped, until ``until()``; return the number of all copies.
 
-        Each copy is what a power cut at that moment would have left. At most ``most`` are kept.
+        Each copy is what a power cut at that moment would have left. At most ``most`` are added.
         """
         copies.mkdir(exist_ok=True)
         number, seen = len(list(copies.iterdir())), disk.stat().st_mtime_ns
@@ -154,17 +157,17 @@ class Instance:
     # -- the guest ---------------------------------------------------------------------------------------
 
     def python(self, script: str, *words: str, timeout: float = SHELL_SECONDS) -> Any:
-        """Run a script of ``guest/`` as root, with the node's own agent to import; return the JSON that it prints."""
+        """Run a script from ``guest/`` as root, able to import the node's own agent; return the JSON that it prints."""
         text = (GUEST / f"{script}.py").read_text(encoding="utf-8")
         done = self.ssh.run(["python3", "-B", "-", *words], input=text, timeout=timeout)
         return json.loads(done.stdout)
 
     def shell(self, script: str, *, ok: Sequence[int] = (0,), timeout: float = SHELL_SECONDS) -> str:
-        """Run a script as root; return what it says."""
+        """Run a script as root; return its output."""
         return shell(self.ssh, script, ok=ok, timeout=timeout)
 
     def status(self) -> dict[str, Any]:
-        """Return what ``node-agent status --json`` tells."""
+        """Return the output of ``node-agent status --json``."""
         done = self.ssh.run(["node-agent", "status", "--json"], ok=(0, 1), timeout=SHELL_SECONDS)
         assert done.stdout, f"node-agent status: {done.stderr}"
         found: dict[str, Any] = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""docs/reference/boot-matrix.md, from the rows and the record of their last runs."""
+"""docs/reference/boot-matrix.md, generated from the rows and the record of their last runs."""
 
 from __future__ import annotations
 

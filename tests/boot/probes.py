@@ -1,4 +1,4 @@
-"""Steps in a running machine: what its own agent makes of disks of others, of half-made ones, of a damaged store."""
+"""Steps in a running machine: how its own agent handles foreign disks, half-made ones, and a damaged store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.boot.steps import Facts, Place
 
 
 def plug_foreign(place: Place) -> Facts:
-    """Make a disk of each foreign kind, and take one for each copy that a power cut left; plug all of them in."""
+    """Make a disk of each foreign kind, add one for each copy that a power cut left, and plug them all in."""
     folder, disks = place.folder, list[Local]()
     for prefix, kinds in (("kind", foreign.KINDS), ("azure", foreign.AZURE)):
         disks += foreign.make_disks(folder, kinds, prefix).values()
@@ -33,7 +33,7 @@ def _crashes(folder: Path) -> list[Path]:
 
 
 def probe_foreign(place: Place) -> Facts:
-    """Run ``node-agent disk`` for each foreign kind with a selector for that disk alone; hash it before and after."""
+    """Run ``node-agent disk`` for each foreign kind with a selector for only that disk; hash it before and after."""
     folder = place.folder
     numbered = {name: Local(f"kind{n:02}", 0) for n, name in enumerate(foreign.KINDS)}
     before = {name: foreign.digest(folder, local) for name, local in numbered.items()}
@@ -69,7 +69,7 @@ def _judged(
 
 
 def probe_platform(place: Place) -> Facts:
-    """The platform's disks, found as on Azure: an NTFS with a file is foreign, one with the readme alone is blank.
+    """Probe the platform's disks, found as on Azure: an NTFS with a file is foreign, one with only the readme is blank.
 
     The link by which Azure's rules name a local disk is made by hand, since QEMU's disks have other names.
     """
@@ -104,7 +104,7 @@ def _with_link(place: Place, serial: str, work: Callable[[], Any]) -> Any:
 
 
 def probe_ambiguous(place: Place) -> Facts:
-    """Two disks match where one is expected; and the one that matches is the system's."""
+    """Probe selectors that match two disks where one is expected, the system's disk, and no disk."""
     disks = [Local(f"two{number}", 0) for number in range(2)]
     before = [foreign.digest(place.folder, disk) for disk in disks]
     told = _probe(
@@ -119,7 +119,7 @@ def probe_ambiguous(place: Place) -> Facts:
 
 
 def recover(place: Place) -> Facts:
-    """Let the agent go on with each copy that a power cut left; compare what it makes with a fresh seed."""
+    """Let the agent continue with each copy that a power cut left; compare the result with a fresh seed."""
     serials = [f"crash{path.stem}" for path in _crashes(place.folder)]
     found = place.node.python("recover", *serials, timeout=3600)
     actions = sorted({(one["disk"], one.get("seed", "")) for one in found.values()})
@@ -132,7 +132,7 @@ def recover(place: Place) -> Facts:
 
 
 def damage_store(place: Place) -> Facts:
-    """Damage the preload store at 20 offsets, one at a time, and read what each leads to."""
+    """Damage the preload store at 20 offsets, one at a time, and return the effect of each."""
     found: Mapping[str, str] = place.node.python("verity", "20", timeout=3600)
     return {
         "offsets": len(found),

@@ -1,7 +1,7 @@
-"""The boot matrix as data: what happens to a node and its local disks, and what must come out.
+"""The boot matrix as data: what happens to a node and its local disks, and the required result.
 
-Rows of the same ``machine`` are one instance with one OS disk, in this order; a row stands on those before it. Disks
-are files that outlive an instance: the same name is the same disk.
+Rows with the same ``machine`` share one instance with one OS disk and run in this order; a row builds on those before
+it. Disks are files that outlive an instance: the same name means the same disk.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tests.boot.steps import Step
 
 @dataclass(frozen=True)
 class Row:
-    """``disks`` None: those that the machine has. ``needs``: rows of other machines that must have been run before.
+    """A row. ``disks`` None: those that the machine has. ``needs``: rows of other machines that must run first.
 
-    ``expected`` maps facts to values, a tuple being any of its members; ``of_engine`` has those that differ by engine.
+    ``expected`` maps facts to values, where a tuple means any of its members; ``of_engine`` has those that differ by
+    engine.
     """
 
     name: str
@@ -33,11 +34,11 @@ class Row:
     of_engine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def wanted(self, engine: str) -> dict[str, Any]:
-        """Return the facts that must come out on nodes with an engine."""
+        """Return the facts that nodes with an engine must have."""
         return {**self.expected, **self.of_engine.get(engine, {})}
 
 
-# What every boot must come to, and with a local disk.
+# The required facts of every boot, and of every boot with a local disk.
 _UP = {"system": "running", "console": [], "preload": "ok", "archive": [], "broken_links": 0}
 UP = {**_UP, "ready": True, "disk_state": "ok", "tainted": False}
 RUNS = {"images": "run"}
@@ -46,7 +47,7 @@ PROMOTED = {"promotion": "ok", "links": 0}
 CHECKED = {"checks": True, "failed": []}
 
 SOFTWARE = "registry.lab.internal/software:1.0"
-SLOW = 8 * MIB  # a second: slow enough to be caught in the act
+SLOW = 8 * MIB  # a second: slow enough to interrupt a write
 _ONE, _TWO, _THREE = Local("one"), Local("two"), Local("three")
 _SLOW = Local("one", rate=SLOW)
 
@@ -64,7 +65,7 @@ LIFE: tuple[Row, ...] = (
         "a",
         (_SLOW,),
         (steps.cut_while_seeding,),
-        # No marker yet, or a filesystem that can't be mounted: it depends on the write.
+        # No marker yet, or a filesystem that can't be mounted, depending on the write.
         {"disk": ("format", "rebuild"), "seeded": False, "copies": True},
         "The half-made filesystem is known for ours and made anew; QEMU killed at the seed's first writes.",
     ),
@@ -234,7 +235,7 @@ OTHERS: tuple[Row, ...] = (
         {**UP, **RUNS, "disk": "reuse", "seed": ("current", "repaired")},
         "The first machine's disk in the second, whose OS disk was given another build id and store id.",
         needs=("boot after the power cuts",),
-        # Its databases can't be merged: the root goes aside, whole.
+        # Its databases can't be merged, so the whole data root is moved aside.
         of_engine={"containerd": {"seed": "reseeded"}},
     ),
     Row(
@@ -281,7 +282,7 @@ OTHERS: tuple[Row, ...] = (
 
 ROWS = LIFE + OTHERS
 
-# What begins the booted test of every commit.
+# The start of the booted test of every commit.
 CUT = Row(
     "power cut while seeding a blank disk",
     "ci",
@@ -296,7 +297,7 @@ def _in_the_night(name: str) -> Row:
     return replace(next(row for row in LIFE if row.name == name), machine="ci")
 
 
-# What the night runs: that cut, a disk that fails, and what a node meets in its life.
+# The nightly rows: that power cut, a disk that fails, and the events in a node's life.
 NIGHT: tuple[Row, ...] = (
     CUT,
     Row(
@@ -320,7 +321,7 @@ NIGHT: tuple[Row, ...] = (
 
 
 def chain(names: Sequence[str]) -> list[Row]:
-    """Return the rows that must be run for those named, in their order. Raises KeyError for a name that no row has."""
+    """Return the named rows and those that they depend on, in order. Raises KeyError for a name that no row has."""
     if unknown := sorted(set(names) - {row.name for row in ROWS}):
         raise KeyError(", ".join(unknown))
     wanted = set(names)

@@ -1,4 +1,4 @@
-"""What is done in a row of the matrix. Each step returns the facts that it found, by name."""
+"""The steps of the matrix's rows. Each step returns the facts that it found, by name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.boot.node import BOOT_SECONDS, GIB, MIB, Image, Instance, Local, allo
 
 Facts = dict[str, Any]
 DISK_LINE, SEED_LINE = "node-agent: disk: ", "node-agent: seed: "
-# Its network stage is over: it has made the user, and the journal of the filesystem was just committed, or will be.
+# cloud-init's network stage has ended: the user exists, and the filesystem's journal was just committed or will be.
 USERS_LINE = "Finished \x1b[0;1;39mcloud-init-network.service"
 USERS_SECONDS = 6.0
 PROMOTION_SECONDS = 1200.0
 EVICTION_SECONDS = 600.0
-MORE = "more.lab.internal/built-here:1"  # an image that no bake knows
+MORE = "more.lab.internal/built-here:1"  # an image that isn't from a bake
 _PRESSURE = Path("/run/systemd/system/kubelet.service.d/pressure.conf")
 _SETTLED = 20.0  # the kubelet deletes one image after the other
 _CRASHES = 12
@@ -34,7 +34,7 @@ _AT_ONCE = 0.005
 
 @dataclass
 class Lab:
-    """One run of the matrix: instances and local disks by name, in a folder that is removed at its end."""
+    """One run of the matrix: instances and local disks by name, in a directory that is removed at the end."""
 
     image: Image
     folder: Path
@@ -42,7 +42,7 @@ class Lab:
     identities: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def instance(self, name: str) -> Instance:
-        """Return an instance; one that was not there is made from the image, with a fresh OS disk."""
+        """Return an instance, made from the image with a fresh OS disk if there is none; switch off the others."""
         if name not in self.instances:
             self.instances[name] = Instance(self.image, self.folder / name)
         for other, one in self.instances.items():
@@ -58,7 +58,7 @@ class Lab:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step is: the run, its row's instance, the disks that the row gives (None: those it has)."""
+    """The context of a step: the run, its row's instance, and the row's disks (None: those that the instance has)."""
 
     lab: Lab
     name: str
@@ -73,7 +73,7 @@ class Place:
         return self.lab.folder
 
     def file(self, number: int = 0) -> Path:
-        """Return a disk of the row as a file."""
+        """Return the file of one of the row's disks."""
         assert self.disks is not None
         return self.folder / f"{self.disks[number].file}.raw"
 
@@ -85,17 +85,17 @@ Step = Callable[[Place], Facts]
 
 
 def boot(place: Place) -> Facts:
-    """Put the row's disks in and boot."""
+    """Insert the row's disks and boot."""
     return _boot(place)
 
 
 def boot_in_1970(place: Place) -> Facts:
-    """Boot with a hardware clock that lost its battery."""
+    """Boot with a hardware clock at 1970, as after its battery died."""
     return _boot(place, clock="1970-01-01T00:00:00")
 
 
 def restart(place: Place) -> Facts:
-    """Shut down in order, boot again."""
+    """Shut down cleanly and boot again."""
     return _observe(place.node, place.node.restart())
 
 
@@ -138,7 +138,7 @@ def _observe(node: Instance, state: str) -> Facts:
 def cut_while_formatting(place: Place) -> Facts:
     """Kill QEMU at a write to the local disk before the agent's line about it.
 
-    Until then nothing else writes there; which of its writes it is depends on how busy the host is.
+    Until then only mkfs writes there; which of its writes is hit depends on how busy the host is.
     """
     _insert(place)
     node, disk = place.node, place.file()
@@ -152,7 +152,7 @@ def cut_while_formatting(place: Place) -> Facts:
 def cut_while_seeding(place: Place) -> Facts:
     """Kill QEMU at a write between the agent's line about the disk and the one about the seed.
 
-    Until then the disk is copied whenever it was written to (``crashes/``): each copy is a power cut as well.
+    Until the first line, the disk is copied to ``crashes/`` after each write: each copy is a power cut as well.
     """
     _insert(place)
     node, disk = place.node, place.file()
@@ -160,7 +160,7 @@ def cut_while_seeding(place: Place) -> Facts:
     copies = place.folder / "crashes"
     count = node.copy_when_written(disk, copies, lambda: node.said(DISK_LINE), _CRASHES)
     seen = disk.stat().st_mtime_ns
-    # A seed is one sync and then its marker: soon after its first write it is done.
+    # A seed is one sync and then its marker, so it is done soon after its first write.
     node.wait(
         lambda: disk.stat().st_mtime_ns != seen or node.said(SEED_LINE),
         BOOT_SECONDS,
@@ -172,7 +172,7 @@ def cut_while_seeding(place: Place) -> Facts:
 
 
 def copy_while_seeding(place: Place) -> Facts:
-    """Boot, and copy the disk whenever it was written to, until the seed is done."""
+    """Boot, and copy the disk after each write until the seed is done."""
     _insert(place)
     node, disk = place.node, place.file()
     node.vm.power_on()
@@ -181,19 +181,19 @@ def copy_while_seeding(place: Place) -> Facts:
 
 
 def _action(node: Instance) -> str:
-    """Return what the agent did with the disk, by its line: ``ok: format: ...``."""
+    """Return what the agent did with the disk, according to its line: ``ok: format: ...``."""
     line = next((words for words in node.vm.console().splitlines() if DISK_LINE in words), "")
     words = line.partition(DISK_LINE)[2].split(": ")
     return words[1] if len(words) > 2 else line
 
 
 def wait_until_up(place: Place) -> Facts:
-    """Wait for a machine that was switched on."""
+    """Wait until a machine that was switched on is up."""
     return _observe(place.node, place.node.wait_until_started())
 
 
 def cut_after_users(place: Place) -> Facts:
-    """Kill QEMU in the first boot, when cloud-init has just made the user."""
+    """Kill QEMU in the first boot, shortly after cloud-init has made the user."""
     _insert(place)
     node = place.node
     node.vm.power_on()
@@ -204,7 +204,7 @@ def cut_after_users(place: Place) -> Facts:
 
 
 def first_boot_again(place: Place) -> Facts:
-    """See whether this boot began the first one anew, and that it is done now."""
+    """Return whether this boot started the first one over, and require that the first one is complete now."""
     node = place.node
     again = node.shell("systemctl show --property=ConditionResult --value first-boot-again.service").strip()
     node.shell("test -e /var/lib/cloud/instance/first-boot-is-on-disk")
@@ -230,7 +230,7 @@ def _wait_for_copies(place: Place, amount: int) -> None:
 
 
 def run_images(place: Place) -> Facts:
-    """Start a container of every preloaded image: a shell of the one that has it, the other as a pod's first."""
+    """Start a container of every preloaded image: the pause image's as a pod does, the others with a shell command."""
     node, variables = place.node, place.lab.image.variables
     engine = engine_of(variables)
     pause = str(variables["container_runtime_pause_image"])
@@ -268,7 +268,7 @@ def whole(place: Place) -> Facts:
 
 
 def remember(place: Place) -> Facts:
-    """Note what must be another on each instance."""
+    """Record the identities that must differ between instances."""
     keys = place.node.shell("cat /etc/ssh/ssh_host_*_key.pub | cut -d' ' -f2 | sort")
     seed = place.node.shell("sha256sum < /var/lib/systemd/random-seed")
     machine = place.node.shell("cat /etc/machine-id")
@@ -277,7 +277,7 @@ def remember(place: Place) -> Facts:
 
 
 def differs(place: Place) -> Facts:
-    """Compare that with the other instances'."""
+    """Compare this instance's identities with those of the others."""
     remember(place)
     mine, *others = [place.lab.identities.pop(place.name), *place.lab.identities.values()]
     place.lab.identities[place.name] = mine
@@ -308,13 +308,13 @@ def suite(place: Place) -> Facts:
 
 
 def prefer(place: Place) -> Facts:
-    """Let the settings say that a node without its disk works on the OS disk."""
+    """Change the settings so that a node without its disk works on the OS disk."""
     place.node.shell('sed -i \'s/"policy": "require"/"policy": "prefer"/\' /etc/node-agent/disk.json && sync')
     return {}
 
 
 def rebuild(place: Place) -> Facts:
-    """Let the settings say that an array that lacks members, or that others are added to, is made anew."""
+    """Change the settings so that an array with missing or additional members is rebuilt."""
     place.node.shell(
         'sed -i \'s/"incomplete_array": "keep"/"incomplete_array": "rebuild"/\' /etc/node-agent/disk.json\n'
         "sync\ngrep -q rebuild /etc/node-agent/disk.json"
@@ -323,7 +323,7 @@ def rebuild(place: Place) -> Facts:
 
 
 def be_another_image(place: Place) -> Facts:
-    """Give the OS disk another build's id and its preload store another id, so that the stale disk is another's."""
+    """Give the OS disk another build id and another store id, so that the stale disk belongs to another image."""
     place.node.shell(
         "sed -i 's/^IMAGE_BUILD=.*/IMAGE_BUILD=another/' /etc/image-release\n"
         'sed -i \'0,/"id": "/s/"id": "[0-9a-f]*"/"id": "another"/\' /opt/preload/store.json\n'
@@ -333,7 +333,7 @@ def be_another_image(place: Place) -> Facts:
 
 
 def grow(place: Place) -> Facts:
-    """Make the row's disk a larger one with the same begin."""
+    """Enlarge the row's disk without changing its content."""
     place.node.end()
     os.truncate(place.file(), 24 * GIB)
     return {}
@@ -349,11 +349,11 @@ def pin_images(place: Place) -> Facts:
 
 
 def evict(place: Place) -> Facts:
-    """Put the kubelet under disk pressure: it deletes every image that it may; one more is there to be deleted."""
+    """Put the kubelet under disk pressure, so that it deletes every image it may, among them one added for this."""
     node, engine = place.node, engine_of(place.lab.image.variables)
     engine.add_image(node.ssh, MORE)
     before = engine.images(node.ssh)
-    # Not in the agent's own file: the promotion writes that anew with its reports.
+    # Not in the agent's own file, which promotion rewrites with its reports.
     node.shell(
         f"mkdir -p {_PRESSURE.parent}\n"
         "printf '%s\\n' '[Service]' 'Environment=KUBELET_EXTRA_ARGS=--eviction-hard=imagefs.available<99%%' "
@@ -373,7 +373,7 @@ def evict(place: Place) -> Facts:
 
 
 def break_disk(place: Place) -> Facts:
-    """Let every access of the local disk fail in the middle of the promotion, and see what the agent tells."""
+    """Make every access to the local disk fail in the middle of promotion, and return what the agent reports."""
     node = place.node
     _wait_for_copies(place, 100 * MIB)
     node.vm.break_disk("local0")
@@ -383,7 +383,7 @@ def break_disk(place: Place) -> Facts:
 
 
 def mismatches(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Return what is not as expected, in words. A tuple is any of its members."""
+    """Return a line for each fact that isn't as expected. A tuple means any of its members."""
     return [
         f"{name}: {found.get(name)!r}, not {wanted!r}"
         for name, wanted in expected.items()
@@ -392,5 +392,5 @@ def mismatches(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[st
 
 
 def described(steps: Sequence[Step]) -> str:
-    """Return what steps do: the first sentence of each."""
+    """Return the descriptions of steps: the first line of each docstring."""
     return " ".join((step.__doc__ or "").strip().partition("\n")[0] for step in steps)

@@ -1,8 +1,8 @@
-"""Defects of the program that its tests must notice: each is a change of one place, with the tests that turn red.
+"""Defects in the program that its tests must notice: each is a change in one place, with the tests that must fail.
 
-They are data, a file for each area. A mutant is known by its text, not by its line, and its tests by their file's name:
-what has moved to another folder is found there. ``python -m tests.mutations`` makes each of them in a copy of the
-checkout and runs its tests.
+They are data, a file for each area. A mutant is identified by its text, not its line, and its tests by their file
+names, so both are found after a move to another directory. ``python -m tests.mutations`` applies each of them to a copy
+of the checkout and runs its tests.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from image_builder.settings import REPO_ROOT
 
 FOLDER = Path(__file__).parent
 KILLED, SURVIVED, HUNG = "killed", "survived", "hung"
-# Where the program is: code, roles with their templates, playbooks.
+# The directories of the program: code, roles with their templates, playbooks.
 _PROGRAM = ("image_builder", "roles", "playbooks")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One defect. ``tests`` are pytest's paths, ``marker`` is empty for tests that need nothing (``root``)."""
+    """One defect. ``tests`` are paths for pytest; ``marker`` is ``root``, or empty for tests that need nothing."""
 
     area: str
     file: str
@@ -39,7 +39,7 @@ class Mutant:
 
 
 def load() -> list[Mutant]:
-    """Return all recorded mutants, by area. Raises TypeError for an entry with other keys."""
+    """Return all recorded mutants, by area. Raises TypeError for an entry with the wrong keys."""
     return [
         Mutant(path.stem, **{**entry, "tests": tuple(entry["tests"])})
         for path in sorted(FOLDER.glob("*.yml"))
@@ -48,9 +48,9 @@ def load() -> list[Mutant]:
 
 
 def locate(mutant: Mutant, root: Path = REPO_ROOT) -> Path:
-    """Return the file with the mutant's text: the named one, or the only one of the program.
+    """Return the file with the mutant's text: the named one, or else the only one in the program.
 
-    Raises LookupError where the text stands there twice, or nowhere.
+    Raises LookupError if the text is there more than once, or nowhere.
     """
     named = root / mutant.file
     if named.is_file() and (number := _count(named, mutant.find)):
@@ -70,9 +70,9 @@ def _count(path: Path, text: str) -> int:
 
 
 def find_tests(mutant: Mutant, root: Path = REPO_ROOT) -> tuple[str, ...]:
-    """Return the mutant's tests as pytest takes them: a file that has moved is found by its name.
+    """Return the mutant's tests as arguments for pytest; a file that has moved is found by its name.
 
-    Raises LookupError where there is none of that name, or several.
+    Raises LookupError if no file has that name, or several do.
     """
     return tuple(_find_test(mutant, test, root) for test in mutant.tests)
 
@@ -88,9 +88,9 @@ def _find_test(mutant: Mutant, test: str, root: Path) -> str:
 
 
 def fate(status: int | None) -> str:
-    """Return what became of a mutant by pytest's status, which is None where the tests had to be ended.
+    """Return the fate of a mutant from pytest's status, which is None if the tests had to be ended.
 
-    A test that failed kills it, and nothing else does: slowness and broken tests look alike on a machine that is busy.
+    Only a failed test kills a mutant: on a busy machine, slow tests and broken ones look alike.
     """
     if status is None:
         return HUNG
@@ -98,5 +98,5 @@ def fate(status: int | None) -> str:
 
 
 def left(fates: Mapping[str, str]) -> dict[str, str]:
-    """Return the mutants that no test killed, with what became of them."""
+    """Return the mutants that no test killed, with their fates."""
     return {name: what for name, what in fates.items() if what != KILLED}

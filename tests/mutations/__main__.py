@@ -1,7 +1,7 @@
-"""Make each recorded defect in a copy of the checkout and run its tests: ``python -m tests.mutations [AREA ...]``.
+"""Apply each recorded defect to a copy of the checkout and run its tests: ``python -m tests.mutations [AREA ...]``.
 
-``--root`` makes those whose tests need root and no others, ``--json`` prints one object. Ends with 1 where a mutant
-is not killed, with 2 where the tests fail without any. Without IMAGE_BUILDER_PROGRAMS some tests are skipped.
+``--root`` applies only those whose tests need root, ``--json`` prints one object. Exits with 1 if a mutant isn't
+killed, and with 2 if the tests fail without one. Without IMAGE_BUILDER_PROGRAMS some tests are skipped.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from queue import SimpleQueue
 from image_builder.settings import REPO_ROOT
 from tests.mutations import Mutant, fate, find_tests, left, load, locate
 
-# What the tests of a mutant may take: one that takes longer is reported as hung, which is no verdict. The slowest that
-# needs nothing took 11 s on two cores (2026-11-24); of those that need root some bake, and their time is not on record.
+# The timeout for a mutant's tests: one that exceeds it is reported as hung, which isn't a verdict. The slowest that
+# needs nothing took 11 s on two cores (2026-11-24); some that need root run bakes, and their time isn't on record.
 SECONDS = 600.0
 _TAIL_LINES = 20
 _groups: set[int] = set()
@@ -33,7 +33,7 @@ _groups: set[int] = set()
 
 @contextmanager
 def copies(number: int) -> Iterator[list[Path]]:
-    """Yield copies of the checkout's files that git knows or would add, for as long as the block lasts."""
+    """Yield copies of the files in the checkout that git tracks or would add; they are removed after the block."""
     argv = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(argv, cwd=REPO_ROOT, capture_output=True, check=True).stdout
     names = [name for name in listed.decode().split("\0") if name and (REPO_ROOT / name).is_file()]
@@ -43,13 +43,13 @@ def copies(number: int) -> Iterator[list[Path]]:
             for name in names:
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(REPO_ROOT / name, copy / name)
-            # Without one the command would begin by making it.
+            # Without one, the command would begin by creating it.
             (copy / ".venv").symlink_to(sys.prefix)
         yield made
 
 
 def mutant_status(mutant: Mutant, copy: Path) -> int | None:
-    """Return pytest's status for the mutant's tests in a copy of the checkout, which is as it was afterwards."""
+    """Return pytest's status for the mutant's tests in a copy of the checkout, which is restored afterwards."""
     place = locate(mutant, copy)
     text = place.read_text(encoding="utf-8")
     place.write_text(text.replace(mutant.find, mutant.replace), encoding="utf-8")
@@ -60,10 +60,10 @@ def mutant_status(mutant: Mutant, copy: Path) -> int | None:
 
 
 def pytest_status(tests: Sequence[str], marker: str, copy: Path, seconds: float) -> int | None:
-    """Return pytest's status, None where it had to be ended; what it said is in the copy's log."""
+    """Return pytest's status, None if it had to be ended; its output is in the copy's log."""
     argv = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=7"]
     argv += ["-m", marker] if marker else []
-    # A file whose size and second of change are as they were would be taken from the cache.
+    # A file with the same size and the same mtime in seconds would be taken from the cache.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
     return status_within(seconds, [*argv, *tests], copy, environment, log_of(copy))
 
@@ -75,7 +75,7 @@ def log_of(copy: Path) -> Path:
 def status_within(
     seconds: float, argv: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path
 ) -> int | None:
-    """Run a program and return its status, None where it took too long: then its whole process group is killed."""
+    """Run a program and return its status, None if it took too long: then its whole process group is killed."""
     with log.open("wb") as output:
         child = subprocess.Popen(
             argv,
@@ -103,7 +103,7 @@ def _kill(group: int) -> None:
 
 
 def run(mutants: Sequence[Mutant], places: Sequence[Path]) -> dict[str, str]:
-    """Return what became of each mutant; as many are made at once as there are copies of the checkout."""
+    """Return the fate of each mutant; as many run at once as there are copies of the checkout."""
     fates: dict[str, str] = {}
     free: SimpleQueue[Path] = SimpleQueue()
     for place in places:
@@ -129,7 +129,7 @@ def run(mutants: Sequence[Mutant], places: Sequence[Path]) -> dict[str, str]:
 
 
 def is_sound(mutants: Sequence[Mutant], copy: Path) -> bool:
-    """Tell whether the tests pass in a copy without any mutant: else a red one proves nothing."""
+    """Return whether the tests pass in a copy without any mutant: otherwise a failure proves nothing."""
     for marker in sorted({mutant.marker for mutant in mutants}):
         tests = sorted({test for m in mutants if m.marker == marker for test in find_tests(m, copy)})
         status = pytest_status(tests, marker, copy, SECONDS * len(tests))
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mutants = [m for m in chosen if bool(m.marker) == arguments.root]
     if not mutants:
         parser.error("no such area")
-    # Two tests that need root may want the same of the machine.
+    # Two tests that need root may compete for the same part of the machine.
     with copies(1 if arguments.root else arguments.jobs) as places:
         if not is_sound(mutants, places[0]):
             return 2

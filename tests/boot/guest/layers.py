@@ -1,7 +1,7 @@
 """Compare each layer in the engine's data root with the preload store. Runs on the node; prints one JSON object.
 
-Every file's kind and size, and of one file in sixteen every byte: {"layers": 7, "links": 0, "files": 12345,
-"empty": 0, "different": []}. ``empty`` counts files without a byte that have some in the store.
+It compares every file's kind, owner and size, and every byte of one file in sixteen: {"layers": 7, "links": 0,
+"files": 12345, "empty": 0, "different": []}. ``empty`` counts files that are empty here but not in the store.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AT = Path("/run/boot-matrix/store")
 def main() -> None:
     settings, baked = preload_settings.load(), store.read_manifest()
     there = mounts.at(layout.MOUNT_POINT) is not None
-    if not there:  # promotion is through with it
+    if not there:  # promotion no longer needs it
         AT.mkdir(parents=True, exist_ok=True)
         store.open_store(baked, verity=False, at=AT)
     opened = layout.MOUNT_POINT if there else AT
@@ -48,14 +48,14 @@ def main() -> None:
 
 
 def docker_layers(data_root: Path, _: Path) -> Iterator[tuple[str, Path]]:
-    """Yield each layer's diff id (hex) and the directory of its files, as Docker has noted them."""
+    """Yield each layer's diff id (hex) and the directory of its files, as Docker has recorded them."""
     for record in (data_root / "image/overlay2/layerdb/sha256").iterdir():
         name = (record / "diff").read_text().strip().removeprefix("sha256:")
         yield name, data_root / "overlay2" / (record / "cache-id").read_text().strip() / "diff"
 
 
 def containerd_layers(data_root: Path, opened: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the same by the links of the store: a snapshot's number is the same in the data root."""
+    """Yield the same from the links in the store: a snapshot has the same number in the data root."""
     for link in (opened / containerd.SOURCE / roots.SNAPSHOTS).glob("*/fs"):
         if link.is_symlink():
             yield link.readlink().name, data_root / roots.SNAPSHOTS / link.parent.name / "fs"

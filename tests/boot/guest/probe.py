@@ -1,7 +1,7 @@
 """Run the real ``node-agent disk`` for one disk after another. Runs on the node; prints one JSON object.
 
-Each run has settings and a status directory of its own, in a mount namespace of its own: the node's stay as they
-are. Arguments: the settings of each run as JSON, {"name": {...disk.json...}}; the answer is {"name": its section}.
+Each run has its own settings and status directory, in its own mount namespace, so the node's stay as they are.
+Argument: the settings of each run as JSON, {"name": {...disk.json...}}; the answer is {"name": its section}.
 """
 
 from __future__ import annotations

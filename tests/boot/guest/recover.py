@@ -1,7 +1,7 @@
-"""Let the agent go on with disks as power cuts left them: ``disk``, then ``seed``. Runs on the node; prints JSON.
+"""Let the agent continue with disks as power cuts left them: ``disk``, then ``seed``. Runs on the node; prints JSON.
 
-Arguments: the serials of the disks. The agent is told of one at a time, under the serial and the model that the
-disk had when the power was cut. The data root that it makes is compared, byte by byte, with one that it makes on
+Arguments: the serials of the disks. The agent is given one at a time, with the serial and the model that the
+disk had when the power was cut. The resulting data root is compared, byte by byte, with one that it makes in
 a fresh directory. The answer: {"serial": {"disk": action, "seed": action, "left": [...], "different": [...]}}.
 """
 
@@ -73,5 +73,5 @@ def differences(wanted: Path, got: Path) -> list[str]:
     return [line for line in done.stdout.splitlines() if line]
 
 
-sys.stdout = sys.stderr  # what the agent says is for people
+sys.stdout = sys.stderr  # the agent's output is for people
 main()

@@ -1,8 +1,8 @@
-"""Damage the preload store at many offsets, one at a time, and read what each leads to. Runs on the node; prints JSON.
+"""Damage the preload store at many offsets, one at a time, and record the effects. Runs on the node; prints JSON.
 
-Argument: how many offsets. They are spread over the whole file: the filesystem and its hash tree. After each
-damage the store is mapped and mounted by the agent, under names of its own, and the damaged block (of the tree:
-a block whose hash is in there) is read past all caches. The answer: {"offset": "EIO" | "refused" | "same" | "OTHER"}.
+Argument: the number of offsets. They are spread over the whole file: the filesystem and its hash tree. Each time,
+the agent maps and mounts the store under a separate name, and the damaged block (in the tree: a block whose hash
+was hit) is read past all caches. The answer: {"offset": "EIO" | "refused" | "same" | "OTHER"}.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     count = int(sys.argv[1])
     offsets = [baked.bytes * (2 * number + 1) // (2 * count) for number in range(count - 4)]
     tree = tree_of(baked)
-    # The tree is a hundredth of the file: so some of the offsets are in it for certain, the top of it among them.
+    # The tree is a hundredth of the file, so some offsets are placed in it deliberately, among them its top.
     offsets += [tree + 40 + step * (baked.bytes - tree - store.BLOCK) // 4 for step in range(4)]
     found = {str(offset): damage(baked, offset) for offset in offsets}
     copy.unlink()
@@ -60,7 +60,7 @@ def damage(baked: store.Store, offset: int) -> str:
 
 
 def covered(baked: store.Store, offset: int) -> list[int]:
-    """Return a data block whose way to the root leads through the hash at ``offset``; none behind the last hash."""
+    """Return a data block whose path to the root passes through the hash at ``offset``; none after the last hash."""
     total = tree_of(baked) // store.BLOCK
     number = (offset - tree_of(baked)) // store.BLOCK
     levels, left = [], total
@@ -69,7 +69,7 @@ def covered(baked: store.Store, offset: int) -> list[int]:
         levels.append(left)
     reach = 1
     starts, position = {}, 0
-    for level in reversed(range(len(levels))):  # the top level lies first
+    for level in reversed(range(len(levels))):  # the top level comes first
         starts[level] = position
         position += levels[level]
     for level, count in enumerate(levels):
@@ -102,7 +102,7 @@ def flip(file: Path, offset: int) -> None:
 
 
 def read(number: int, old: bytes) -> str:
-    """Read a block of the mapping as the disk has it now."""
+    """Read a block of the mapping past all caches; return how it compares with ``old``."""
     fd = os.open(f"/dev/mapper/{store.MAPPING}", os.O_RDONLY | os.O_DIRECT)
     try:
         with mmap.mmap(-1, store.BLOCK) as page:

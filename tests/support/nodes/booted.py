@@ -1,7 +1,7 @@
-"""A host that systemd has booted, in namespaces of its own: an overlay over a baked tree, reached by its own sshd.
+"""A host booted by systemd in its own namespaces: an overlay over a baked tree, reached through its own sshd.
 
-The kernel is this machine's. What belongs to all of it is read-only: sysfs, and kernel settings besides the network's.
-The controller enters the host's network, which has its loopback alone, and nothing else.
+It shares this machine's kernel. Everything machine-wide is read-only: sysfs, and kernel settings except the network's.
+The controller enters only the host's network namespace, which has nothing but a loopback interface.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPO = Path(__file__).resolve().parents[3]
 USER = "admin"
 _BOOT_SECONDS = 300
 _STATE = ("systemctl", "is-system-running")
-# A unit may fail for want of a machine: the root is remounted by none here.
+# Units that need a real machine may fail: here none can remount the root, for instance.
 _UP = ("running", "degraded")
 _KEPT = ("--bounding-set", "-sys_module,-sys_rawio,-sys_time,-sys_boot", "--")
 _UNSHARED = ("--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--fork", "--kill-child")
@@ -37,7 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Request:
-    """What a host is made of: its trees, topmost first, a directory for its files, and directories below /run."""
+    """The parts of a host: its trees (topmost first), a directory for its files, and its bind mounts below /run."""
 
     trees: tuple[str, ...]
     folder: str
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that ended."""
+    """A command that has ended."""
 
     status: int
     output: str
@@ -62,7 +62,7 @@ class Ended:
 class BootedHost:
     """A booted host. ``pid`` is its init, as seen from here; ``folder`` has the controller's files.
 
-    ``sockets`` is for those of ssh, whose paths must be short.
+    ``sockets`` is the directory of ssh's control sockets, whose paths must be short.
     """
 
     pid: int
@@ -70,19 +70,19 @@ class BootedHost:
     sockets: str
 
     def run(self, *argv: Arg) -> Ended:
-        """Run a command on the host, as its root."""
+        """Run a command on the host as root."""
         entered = ["nsenter", "--target", str(self.pid), "--all", "--root", "--wd", "--"]
         return _run([*entered, *argv])
 
     def play(self, playbook: str | Path, *argv: Arg, **settings: str) -> Ended:
-        """Run a playbook by plain ansible-playbook, over ssh, with ``settings`` in its environment and none else."""
+        """Run a playbook with plain ansible-playbook over ssh, with ``settings`` added to a minimal environment."""
         entered = ("nsenter", "--target", str(self.pid), "--net", "--")
         controller = {"ANSIBLE_SSH_CONTROL_PATH_DIR": self.sockets, **settings}
         return play(self.folder, playbook, *argv, within=entered, **controller)
 
 
 def write_inventory(folder: Path, host: str, address: SshAddress) -> None:
-    """Write the inventory of plays: one host, of the group ``nodes``, and how it is reached."""
+    """Write the inventory for plays: one host in the group ``nodes``, and how to reach it."""
     connection = {
         "ansible_host": address.host,
         "ansible_port": address.port,
@@ -99,9 +99,9 @@ def write_inventory(folder: Path, host: str, address: SshAddress) -> None:
 def play(
     folder: Path, playbook: str | Path, *argv: Arg, within: Sequence[Arg] = (), **settings: str
 ) -> Ended:
-    """Run a playbook by plain ansible-playbook on the inventory of ``folder``, with no setting but ``settings``.
+    """Run a playbook with plain ansible-playbook on the inventory in ``folder``; ``settings`` are for its environment.
 
-    ``within`` is a command that runs the command after it, elsewhere.
+    ``within`` is a command prefix that runs it somewhere else.
     """
     program = Path(sys.executable).parent / "ansible-playbook"
     return _run(
@@ -110,7 +110,7 @@ def play(
             "PATH": os.environ["PATH"],
             "HOME": os.fspath(folder),
             "ANSIBLE_PIPELINING": "true",
-            # On a busy host a log-in took 12 s and more, that of an emulated machine half a minute; its default is 10.
+            # Logging in took 12 s or more on a busy host, half a minute on an emulated machine; the default is 10 s.
             "ANSIBLE_TIMEOUT": "120",
             **settings,
         },
@@ -134,10 +134,10 @@ def _run(argv: Sequence[Arg], env: Mapping[str, str] | None = None, folder: Path
 
 @contextmanager
 def booted(trees: Sequence[Path], folder: Path, binds: Mapping[str, Path]) -> Iterator[BootedHost]:
-    """Boot a host; it ends, and all of it, with the block.
+    """Boot a host, which ends with the block together with all of its processes.
 
-    ``binds`` maps paths below /run to directories here. Packages come from a flat repository at
-    ``repository.MOUNT_POINT`` and from nowhere else.
+    ``binds`` maps paths below /run to directories here. Packages come only from a flat repository at
+    ``repository.MOUNT_POINT``.
     """
     folder.mkdir(parents=True)
     request = Request(
@@ -153,7 +153,7 @@ def booted(trees: Sequence[Path], folder: Path, binds: Mapping[str, Path]) -> It
         group = _group() / folder.name
         group.mkdir(parents=True, exist_ok=True)
         host = subprocess.Popen(
-            # Its groups are below one of its own: the namespace that it sees begins there.
+            # The host's control groups are below one of its own, where its cgroup namespace begins.
             [
                 *("setpriv", "--pdeathsig", "KILL", "sh", "-c", 'echo $$ >"$0"; exec "$@"'),
                 *(group / "cgroup.procs", "unshare", *_UNSHARED),
@@ -169,7 +169,7 @@ def booted(trees: Sequence[Path], folder: Path, binds: Mapping[str, Path]) -> It
         finally:
             host.kill()
             host.wait()
-            # Its first process takes all others along; only then can their groups be removed.
+            # All other processes end with the host's first one; only then can their groups be removed.
             while "populated 1" in (group / "cgroup.events").read_text():
                 time.sleep(0.02)
 
@@ -183,20 +183,20 @@ def _group() -> Path:
 
 
 def _ready(process: subprocess.Popen[bytes], folder: Path, sockets: str) -> BootedHost:
-    """Wait until the host has started all units; say how it is reached."""
+    """Wait until the host has started all units, write its inventory, and return the host."""
     deadline = time.monotonic() + _BOOT_SECONDS
     while not (host := _init_of(process, folder, sockets)) or host.run(*_STATE).output.strip() not in _UP:
         assert process.poll() is None and time.monotonic() < deadline, (folder / "console.log").read_text()
         time.sleep(0.1)
     write_inventory(folder, "host", SshAddress(USER, "127.0.0.1", 22, folder / "key", folder / "known"))
-    # Check mode reads no index, and a sealed image has none.
+    # In check mode Ansible fetches no package index, and a sealed image has none.
     indexed = host.run("apt-get", "update", "--error-on=any")
     assert indexed.status == 0, indexed.output
     return host
 
 
 def _init_of(process: subprocess.Popen[bytes], folder: Path, sockets: str) -> BootedHost | None:
-    """Return the host as soon as its systemd can be asked."""
+    """Return the host once its systemd accepts requests, None until then."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     if not children or not Path(f"/proc/{children[0]}/root/run/systemd/private").exists():
         return None
@@ -204,7 +204,7 @@ def _init_of(process: subprocess.Popen[bytes], folder: Path, sockets: str) -> Bo
 
 
 def main(file: str) -> None:
-    """Be the host's first process, in namespaces that are its own already: mount its root and become its systemd."""
+    """Run as the host's first process, already in its own namespaces: mount its root and become its systemd."""
     request = Request(**json.loads(Path(file).read_text()))
     base = Path(request.folder)
     root = base / "root"
@@ -222,7 +222,7 @@ def main(file: str) -> None:
     os.chdir(root)
     subprocess.run(["pivot_root", ".", "."], check=True)
     os.chroot(".")
-    if _libc.umount2(b"/", 2) != 0:  # what was the root before
+    if _libc.umount2(b"/", 2) != 0:  # the old root
         raise OSError(ctypes.get_errno(), "umount2")
     os.chdir("/")
     env = {"container": "namespaces", "PATH": environment.BASE["PATH"]}
@@ -243,7 +243,7 @@ def _mount_system(root: Path) -> None:
 
 
 def _write_files(root: Path, key: str) -> None:
-    """Write the host's account for the controller, and where its packages come from."""
+    """Write the controller's account on the host, and the host's package sources."""
     for name, line in (
         ("passwd", f"{USER}:x:2000:2000::/home/{USER}:/bin/sh"),
         ("shadow", f"{USER}:*:20000::::::"),

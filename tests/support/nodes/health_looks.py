@@ -1,4 +1,4 @@
-"""What the tests of a node's health share: one look at this machine, and what it found."""
+"""Shared by the tests of node health: a look at this machine, its findings, and Hyper-V's records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from image_builder.node.health.settings import Settings
 
 
 def look(settings: Settings | None = None, places: Places | None = None, **memory: Any) -> Look:
-    """Return a look that begins now; ``memory`` is what the last one left."""
+    """Return a look that begins now; ``memory`` is what the previous one kept."""
     return Look(settings or Settings(), places or Places(), time.monotonic(), memory)
 
 

@@ -1,8 +1,8 @@
-"""A machine that is to join a cluster, and what is around it: metadata service, broker, API server, a kubelet.
+"""A machine that is to join a cluster, and its surroundings: metadata service, broker, API server, and kubelet.
 
-The metadata service is a local server with answers of the documented shape (tests/support/nodes/joins.py); there is
-none here. The API server and the broker are TLS servers that know one token. The kubelet is a thread that does with
-these files what the real one does.
+There is no metadata service here, so a local server gives answers of the documented shape
+(tests/support/nodes/joins.py). A single TLS server, which knows one token, acts as API server and broker. The kubelet
+is a thread that handles the machine's files as the real one does.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from image_builder.node.net import kubeconfig
 from tests.support.nodes import joins
 
 NODE = os.uname().nodename.lower()
-# Of a file: bytes, mode, inode, when it was last written, when anything of it was last changed (nanoseconds).
+# A file's bytes, mode, inode, mtime and ctime (nanoseconds).
 Seen = tuple[bytes, int, int, int, int]
 
 
 class World:
-    """A machine's files, and everything around it. What a test changes stands as an attribute."""
+    """A machine's files and its surroundings. Everything that tests change is an attribute."""
 
     imds_port: int
     api_port: int
@@ -50,13 +50,13 @@ class World:
         self.throttled = 0
         self.has_identity = True
         self.token = joins.TOKEN
-        # What the broker answers to a request for a nonce, and to one with a document.
+        # The broker's answers to a request for a nonce, and to one with a document.
         self.nonce: Callable[[], joins.Answer] = lambda: joins.answer({"nonce": joins.NONCE})
         self.broker: Callable[[], joins.Answer] = lambda: joins.answer(
             {"token": self.token, "expires": "2100-01-01T00:00:00Z"}
         )
         self.ready, self.approves = "True", True
-        # The kubelet's certificate is over; it asks for another one as soon as it was started again.
+        # Whether the kubelet's certificate has expired; it requests another as soon as it is restarted.
         self.expired = False
         self.posted: list[dict[str, Any]] = []
         self.stop = threading.Event()
@@ -96,9 +96,9 @@ class World:
         return (200 if running else 503), {}, b"ok"
 
     def kubelet(self) -> None:
-        """Do what the path unit and the kubelet do: wait for the file, get a certificate, write a kubeconfig.
+        """Act as the path unit and the kubelet: wait for the file, get a certificate, write a kubeconfig.
 
-        A kubelet whose certificate is over looks for the file at each of its starts, which are seconds apart.
+        A kubelet whose certificate has expired looks for the file only when it starts, which is every few seconds.
         """
         bootstrap = self.kubernetes / "bootstrap-kubelet.conf"
         while not self.stop.wait(0.5 if self.expired else 0.02):
@@ -190,7 +190,7 @@ class World:
 
 
 def files(directory: Path) -> dict[str, Seen]:
-    """Return all files below a directory: one that was written again with the same bytes is another one."""
+    """Return all files below a directory; a file rewritten with the same bytes compares as different."""
     return {
         os.fspath(path): (path.read_bytes(), of.st_mode, of.st_ino, of.st_mtime_ns, of.st_ctime_ns)
         for path in directory.rglob("*")
@@ -206,10 +206,10 @@ def served(
     imds: tuple[str, int] = ("127.0.0.1", 0),
     healthz: tuple[str, int] = ("127.0.0.1", 0),
 ) -> Iterator[World]:
-    """Let everything around a machine serve that has a token by custom data; its files go to ``directory``, empty.
+    """Serve the surroundings of a machine that gets its token from custom data; its files go to an empty ``directory``.
 
-    The API server's certificate is valid from one to the other of ``days`` from now. ``imds`` and ``healthz`` are
-    where the metadata service and the kubelet listen.
+    ``days`` are the limits of the API server certificate's validity, in days from now. ``imds`` and ``healthz`` are the
+    addresses on which the metadata service and the kubelet listen.
     """
     made = World(directory)
     context = tls(joins.issued(made.ca, "kube-apiserver", days), made.ca, directory)
@@ -233,7 +233,7 @@ def served(
 
 
 def tls(pair: joins.Pair, ca: joins.Pair, directory: Path) -> ssl.SSLContext:
-    """Return a server's TLS, which takes clients with and without a certificate of ``ca``."""
+    """Return a server's TLS context, which accepts clients with or without a certificate from ``ca``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     path = directory / "server.pem"
     path.write_text(pair.certificate + pair.key)

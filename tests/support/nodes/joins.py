@@ -1,7 +1,7 @@
-"""What the tests of joining share: certificates, a configuration, a server, and what a metadata service answers.
+"""Shared by the tests of joining: certificates, a configuration, a server, and a metadata service's answers.
 
 The answers have the shape that Azure documents (Instance Metadata Service, API version 2021-02-01; managed identities,
-2018-02-01), shortened, with made-up ids. They are no recordings: there is no cloud to ask here.
+2018-02-01), shortened, with made-up ids. They aren't recordings, since there is no cloud here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cryptography.x509.oid import NameOID
 from tests.support.servers import running
 
 VM_ID = "02aab8a4-74ef-476e-8182-f6d2ba4166a6"
-# What the broker gives, and what the metadata service makes of it; nobody here looks into that.
+# The broker's nonce, and the document that the metadata service makes from it; nothing here reads the document.
 NONCE, DOCUMENT = "0123456789", "TUlJ"
 TOKEN = "k3y1dx.s3cr3ts3cr3ts3cr"
 BROKER = {
@@ -146,14 +146,14 @@ def authority() -> Pair:
 
 
 def issued(by: Pair, common: str, days: tuple[float, float] = (-1, 30)) -> Pair:
-    """Return a certificate for 127.0.0.1; ``days`` from now is it valid."""
+    """Return a certificate for 127.0.0.1; ``days`` are the limits of its validity, in days from now."""
     key = serialization.load_pem_private_key(by.key.encode(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     return _signed(common, days, (_name("cluster"), key))
 
 
 def document(ca: str, server: str = "https://127.0.0.1:6443", **parts: Any) -> dict[str, Any]:
-    """Return a configuration; ``parts`` replace whole keys of it."""
+    """Return a configuration; ``parts`` replace its top-level keys."""
     return {
         "format": 1,
         "generation": 7,
@@ -181,12 +181,12 @@ def instance(user_data: bytes = b"") -> dict[str, Any]:
 
 
 Answer = tuple[int, dict[str, str], bytes]
-# Of one request: (path, headers, body, whose certificate) -> the answer.
+# (path, headers, body, the client certificate's subject) of one request -> the answer.
 Respond = Callable[[str, dict[str, str], bytes, str], Answer]
 
 
 class Server(ThreadingHTTPServer):
-    """A server that notes what it was asked."""
+    """A server that records the paths of its requests."""
 
     daemon_threads = True
 
@@ -221,7 +221,7 @@ class Server(ThreadingHTTPServer):
             self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
     def handle_error(self, *_: object) -> None:
-        """A client that does not believe the certificate hangs up: that is what it should do."""
+        """Ignore a client that hangs up because it doesn't trust the certificate, as it should."""
 
     @property
     def port(self) -> int:
@@ -241,7 +241,7 @@ def answer(value: Any, code: int = 200) -> Answer:
 
 
 def as_imds(respond: Respond) -> Respond:
-    """Refuse requests without the metadata service's header, as it does."""
+    """Refuse requests without the header that the metadata service requires, as the real one does."""
 
     def guarded(path: str, headers: dict[str, str], body: bytes, who: str) -> Answer:
         if headers.get("Metadata") != "true":

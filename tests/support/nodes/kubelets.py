@@ -1,8 +1,8 @@
-"""Today's kubelets with what the role renders for them, on a worker's root with seeded images and a real containerd.
+"""Current kubelets with the role's rendering for them, on a worker's root with seeded images and a real containerd.
 
-What runs tests has cgroup v1 and no systemd, and its kernel is not set for a node, so a kubelet gets what the role
-renders but for four things: the cgroup driver, the group that its pods' are below, ``failCgroupV1``, and the files in
-/proc/sys that it looks at, which are others with the role's own values.
+Test machines have cgroup v1 and no systemd, and their kernel settings aren't those of a node, so a kubelet gets the
+role's rendering except for four things: the cgroup driver, the parent group of its pods, ``failCgroupV1``, and the
+files in /proc/sys that it reads, which are replaced by files with the role's values.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tests.support.registries.pulls import wait_until
 from tests.support.stores.seeds import DATA, Node, Result, ctr
 from tests.unit.roles.kubelet_renderings import Rendered, containerd
 
-# Those of the directory that IMAGE_BUILDER_PROGRAMS names.
+# The versions in the directory named by IMAGE_BUILDER_PROGRAMS.
 VERSIONS = ("1.31.14", "1.35.6", "1.36.2")
 NEWER_ENGINE = "containerd_2"
 GOLDEN = Path(__file__).parents[2] / "unit/golden/container_runtime"
-# The disk of the machine that runs tests is its own affair.
+# How full the test machine's disk and memory are doesn't matter.
 _LOW = {"imagefs.available": "1Mi", "nodefs.available": "1Mi", "memory.available": "1Mi"}
 _PROGRAM = "/usr/bin/kubelet"
-# Of a root and a command: the old root lies on the new one then, and is unmounted.
+# Takes a root and a command. After pivot_root the old root is mounted on top of the new one, and is unmounted.
 _PIVOT = 'cd "$0" && pivot_root . . && umount --lazy . && exec "$@"'
 _NODE_IP = "198.18.0.1"
 _CRI_1 = '[plugins."io.containerd.grpc.v1.cri"]\n'
-# What a kubelet warns of where tests run, and why that is not the rendering's fault.
+# Warnings of a kubelet on a test machine, and why they aren't the rendering's fault.
 _EXPECTED = {
     "Flexvolume plugin directory": "the first start",
     "checkpoint is not found": "the first start",
@@ -58,7 +58,7 @@ _EXPECTED = {
     "Failed to process watch event": "its container has ended meanwhile",
     "an error occurred when try to find container": "its container has ended meanwhile",
 }
-# A call of the CRI that containerd 1.x doesn't have; the kubelet goes by its own configuration then.
+# A CRI call that containerd 1.x doesn't have; the kubelet then uses its own configuration.
 EXPECTED_OF_1_7 = "RuntimeConfig from runtime service failed"
 
 
@@ -70,14 +70,14 @@ def program(version: str, place: Path) -> Path:
 
 @contextmanager
 def containerd_with_cri(node: Node, pause: str) -> Iterator[Callable[[], None]]:
-    """Run containerd on the node's data root with what the role container_runtime writes for the installed series.
+    """Run containerd on the node's data root with the role container_runtime's configuration for the installed series.
 
-    Yields a function that restarts it, whatever series is installed then; containers go on meanwhile.
+    Yields a function that restarts it, with whatever series is installed by then; containers keep running meanwhile.
     """
     log = node.lab.base / "containerd-cri.log"
     with _no_mounts_left(node), ExitStack() as stack:
         daemon = stack.enter_context(ExitStack())
-        # Not on an overlay, which no pod with users of its own can have a file of.
+        # Not on an overlay: pods with their own user namespace can't have files from one.
         state = node.root.path / "var/lib/kubelet"
         for folder in (node.disk / "kubelet", state):
             folder.mkdir(parents=True, exist_ok=True)
@@ -100,20 +100,20 @@ def containerd_with_cri(node: Node, pause: str) -> Iterator[Callable[[], None]]:
 
 
 def _pivoted(argv: list[str]) -> list[str]:
-    """Return a command that runs with the root as its namespace's: in a chroot the kernel allows no user namespace."""
+    """Return the command with pivot_root instead of chroot: in a chroot the kernel allows no user namespaces."""
     at = argv.index("chroot")
     return [*argv[:at], "unshare", "--mount", "sh", "-c", _PIVOT, *argv[at + 1 :]]
 
 
 def series(node: Node) -> str:
-    """Return the installed containerd's series, as `2.1`."""
+    """Return the installed containerd's series, such as `2.1`."""
     found = re.search(r" v?(\d+\.\d+)\.", node.root.run(["containerd", "--version"]).stdout)
     assert found
     return found[1]
 
 
 def role(node: Node, version: str, pause: str, **more: Any) -> Rendered:
-    """Return what the role renders for a standalone kubelet of a version with the containerd in the node's root."""
+    """Return the role's rendering for a standalone kubelet of a version with the containerd in the node's root."""
     return Rendered(
         containerd(version)
         | {"container_runtime_containerd_version": series(node), "container_runtime_pause_image": pause}
@@ -132,7 +132,7 @@ def _configuration(node: Node, pause: str) -> str:
     ):
         assert old in text
         text = text.replace(old, new)
-    # Whoever runs tests may not be allowed to spare a process from the kernel's OOM killer.
+    # Tests may run without permission to exempt a process from the kernel's OOM killer.
     spared = "restrict_oom_score_adj = true\n"
     if _CRI_1 in text:
         return text.replace(_CRI_1, f"{_CRI_1}{spared}")
@@ -141,7 +141,7 @@ def _configuration(node: Node, pause: str) -> str:
 
 @contextmanager
 def _no_mounts_left(node: Node) -> Iterator[None]:
-    """Unmount at the end what containers and pods had mounted in the node's root, the newest first."""
+    """At the end, unmount everything that containers and pods mounted in the node's root, newest first."""
     before = {mount.target for mount in mounts.listed()}
     try:
         yield
@@ -152,7 +152,7 @@ def _no_mounts_left(node: Node) -> Iterator[None]:
 
 
 def trust_registry(node: Node) -> None:
-    """Have the node's engine know the authority of the lab's registry, as the role's mirrors do."""
+    """Make the node's engine trust the CA of the lab's registry, as the role's mirrors do."""
     folder = node.root.path / "etc/containerd/certs.d" / HOST
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(node.lab.endpoints[HOST].ca, folder / "ca.crt")
@@ -163,7 +163,7 @@ def trust_registry(node: Node) -> None:
 
 @dataclass
 class Kubelet:
-    """A running kubelet: its pods are what is in ``manifests``, and ``log`` is all that it has said."""
+    """A running kubelet: ``manifests`` defines its pods, and ``log`` has all of its output."""
 
     node: Node
     manifests: Path
@@ -171,7 +171,7 @@ class Kubelet:
     daemon: subprocess.Popen[Any]
 
     def start_pod(self, name: str, image: LockedImage, **spec: Any) -> None:
-        """Have a static pod with one container of an image run, in the node's network unless ``spec`` differs."""
+        """Start a static pod with one container of an image, in the node's network unless ``spec`` differs."""
         container = {"name": "main", "image": image.ref, "imagePullPolicy": "IfNotPresent"}
         pod = {
             "apiVersion": "v1",
@@ -179,7 +179,7 @@ class Kubelet:
             "metadata": {"name": name, "namespace": "default"},
             "spec": {"hostNetwork": True, "containers": [container], **spec},
         }
-        draft = self.manifests / f".{name}"  # a kubelet skips such names
+        draft = self.manifests / f".{name}"  # a kubelet skips hidden files
         draft.write_text(json.dumps(pod))
         draft.rename(self.manifests / f"{name}.json")
 
@@ -188,25 +188,25 @@ class Kubelet:
         return wait_until(lambda: image.ref in running_images(self.node), seconds)
 
     def end_pods(self) -> bool:
-        """Take the manifests away; return whether their containers have ended."""
+        """Remove the manifests; return whether their containers have ended."""
         for manifest in self.manifests.iterdir():
             manifest.unlink()
         return wait_until(lambda: not running_images(self.node), 60)
 
     def complaints(self) -> list[str]:
-        """Return what it warns of but for what is due to where tests run."""
+        """Return its warnings, except those that are due to the test machine."""
         return complaints(self.log.read_text("utf-8", "replace"))
 
 
 def complaints(said: str, expected: Iterable[str] = _EXPECTED) -> list[str]:
-    """Return a kubelet's lines that warn, or name what is deprecated or unknown, but for what is expected."""
+    """Return a kubelet's lines that warn, or name something deprecated or unknown, except the expected ones."""
     wrong = re.compile(r"^\W*[WEF]\d{4} |eprecated|unknown field|strict decod")
     lines = [line for line in said.splitlines() if wrong.search(line)]
     return [line for line in lines if not any(words in line for words in expected)]
 
 
 def running_images(node: Node) -> list[str]:
-    """Return the images of running containers, the sandboxes' excepted."""
+    """Return the images of running containers, except those of sandboxes."""
     tasks = [line.split() for line in ctr(node, "tasks", "ls").splitlines()[1:]]
     alive = {words[0] for words in tasks if words[2] == "RUNNING"}
     rows = [line.split() for line in ctr(node, "containers", "ls").splitlines()[1:]]
@@ -222,9 +222,9 @@ def image_names(node: Node) -> list[str]:
 
 @contextmanager
 def kubelet(node: Node, path: Path, rendered: Rendered, **fields: Any) -> Iterator[Kubelet]:
-    """Run a kubelet in standalone mode until the block ends; its manifests and its state are gone then.
+    """Run a kubelet in standalone mode until the block ends; its manifests are removed then.
 
-    ``fields`` are more of the configuration.
+    ``fields`` are added to the configuration.
     """
     root = node.root.path
     config = rendered.config | {
@@ -247,7 +247,7 @@ def kubelet(node: Node, path: Path, rendered: Rendered, **fields: Any) -> Iterat
 
 @contextmanager
 def _looks_like_a_node(node: Node, path: Path, settings: Result) -> Iterator[None]:
-    """Give the root the program, control groups, and files with the kernel settings that the role writes."""
+    """Provide the root with the program, control groups, and files with the kernel settings that the role writes."""
     root = node.root.path
     with ExitStack() as stack:
         for hierarchy in Path("/sys/fs/cgroup").iterdir():
@@ -258,7 +258,7 @@ def _looks_like_a_node(node: Node, path: Path, settings: Result) -> Iterator[Non
             file.write_text(f"{value}\n")
             wanted[root / "proc/sys" / name.replace(".", "/")] = file
         (root / _PROGRAM.lstrip("/")).touch()
-        # Kernel messages are the host's; a kubelet looks for those about memory.
+        # A kubelet looks for OOM messages in the kernel log, which belongs to the host.
         (root / "dev/kmsg").touch()
         for where, source in wanted.items():
             namespace.bind(os.fspath(source), os.fspath(where), read_only=True)

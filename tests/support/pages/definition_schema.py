@@ -1,6 +1,6 @@
-"""Reference files made from the code: the JSON Schema and the page of all variables.
+"""Reference files generated from the code: the JSON Schema and the page of all variables.
 
-``python -m tests.support.pages.definition_schema`` writes them; a unit test says when they are stale.
+``python -m tests.support.pages.definition_schema`` writes them; a unit test fails when they are stale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def definition_schema() -> str:
     schema = BuilderVariables.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "image-builder: builder variables of one image"
-    # Variables of roles stand beside them; those have argument specs.
+    # They are set next to variables of roles, which have argument specs.
     schema.pop("additionalProperties")
     return json.dumps(schema, indent=2, sort_keys=True) + "\n"
 

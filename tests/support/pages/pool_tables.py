@@ -1,4 +1,4 @@
-"""The tables of docs/reference/pools.md, docs/how-to/drain.md and bad-nodes.md that are made from the code.
+"""The tables in docs/reference/pools.md, docs/how-to/drain.md and bad-nodes.md that are generated from the code.
 
 Policies, a journal's records, a scale set.
 """
@@ -25,7 +25,7 @@ _RECORDS = ("<!-- records: begin -->", "<!-- records: end -->")
 
 
 def with_tables(text: str) -> str:
-    """Return the page with its tables as the code has them."""
+    """Return the page with its tables updated from the code."""
     for marks, table in (
         (_POLICY, model_table(Policy)),
         (_SCALE_SET, model_table(PoolAzure)),
@@ -36,14 +36,14 @@ def with_tables(text: str) -> str:
 
 
 def with_drain_tables(text: str) -> str:
-    """Return the page about drains with its tables as the code has them."""
+    """Return the page about drains with its tables updated from the code."""
     return _between(_between(text, _POLICY, model_table(DrainPolicy)), _RULE, model_table(Rule))
 
 
 def with_health_tables(text: str) -> str:
-    """Return the page about bad nodes with its tables as the code has them."""
+    """Return the page about bad nodes with its tables updated from the code."""
     rows = model_table(gate.Policy).splitlines()
-    # The gate refuses it.
+    # The gate refuses this key.
     policy = "\n".join(row for row in rows if not row.startswith("| `drain.whole_gangs`"))
     return _between(_between(text, _POLICY, policy), _RULE, model_table(gate.Rule))
 

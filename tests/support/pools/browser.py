@@ -21,10 +21,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-# Debian's packages; the second one is without a window of its own.
+# Debian's packages; the second one has no windowed mode.
 PROGRAMS = ("chromium", "chromium-headless-shell")
 _SECONDS = 120.0
-# Takes the two pipes to the descriptors that the protocol wants; subprocess can only pass them on as they are.
+# Moves the two pipes to the descriptors that the protocol requires; subprocess can only pass them on unchanged.
 _LAUNCH = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
@@ -45,13 +45,13 @@ _ARGUMENTS = (
 
 
 def program() -> str | None:
-    """Return the path of a Chromium on this machine, None where there is none."""
+    """Return the path of a Chromium on this machine, None if there is none."""
     return next((path for name in PROGRAMS if (path := shutil.which(name))), None)
 
 
 @dataclass
 class Tab:
-    """A page. ``events`` are what it reported so far, method and parameters."""
+    """A page. ``events`` are those reported so far, as method and parameters."""
 
     _to: int
     _from: int
@@ -61,7 +61,7 @@ class Tab:
     _rest: bytes = b""
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Return the answer to a command; raises AssertionError for an error, TimeoutError."""
+        """Send a command and return the answer. Raises AssertionError for an error, TimeoutError if there is none."""
         number = next(self._numbers)
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
         if self.session:
@@ -78,7 +78,7 @@ class Tab:
                 return result
 
     def _receive(self, end: float) -> dict[str, Any]:
-        """Return the next message; an event is kept, too."""
+        """Return the next message; an event is also added to ``events``."""
         while b"\0" not in self._rest:
             if not select.select([self._from], [], [], max(0.0, end - time.monotonic()))[0]:
                 raise TimeoutError("the browser doesn't answer")
@@ -92,7 +92,7 @@ class Tab:
         return message
 
     def open(self, page: Path) -> None:
-        """Load a file; what the page did while it was loaded is in ``events``."""
+        """Load a file; ``events`` then has what happened while it loaded."""
         self.events.clear()
         self.send("Page.navigate", url=page.as_uri())
         end = time.monotonic() + _SECONDS
@@ -100,17 +100,17 @@ class Tab:
             self._receive(end)
 
     def run(self, script: str) -> Any:
-        """Return the value of an expression in the page; raises AssertionError for what it throws."""
+        """Return the value of an expression in the page. Raises AssertionError if it throws."""
         done = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
     def scheme(self, name: str) -> None:
-        """Let the user prefer `light` or `dark`."""
+        """Set the user's preferred color scheme, `light` or `dark`."""
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def size(self, width: int, height: int) -> None:
-        """Give the window a size in pixels."""
+        """Set the window's size in pixels."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -122,7 +122,7 @@ class Tab:
 
 @contextmanager
 def tab(chromium: str, profile: Path) -> Iterator[Tab]:
-    """Start a browser with a profile of its own; it is gone when the block ends."""
+    """Start a browser with its own profile; it ends with the block."""
     commands, answers = os.pipe(), os.pipe()
     # Above 3 and 4, or the launcher would overwrite one with the other.
     inherited = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (commands[0], answers[1])]
@@ -153,7 +153,7 @@ def tab(chromium: str, profile: Path) -> Iterator[Tab]:
         shown.session = ""
         shown.send("Browser.close")
     finally:
-        # With its pipes closed it ends by itself, too.
+        # Closing its pipes also makes it end by itself.
         os.close(commands[1])
         os.close(answers[0])
         try:

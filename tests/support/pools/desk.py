@@ -12,7 +12,7 @@ from tests.support.pools.rolls import World
 
 
 def write_desk(fleet: World) -> list[str]:
-    """Write what an operator has: an inventory, keys, and the facts of the new build; return options of a run."""
+    """Write what an operator has: an inventory, keys, and the facts of the new build; return the options of a run."""
     folder = fleet.folder
     lines = [
         f"        {h.name}: {{ansible_host: 192.0.2.{n}, pool_scale_set: {h.scale_set}, pool_vm_id: {h.vm_id},"

@@ -1,7 +1,7 @@
-"""Drive a rollout in a process of its own, which a test can kill: ``python -m tests.support.pools.drive FILE``.
+"""Drive a rollout in a separate process, which a test can kill: ``python -m tests.support.pools.drive FILE``.
 
-It is what ``pool run``, ``pool resume`` and ``pool verify`` do, with shorter times for connections, and with a suite of
-the test's own in place of ``image_builder/suite``: that is for booted machines, which the hosts here aren't.
+It does what ``pool run``, ``pool resume`` and ``pool verify`` do, with shorter timeouts for connections, and with the
+test's own suite in place of ``image_builder/suite``, which is for booted machines, unlike the hosts here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from image_builder.pool.rollout import Options
 
 @dataclass(frozen=True)
 class Request:
-    """A run to drive. All are paths but ``user`` and the flags."""
+    """A run to drive. All fields are paths except ``user`` and the flags."""
 
     plan: str
     inventory: str
@@ -40,7 +40,7 @@ class Request:
 
 
 def drive(request: Request) -> int:
-    """Return 0 where the run came to its end, 1 where it was stopped; prints its report."""
+    """Drive a run and print its report; return 0 if it finished, 1 if it was stopped."""
     access = Access(
         Pinned(Path(request.known_hosts)),
         request.user,

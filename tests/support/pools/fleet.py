@@ -1,10 +1,10 @@
-"""Real hosts for the pools' tests: each an sshd in a network namespace of its own, with its own address and keys.
+"""Real hosts for the tests of pools: each an sshd in its own network namespace, with its own address and keys.
 
     with fleet(place, folder, 12, faults={3: "dead"}) as pool:
         pool.hosts
 
-They live in a process of their own (hosts.py), and end with it, however that happens.
-The calling thread, and what it starts, is in the hosts' network for as long.
+They run under a separate process (hosts.py), and end with it, however that happens.
+Meanwhile the calling thread, and whatever it starts, is in the hosts' network.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from image_builder.pool.reach.reach import Access
 from image_builder.pool.steps.openssh import arguments
 from tests.support.images.builds import REPO, Workplace
 
-# dead: packets to it vanish. slow banner: accepts, and says nothing. other key: not the pinned one. slow: each command
-# takes SLOW_SECONDS longer. The rest say what they are.
+# dead: packets to it vanish. slow banner: accepts connections and says nothing. other key: not the pinned one. slow:
+# each command takes SLOW_SECONDS longer. The rest are self-explanatory.
 Fault = Literal[
     "dead",
     "refused",
@@ -51,7 +51,7 @@ Fault = Literal[
     "disk full",
     "slow",
 ]
-# How it ends to run a command as root on a host with it.
+# The outcome of a command that is run as root on a host with the fault.
 CLASSES: dict[Fault, str] = {
     "dead": "timeout",
     "refused": "refused",
@@ -67,12 +67,12 @@ CLASSES: dict[Fault, str] = {
 SLOW_SECONDS = 1
 USER = "operator"
 SITE = "/opt/site"
-# For benchmarks, RFC 2544; the other half of them is what ``leave_the_network`` takes.
+# Addresses for benchmarks, RFC 2544; ``leave_the_network`` takes the other half of them.
 NETWORK, GATEWAY = "198.19", "198.19.255.254"
-# What sudo asks where it hangs, the line by which PAM does, and what lets it wait (see hosts.py).
+# The program that makes sudo hang, its mark and its pipe (see hosts.py), and the line with which PAM calls it.
 DIRECTORY, ANSWERED, HANGS = "/usr/local/sbin/directory", "/tmp/answered", "/run/hangs"
 ACCOUNT_RULE = f"account required pam_exec.so {DIRECTORY}"
-# A neighbour that is known, and never answers.
+# A neighbor that is known and never answers.
 NOBODY = "lladdr 02:00:00:00:00:01 nud permanent"
 _CLONE_NEWNET = 0x40000000
 READY_SECONDS = 120
@@ -81,9 +81,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class HostsRequest:
-    """The request of the process of the hosts: ``disk`` as tmpfs has its size.
+    """The request to the process of the hosts; ``disk`` is a size as tmpfs takes it.
 
-    Hosts have the root filesystem at ``start`` bytes of ``image``, or ``trees``, topmost first.
+    The hosts' root is the filesystem at byte ``start`` of ``image``, or else ``trees``, topmost first.
     """
 
     store: str
@@ -97,19 +97,19 @@ class HostsRequest:
 
 
 class Fleet:
-    """The hosts, and what can be done to them meanwhile. All by a line of JSON each way."""
+    """The running hosts, and what can be done to them. Requests and answers are a line of JSON each."""
 
     def __init__(self, folder: Path, hosts: tuple[Host, ...], process: subprocess.Popen[str]) -> None:
         self.folder = folder
         self.hosts = hosts
         self._process = process
         self._lock = threading.Lock()
-        # Who was in their network from the beginning: their own process, and the calling one.
+        # The processes in their network from the beginning: that of the hosts, and the calling one.
         self.bystanders = self.around()
 
     @property
     def key(self) -> Path:
-        """The key that hosts let in."""
+        """The user's key, which the hosts accept."""
         return self.folder / "user"
 
     @property
@@ -121,12 +121,12 @@ class Fleet:
         return CertificateAuthority(self.folder / "authorities")
 
     def access(self, host_keys: HostKeys | None = None, **seconds: float) -> Access:
-        """Return how to reach the hosts: by default with short times and pinned keys."""
+        """Return how to reach the hosts: by default with short timeouts and pinned keys."""
         times = {"connect_seconds": 3.0, "banner_seconds": 3.0, "auth_seconds": 60.0} | seconds
         return Access(host_keys or self.pinned, USER, self.key, **times)
 
     def variables(self, host: Host) -> dict[str, str]:
-        """Return how Ansible reaches a host, and holds it to the same key."""
+        """Return the variables with which Ansible reaches a host and checks it against the same key."""
         return {
             "ansible_host": host.address,
             "ansible_user": USER,
@@ -137,13 +137,13 @@ class Fleet:
         }
 
     def run(self, host: int, *argv: str, input: str = "", ok: bool = True) -> str:
-        """Run a command on a host, past SSH, as root; return its output."""
+        """Run a command on a host as root, bypassing SSH; return its output."""
         done = self._ask({"do": "run", "host": host, "argv": argv, "input": input})
         assert done["status"] == 0 or not ok, done
         return str(done["output"])
 
     def cpu_seconds(self) -> float:
-        """Return the seconds of a processor that the hosts, and all that ran on them and has ended, have had."""
+        """Return the CPU seconds used by the hosts, including everything that ran on them and has ended."""
         own: dict[int, tuple[int, float]] = {}
         for entry in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # it has ended meanwhile
@@ -157,11 +157,11 @@ class Fleet:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def log(self, host: int) -> str:
-        """Return what a host's sshd has logged."""
+        """Return the log of a host's sshd."""
         return self.run(host, "cat", "/var/log/sshd.log")
 
     def cut(self, host: int) -> None:
-        """Let packets from and to a host vanish."""
+        """Drop all packets from and to a host."""
         self._ask({"do": "link", "host": host, "state": "down"})
 
     def mend(self, host: int) -> None:
@@ -169,16 +169,16 @@ class Fleet:
         self._ask({"do": "link", "host": host, "state": "up"})
 
     def hang_sudo(self, host: int, *, answers: bool) -> None:
-        """Let sudo hang: ``answers`` once before that, so that a probe finds nothing."""
+        """Make sudo hang; with ``answers`` it works once before that, so that a probe finds nothing."""
         script = f"rm -rf {ANSWERED}; grep -q {DIRECTORY} $0 || sed -i '1i {ACCOUNT_RULE}' $0"
         self.run(host, "sh", "-ec", script + ("" if answers else f"; mkdir {ANSWERED}"), "/etc/pam.d/sudo")
 
     def free_sudo(self, host: int) -> None:
-        """Undo that; what hangs goes on, and what it was asked for is done now."""
+        """Undo ``hang_sudo``; a hanging sudo continues, and does now what it was asked for."""
         self.run(host, "sh", "-ec", f"sed -i '\\|{DIRECTORY}|d' $0; : <>{HANGS}", "/etc/pam.d/sudo")
 
     def around(self) -> set[int]:
-        """Return the processes in the hosts' network that are no host's."""
+        """Return the processes in the hosts' network that don't belong to a host."""
         network, names = os.readlink("/proc/thread-self/ns/net"), set()
         for entry in Path("/proc").iterdir():
             with suppress(OSError):  # it has ended
@@ -187,11 +187,11 @@ class Fleet:
         return names
 
     def processes(self) -> dict[int, list[str]]:
-        """Return what runs on hosts besides their sshd: command lines, by the number of each that has any."""
+        """Return the command lines of processes on hosts besides sshd, by the number of each host that has any."""
         return {int(number): lines for number, lines in self._ask({"do": "list"}).items()}
 
     def part(self, host: int) -> None:
-        """Let packets between a host and who asks from here vanish; hosts still reach each other."""
+        """Drop packets between a host and processes here; hosts still reach each other."""
         self._neighbours(host, "replace")
 
     def unite(self, host: int) -> None:
@@ -203,25 +203,25 @@ class Fleet:
         self.run(host, "ip", "neigh", verb, GATEWAY, *NOBODY.split(), "dev", "eth0")
 
     def change_key(self, host: int) -> None:
-        """Give a host another key, as a reinstalled one has."""
+        """Give a host a new key, as if it had been reinstalled."""
         self._restart(
             host, 'rm -f "$0"; ssh-keygen -q -t ed25519 -N "" -f "$0"', "/etc/ssh/ssh_host_ed25519_key"
         )
 
     def restore_key(self, host: int, key: str) -> None:
-        """Undo that: give a host the key that it had."""
+        """Give a host this key, such as the one that it had before ``change_key``."""
         self._restart(host, 'cat > "$0"', "/etc/ssh/ssh_host_ed25519_key", key)
 
     def configure(self, host: int, line: str = "") -> None:
-        """Set the last line of a host's sshd_config in place of the one that was set before."""
+        """Set the last line of a host's sshd_config, in place of the one that was set before."""
         self._restart(host, f"sed -i '/# last$/d' $0; echo '{line} # last' >>$0", "/etc/ssh/sshd_config")
 
     def show(self, host: int, certificate: str) -> None:
-        """Let a host show another certificate for the key that it has."""
+        """Make a host show another certificate for the key that it has."""
         self._restart(host, 'cat > "$0"', "/etc/ssh/ssh_host_ed25519_key-cert.pub", certificate)
 
     def _restart(self, host: int, script: str, file: str, input: str = "") -> None:
-        """Run a script, and let a host's sshd read its files anew."""
+        """Run a script, then make the host's sshd reread its files."""
         before = self.log(host).count("Server listening")
         self.run(host, "sh", "-ec", script + '; kill -HUP "$(cat /run/sshd.pid)"', file, input=input)
         deadline = time.monotonic() + READY_SECONDS
@@ -250,12 +250,12 @@ def fleet(
     trees: Sequence[Path] = (),
     disk: str = "48m",
 ) -> Iterator[Fleet]:
-    """Start so many hosts; number N has fault N. With ``signed`` they have certificates of ``Fleet.authority``.
+    """Start ``count`` hosts; host N has fault N. With ``signed`` they have certificates of ``Fleet.authority``.
 
-    The directory ``site`` is on all of them, in SITE, such as one with packages. What they write is in memory, at most
-    ``disk`` of each.
+    The directory ``site``, such as one with packages, is mounted on all of them at SITE. Their writes go to memory, at
+    most ``disk`` for each.
 
-    ``place`` holds an image with sshd, sudo, ip and Python: the small one, whose disk they have; else they have
+    ``place`` holds an image with sshd, sudo, ip and Python: the small one, whose disk they use unless there are
     ``trees``, topmost first. Call it from the main thread.
     """
     hosts = tuple(host_of(n) for n in range(count))
@@ -280,11 +280,11 @@ def fleet(
         text=True,
     )
     assert process.stdin and process.stdout
-    # Not Popen's own context: for a Ctrl-C that waits a quarter of a second.
+    # Not Popen's own context manager, which waits a quarter of a second on Ctrl-C.
     with ExitStack() as stack:
         stack.enter_context(process.stdout)
         stack.callback(process.wait)
-        stack.enter_context(process.stdin)  # its end ends the process, and all hosts with it
+        stack.enter_context(process.stdin)  # end of file ends the process, and all hosts with it
         assert process.stdout.readline() == "ready\n", "the hosts didn't start"
         with _network_of(process.pid):
             yield Fleet(folder, hosts, process)
@@ -292,7 +292,7 @@ def fleet(
 
 
 def _root_of(artefact: Path) -> int:
-    """Return where the root filesystem begins in the disk of an image."""
+    """Return where the root filesystem begins on the disk of an image."""
     disk = json.loads((artefact / "manifest.json").read_bytes())["disk"]
     (start,) = (part["start"] for part in disk["partitions"] if part["name"] == "root")
     return int(start)
@@ -312,7 +312,7 @@ def host_of(number: int) -> Host:
 
 
 def _write_keys(folder: Path, hosts: Sequence[Host], wrong: Sequence[str], signed: bool) -> None:
-    """Write the user's key, the hosts' keys, and the two files that say which those are."""
+    """Write the user's key, the hosts' keys, and the two files by which those are known."""
     new_key(folder / "user")
     authority = new_key(folder / "authority")
     (folder / "authorities").write_text(f"@cert-authority * {authority}\n")
@@ -335,7 +335,7 @@ def new_key(path: Path) -> str:
 
 
 def sign(authority: Path, public: Path, *options: str) -> Path:
-    """Let OpenSSH make a host certificate for a public key; return its file."""
+    """Make a host certificate for a public key with OpenSSH; return its file."""
     argv: list[str | Path] = ["ssh-keygen", "-q", "-s", authority, "-h", "-I", "fleet", *options, public]
     subprocess.run(argv, check=True, stdin=subprocess.DEVNULL)
     return public.with_name(f"{public.stem}-cert.pub")
@@ -343,7 +343,7 @@ def sign(authority: Path, public: Path, *options: str) -> Path:
 
 @contextmanager
 def _network_of(pid: int) -> Iterator[None]:
-    """Put this thread into a process' network for as long."""
+    """Put this thread into a process's network until the block ends."""
     own_network = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         _enter(os.open(f"/proc/{pid}/ns/net", os.O_RDONLY))

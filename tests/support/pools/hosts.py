@@ -1,8 +1,8 @@
-"""The process of the hosts: an overlay over the disk of a baked image each, a small memory disk above, one bridge.
+"""The process of the hosts: each is an overlay of a small memory disk over a baked image's disk; one bridge for all.
 
-It has namespaces of its own (mounts, processes, network), and so has each host (mounts, name, network, and processes,
-of which its sshd is the first: who looks for them there finds its own alone). It ends, and all hosts with it, at the
-end of its standard input. fleet.py starts it and asks it for things, a line of JSON each way.
+It has its own namespaces (mounts, processes, network), and so does each host (mounts, name, network, and processes,
+with its sshd as the first, so that only the host's own processes are found there). It ends, and all hosts with it, at
+the end of its standard input. fleet.py starts it and sends it requests, a line of JSON each way.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ UseDNS no
 UsePAM no
 """
 _SLOW_SHELL = f'#!/bin/sh\nsleep {SLOW_SECONDS}\nexec /bin/sh "$@"\n'
-# As a directory service that answers once, where it has not yet, and hangs from then on: what opens a pipe waits for
-# somebody at its other end.
+# Like a directory service that answers once, if it hasn't yet, and hangs from then on: opening a pipe blocks until its
+# other end is opened.
 _DIRECTORY = f"#!/bin/sh\nmkdir {ANSWERED} 2>/dev/null || exec cat {HANGS}\n"
 _libc = ctypes.CDLL(None, use_errno=True)
-# What a server that says nothing has accepted.
+# The connections that a server that says nothing has accepted.
 _SOCKETS: list[socket.socket] = []
 
 
 def serve(file: str) -> int:
-    """Be that process, until standard input ends."""
+    """Run as the process of the hosts until standard input ends."""
     request = HostsRequest(**json.loads(Path(file).read_text()))
-    # Before the other namespaces, so that who started this finds the network by the process that it knows.
+    # Before the other namespaces, so that the parent finds the network by the process that it started.
     leave_the_network()
     if request.image:
         _mount_image(request)
@@ -83,12 +83,12 @@ def serve(file: str) -> int:
 
 
 def _mount_image(request: HostsRequest) -> None:
-    """Mount the image's root filesystem where this process alone sees it; the loop device goes with the mount."""
+    """Mount the image's root filesystem where only this process sees it; the loop device goes with the mount."""
     _call(_libc.unshare, _CLONE_NEWNS)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     place = _image(request)
     place.mkdir()
-    # What is written is above it: the journal need not be replayed.
+    # Writes go to the overlay above it, so the journal doesn't have to be replayed.
     options = f"ro,noload,loop,offset={request.start}"
     subprocess.run(["mount", "-t", "ext4", "-o", options, request.image, place], check=True)
 
@@ -105,7 +105,7 @@ def _serve(request: HostsRequest) -> None:
     links = []
     for number, (pid, _) in enumerate(children):
         if request.faults[number] == "dead":
-            # A neighbour that is known and never answers, as behind a router.
+            # A neighbor that is known and never answers, as if the host were behind a router.
             links += [f"neigh add {host_of(number).address} {NOBODY} dev fleet"]
         else:
             links += [f"link add host{number} type veth peer name eth0 netns {pid}"]
@@ -141,7 +141,7 @@ def _do(command: Mapping[str, Any], root: Path, hosts: Sequence[int]) -> dict[st
 
 
 def _processes(hosts: Sequence[int]) -> dict[str, list[str]]:
-    """Return the command lines of what runs on each host, by its number, besides what it was started with."""
+    """Return the command lines of the processes on each host, by its number, except for its first process."""
     numbers = {os.readlink(f"/proc/{pid}/ns/net"): str(number) for number, pid in enumerate(hosts)}
     owners: dict[str, list[str]] = {}
     for entry in Path("/proc").iterdir():
@@ -161,7 +161,7 @@ def _ip(root: Path, lines: Sequence[str]) -> None:
 
 
 def _overlay(request: HostsRequest, name: str) -> Path:
-    """Mount a root of its own, what is written to it in memory; return it."""
+    """Mount a separate root, with writes to it kept in memory; return it."""
     base = _BASE / name
     base.mkdir(parents=True)
     namespace.mount("tmpfs", "tmpfs", os.fspath(base), f"size={request.disk},mode=755")
@@ -181,7 +181,7 @@ def _overlay(request: HostsRequest, name: str) -> Path:
 
 
 def _start(request: HostsRequest, number: int) -> tuple[int, int]:
-    """Start a host's process in a network of its own; return its id, and what to write to once it has a link."""
+    """Start a host's process in its own network; return its id, and the pipe to write to once it has a link."""
     unshared, go = os.pipe(), os.pipe()
     _call(_libc.unshare, _CLONE_NEWPID)  # for the next child
     pid = os.fork()
@@ -200,7 +200,7 @@ def _start(request: HostsRequest, number: int) -> tuple[int, int]:
         _call(_libc.setns, own.fileno(), _CLONE_NEWPID)
     os.close(unshared[1])
     os.close(go[0])
-    os.read(unshared[0], 1)  # its end: the child has closed it, by its will or by ending
+    os.read(unshared[0], 1)  # end of file: the child has closed it, deliberately or by ending
     os.close(unshared[0])
     return pid, go[1]
 
@@ -211,7 +211,7 @@ def _call(function: Callable[..., int], *args: int) -> None:
 
 
 def _be_host(request: HostsRequest, number: int) -> NoReturn:
-    """Set up a host and become its sshd, or what stands in its place."""
+    """Set up a host and become its sshd, or whatever its fault puts in sshd's place."""
     fault = request.faults[number]
     root = _overlay(request, str(number))
     _write_files(request, number, root)
@@ -235,7 +235,7 @@ def _be_host(request: HostsRequest, number: int) -> NoReturn:
 
 
 def _write_files(request: HostsRequest, number: int, root: Path) -> None:
-    """Write a host's keys, its user, and what is wrong with it."""
+    """Write a host's keys, its user, and its fault."""
     fault, keys, ssh = request.faults[number], Path(request.folder), root / "etc/ssh"
     shutil.copy(keys / f"host-{number}", ssh / "ssh_host_ed25519_key")
     certificate = keys / f"host-{number}-cert.pub"
@@ -274,7 +274,7 @@ def _wait_until_ready(pids: Sequence[int], faults: Sequence[str]) -> None:
     deadline = time.monotonic() + READY_SECONDS
     for pid, fault in zip(pids, faults, strict=True):
         while fault not in ("dead", "refused", "slow banner"):
-            # A full disk has no room for the file.
+            # A full disk has no room for the PID file.
             if _listens(pid) if fault == "disk full" else Path(f"/proc/{pid}/root/run/sshd.pid").exists():
                 break
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -284,7 +284,7 @@ def _wait_until_ready(pids: Sequence[int], faults: Sequence[str]) -> None:
 
 
 def _listens(pid: int) -> bool:
-    """Tell whether something in a host's network waits for connections at sshd's port (proc_net_tcp)."""
+    """Return whether something in a host's network listens on sshd's port (proc_net_tcp)."""
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     return any(row[1].endswith(":0016") and row[3] == "0A" for row in rows)
 

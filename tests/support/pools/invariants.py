@@ -1,8 +1,8 @@
-"""The eighteen invariants of a roll, each a function over its merged log that yields what breaks it.
+"""The eighteen invariants of a roll, each a function over its merged log that yields the violations.
 
-They judge by what Azure and the API server had at each moment, not by what the driver thought of it; the journal counts
-only for what was written before something was sent, and for how hosts ended. Those about endings hold once a roll has
-come to one, by itself or by whoever took it up.
+They judge by the state of Azure and the API server at each moment, not by the driver's view of it; the journal counts
+only for what was written before a request was sent, and for how hosts ended. Those about endings apply once a roll has
+ended, by itself or after it was resumed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.pools.recorder import Log, NodeState, PodState, Sent, moment
 
 Invariant = Callable[[Log], Iterator[str]]
 _LOOK_SECONDS, _MACHINE_SECONDS = 2.0, 60.0
-# What a watch tells may be so much older.
+# How far a watch may lag behind.
 _WATCH_SECONDS = 2.0
 _SECRETS = (TOKEN, SECRET, "PRIVATE KEY", "client-key-data")
 
@@ -37,7 +37,7 @@ def statuses(log: Log) -> dict[str, HostStatus]:
 
 
 def replacements(log: Log) -> Iterator[tuple[Sent, str, str]]:
-    """Yield each request that may replace a disk, the instance that it names, and its host."""
+    """Yield each request that may replace a disk, with each instance that it names and the name of its host."""
     for sent in log.sent:
         for number in sent.numbers if sent.replaces else ():
             host = log.host(sent.scale_set, number)
@@ -46,10 +46,10 @@ def replacements(log: Log) -> Iterator[tuple[Sent, str, str]]:
 
 
 def not_too_many_away(log: Log) -> Iterator[str]:
-    """I1: hosts that can't take a job are never more than may be, by the API server's own objects.
+    """I1: the number of hosts that can't take a job never exceeds the limit, judged by the API server's own objects.
 
-    Who has our cordon and is busy yet still works. Hosts that others have cordoned don't count; who was NotReady
-    before the roll, or had no Node, does.
+    A host with our cordon that is still busy counts as working. Hosts that others have cordoned don't count as away;
+    those that were NotReady before the roll, or had no Node, do.
     """
     began = log.run[0].at if log.run else 0.0
     states = {host.name: state for host in log.plan.hosts if (state := log.before(host.name))}
@@ -80,7 +80,7 @@ def _is_away(state: NodeState, *, is_idle: bool) -> bool:
 
 
 def only_empty_hosts(log: Log) -> Iterator[str]:
-    """I2: what replaces a disk is sent for an empty host alone, after a look at most two seconds before."""
+    """I2: requests that replace a disk are sent only for empty hosts, after a look at most two seconds before."""
     looks = defaultdict(list)
     for event in log.audit:
         if query := re.search(r"/pods\?.*spec\.nodeName%3D([^%&]+)", event["requestURI"]):
@@ -93,7 +93,7 @@ def only_empty_hosts(log: Log) -> Iterator[str]:
 
 
 def lost_jobs(log: Log) -> list[str]:
-    """Return the pods that ran on a host when its disk was replaced: also those of the last two seconds (R15)."""
+    """Return the pods that ran on a host when its disk was replaced, even if started in the last two seconds (R15)."""
     lost = []
     for disk in log.disks:
         host = log.host(disk.scale_set, disk.number)
@@ -104,7 +104,7 @@ def lost_jobs(log: Log) -> list[str]:
 
 
 def intents_come_first(log: Log) -> Iterator[str]:
-    """I3: each request that replaces a disk has an intent of its own before it, and none is sent beside another."""
+    """I3: each request that replaces a disk has its own intent before it, and no instance has two open intents."""
     intents: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     open_since: dict[tuple[str, str], float] = {}
     for record in log.requests:
@@ -127,7 +127,7 @@ def intents_come_first(log: Log) -> Iterator[str]:
 
 
 def instances_by_name(log: Log) -> Iterator[str]:
-    """I4: every request names its instances one by one, each the machine of the plan, read a minute ago at most."""
+    """I4: every request names its instances one by one, each the plan's machine, read at most a minute before."""
     reads: dict[str, list[float]] = defaultdict(list)
     for sent in log.sent:
         if sent.verb == "read":
@@ -150,7 +150,7 @@ def instances_by_name(log: Log) -> Iterator[str]:
 
 
 def models_under_a_condition(log: Log) -> Iterator[str]:
-    """I5: a model is changed under If-Match, only its version, and only where Azure replaces nothing by itself."""
+    """I5: a model is changed only with If-Match, only its version, and only where Azure replaces nothing by itself."""
     for sent in log.sent:
         if sent.method != "PATCH":
             continue
@@ -170,7 +170,7 @@ def models_under_a_condition(log: Log) -> Iterator[str]:
 
 
 def one_operation_a_set(log: Log) -> Iterator[str]:
-    """I6: a scale set has one operation of ours on the whole of it at once."""
+    """I6: a scale set has at most one set-wide operation of ours at a time."""
     busy: dict[str, float] = {}
     for sent in log.sent:
         if sent.verb == "upgrade" and 200 <= sent.status < 300:
@@ -180,9 +180,9 @@ def one_operation_a_set(log: Log) -> Iterator[str]:
 
 
 def no_pod_is_deleted(log: Log) -> Iterator[str]:
-    """I7: pods are evicted where they may be, gangs whole, and none is deleted.
+    """I7: only pods that may be evicted are, gangs as a whole, and none is deleted.
 
-    That a budget isn't exceeded is the API server's own: evictions are asked for there.
+    The API server itself ensures that no budget is exceeded, since it decides on evictions.
     """
     rolls = log.plan.policy.rolls
     assert rolls
@@ -206,7 +206,7 @@ def no_pod_is_deleted(log: Log) -> Iterator[str]:
 
 
 def _torn_gangs(log: Log) -> Iterator[str]:
-    """Yield the Jobs of which a pod was evicted while another one's host wasn't cordoned by the roll."""
+    """Yield each eviction of a Job's pod at a time when the roll hadn't cordoned all hosts of that Job."""
     for event in log.audit:
         target = event.get("objectRef") or {}
         if target.get("subresource") != "eviction" or event["responseStatus"]["code"] >= 300:
@@ -220,7 +220,7 @@ def _torn_gangs(log: Log) -> Iterator[str]:
 
 
 def cordons_are_as_before(log: Log) -> Iterator[str]:
-    """I8: others' cordons are there in the end; ours is on hosts that failed with the new image and on no other."""
+    """I8: in the end others' cordons are still there, and ours is only on hosts that failed with the new image."""
     ends = statuses(log)
     for name in log.plan.host:
         before, now, status = log.before(name), log.last(name), ends[name]
@@ -235,9 +235,9 @@ def cordons_are_as_before(log: Log) -> Iterator[str]:
 
 
 def versions_are_known(log: Log) -> Iterator[str]:
-    """I9: what each host runs is what its outcome says, or it is `unknown`.
+    """I9: each host runs what its outcome says, unless that is `unknown`.
 
-    That a run with such a host doesn't end with 0 is the command's, see tests/unit/cli.
+    The command ensures that a run with such a host doesn't end with 0, see tests/unit/cli.
     """
     target = log.plan.target
     assert target
@@ -258,7 +258,7 @@ def versions_are_known(log: Log) -> Iterator[str]:
 
 
 def ok_is_proven(log: Log) -> Iterator[str]:
-    """I10: `ok` needs the new build, another boot, and a good suite after that."""
+    """I10: `ok` requires the new build, a new boot, and a passing suite after that."""
     target = log.plan.target
     assert target
     verified = {r.host: r for r in log.run if isinstance(r, Result) and r.step == "verify" and r.outcome.ok}
@@ -281,7 +281,7 @@ def ok_is_proven(log: Log) -> Iterator[str]:
 
 
 def one_way_and_back(log: Log) -> Iterator[str]:
-    """I11: a host gets the new image once, and the old one once; once more where it came back with another build."""
+    """I11: a host gets each image at most once, or twice if the version comes up as another build."""
     times = Counter((disk.scale_set, disk.number, disk.version) for disk in log.disks)
     for (scale_set, number, version), count in times.items():
         most = 2 if version in log.boots else 1
@@ -290,7 +290,7 @@ def one_way_and_back(log: Log) -> Iterator[str]:
 
 
 def waves_wait(log: Log) -> Iterator[str]:
-    """I12: a wave begins once the last one has passed and soaked, its canaries are fine and the gate says go."""
+    """I12: a wave begins once the previous one has passed and soaked, its canaries are fine and the gate says go."""
     passed: dict[int, float] = {}
     verdict, red_at, stopped = "hold", 0.0, False
     waves = progress(log).waves
@@ -318,7 +318,7 @@ def waves_wait(log: Log) -> Iterator[str]:
 
 
 def models_go_back_first(log: Log) -> Iterator[str]:
-    """I13: after a stop nothing gets the new image, and all models name the old one before a host is given it."""
+    """I13: after a stop no host gets the new image, and all models name the old one before a host gets that."""
     target = log.plan.target
     assert target
     turned = next((record.at for record in log.run if isinstance(record, Turned)), None)
@@ -343,7 +343,7 @@ def _reopened(log: Log, since: float, until: float) -> bool:
 
 
 def services_run(log: Log) -> Iterator[str]:
-    """I14: Azure's own services of each set run again."""
+    """I14: Azure's own services are running again for each set."""
     for path, services in log.services.items():
         for service, state in services.items():
             if state != "Running":
@@ -351,9 +351,9 @@ def services_run(log: Log) -> Iterator[str]:
 
 
 def there_is_a_way_back(log: Log) -> Iterator[str]:
-    """I15: the version that a set leaves is there and in its region whenever a journal names it.
+    """I15: the version that a set leaves still exists in a region as long as a journal names it.
 
-    Nothing of a roll protects it from being deleted: what publishes and prunes does (gallery/prune).
+    The roll itself doesn't protect it from deletion; the code that publishes and prunes does (gallery/prune).
     """
     target = log.plan.target
     assert target
@@ -365,9 +365,9 @@ def there_is_a_way_back(log: Log) -> Iterator[str]:
 
 
 def one_driver(log: Log) -> Iterator[str]:
-    """I16: what changes a scale set comes from who has marked it, while the mark lasts.
+    """I16: changes to a scale set come only from the run that has marked it, while the mark is valid.
 
-    The mark is the set's tag. The Lease in the cluster beside it has a test of its own (R23).
+    The mark is the set's tag. The additional Lease in the cluster has a test of its own (R23).
     """
     for sent in log.sent:
         holder, _, until = sent.tag.rpartition(" until ")
@@ -378,7 +378,7 @@ def one_driver(log: Log) -> Iterator[str]:
 
 
 def no_secret_is_written(log: Log) -> Iterator[str]:
-    """I17: no token or key is in a journal, a plan, or what the driver printed."""
+    """I17: no token or key is in a journal, a plan, or the driver's output."""
     for path in log.files:
         text = path.read_text(errors="replace")
         for secret in _SECRETS:
@@ -387,10 +387,10 @@ def no_secret_is_written(log: Log) -> Iterator[str]:
 
 
 def half_of_the_limits(log: Log, speed: float) -> Iterator[str]:
-    """I18: of each of Azure's buckets at most half of what it is refilled with is taken, in any minute.
+    """I18: in any minute, at most half of the refill of each of Azure's rate-limit buckets is used.
 
-    ``speed`` is how many times faster than in a data center everything goes in a test: where delays aren't shortened
-    alike, this can't be judged.
+    ``speed`` is how many times faster a test is than a data center: unless all delays are shortened alike, this can't
+    be judged.
     """
     for name, share in shares(log, speed).items():
         if share > 0.5:
@@ -398,7 +398,7 @@ def half_of_the_limits(log: Log, speed: float) -> Iterator[str]:
 
 
 def shares(log: Log, speed: float) -> dict[str, float]:
-    """Return the busiest minute of each kind of bucket, as a part of its refill."""
+    """Return the usage of each kind of bucket in its busiest minute, as a fraction of its refill."""
     limits = Limits()
     taken: dict[tuple[str, str], list[float]] = defaultdict(list)
     for sent in log.sent:
@@ -439,9 +439,9 @@ AT_THE_END: dict[str, Invariant] = {
 
 
 def violations(log: Log, *, speed: float | None = None, was_killed: bool = False) -> list[str]:
-    """Return what breaks an invariant; those about endings only of a roll that has one. ``speed``: see I18.
+    """Return all violations of invariants; those about endings count only once a roll has ended. ``speed``: see I18.
 
-    A driver that was killed may have stopped, but not given back what it held.
+    A driver that was killed may have stopped the roll without releasing what it held.
     """
     is_stopped = bool(log.run) and bool(progress(log).stopped) and not was_killed
     is_over = is_stopped or (bool(log.run) and isinstance(log.run[-1], Finished))
@@ -453,6 +453,6 @@ def violations(log: Log, *, speed: float | None = None, was_killed: bool = False
 
 
 def require(log: Log, *, but: str = "none") -> None:
-    """Hold all invariants but one, and that no job was lost."""
+    """Require that all invariants except ``but`` hold, and that no job was lost."""
     broken, lost = [text for text in violations(log) if not text.startswith(f"{but}:")], lost_jobs(log)
     assert not broken and not lost, (broken, lost)

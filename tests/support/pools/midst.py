@@ -1,8 +1,8 @@
-"""What goes wrong in the middle of a rollout, on hosts that were sound until then.
+"""Faults in the middle of a rollout, on hosts that were sound until then.
 
 told       the network vanishes while the host is being told to join
-joining    it vanishes when the host was told
-verified   it vanishes while the host is verified
+joining    it vanishes once the host has been told
+verified   it vanishes while the host is being verified
 sudo       sudo answered the probe, and hangs from then on
 """
 
@@ -16,7 +16,7 @@ from tests.support.pools.fleet import Fleet
 from tests.support.pools.rollouts import Rollout, wait
 
 Moment = Literal["told", "joining", "verified", "sudo"]
-# What is there on a host when its moment has come.
+# The file that exists on a host once its moment has come.
 _MARKS: dict[Moment, str] = {
     "told": "/run/being-told",
     "joining": "/var/joins",
@@ -34,7 +34,7 @@ _PREPARED: dict[Moment, str] = {
 
 
 def prepare(pool: Fleet, moments: Mapping[int, Moment]) -> None:
-    """Make hosts ready for it; a rollout over them was planned."""
+    """Prepare hosts for their moments, once a rollout over them is planned."""
     for number, moment in moments.items():
         if moment == "sudo":
             pool.hang_sudo(number, answers=True)
@@ -58,7 +58,7 @@ def cut(rollout: Rollout, moments: Mapping[int, Moment], child: subprocess.Popen
 
 
 def undo(pool: Fleet, moments: Mapping[int, Moment]) -> None:
-    """Let hosts be sound again; who waited for sudo gets its answer."""
+    """Make hosts sound again; commands that wait for sudo get their answer."""
     for number, moment in moments.items():
         if moment == "sudo":
             pool.free_sudo(number)

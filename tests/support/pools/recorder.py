@@ -1,7 +1,7 @@
-"""The merged log of a roll: what Azure was asked for and was like then, what the API server's objects were, who asked.
+"""The merged log of a roll: requests to Azure with its state at the time, the API server's objects, and its audit log.
 
-Everything is on one machine, so one clock orders it. The server of the simulator answers one request at a time, and is
-recorded within that; nodes and pods are watched as any controller does it.
+Everything is on one machine, so one clock orders it. The simulator's server answers one request at a time, and requests
+are recorded while it does; nodes and pods are watched as any controller does.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _SETS = "/virtualmachinescalesets/"
 
 @dataclass(frozen=True)
 class Sent:
-    """A request that came to Azure, and its scale set right before: ``vm_ids`` are those of its instances.
+    """A request to Azure, and the state of its scale set right before: ``vm_ids`` are those of its instances.
 
-    ``models`` are the versions that all scale sets name, ``until`` is when the operation that it began is over, in
-    seconds of the epoch. ``status`` is 0 for one that never arrived.
+    ``models`` are the versions that all scale sets name, ``until`` is when the operation that it began ends, in
+    seconds since the epoch. ``status`` is 0 for a request that never arrived.
     """
 
     at: float
@@ -57,7 +57,7 @@ class Sent:
 
     @property
     def verb(self) -> str:
-        """Return `upgrade` or `reimage` for what may replace disks, `model`, `tags`, `service` or `read`."""
+        """Return `upgrade` or `reimage` for a request that may replace disks, or `model`, `tags`, `service`, `read`."""
         if self.method == "GET":
             return "read"
         if self.method == "PATCH":
@@ -114,7 +114,7 @@ class PodState:
 
     @property
     def job(self) -> str:
-        """Return the uid of the Job that it is of, empty for one of none."""
+        """Return the uid of the Job that owns the pod, empty if there is none."""
         owners = self.document["metadata"].get("ownerReferences") or ()
         return next((str(owner["uid"]) for owner in owners if owner["kind"] == "Job"), "")
 
@@ -124,7 +124,7 @@ class PodState:
 
     @property
     def holds(self) -> bool:
-        """Tell whether its host is busy with it: by what a pod is, not by what the drain thinks of it."""
+        """Return whether the pod keeps its host busy, judged by the pod itself, not by the drain's view of it."""
         meta = self.document["metadata"]
         owners = {owner["kind"] for owner in meta.get("ownerReferences") or ()}
         is_mirror = "kubernetes.io/config.mirror" in (meta.get("annotations") or {})
@@ -138,7 +138,7 @@ class PodState:
 
 @dataclass(frozen=True)
 class Disk:
-    """An instance got a new OS disk."""
+    """A new OS disk of an instance."""
 
     at: float
     scale_set: str
@@ -148,10 +148,10 @@ class Disk:
 
 @dataclass(frozen=True)
 class Log:
-    """All that is known of one roll. ``audit`` are the driver's requests to the API server, by that one's own log.
+    """Everything known about one roll. ``audit`` has the driver's requests, from the API server's own log.
 
-    ``machines`` are the instances and ``services`` those of the scale sets as they are now, ``files`` what the driver
-    has written, ``boots`` versions that come up as another build.
+    ``machines`` are the instances and ``services`` those of the scale sets as they are now, ``files`` those that the
+    driver has written, ``boots`` the versions that come up as another build.
     """
 
     plan: Plan
@@ -181,7 +181,7 @@ class Log:
         return states
 
     def host(self, scale_set: str, number: str) -> Host | None:
-        """Return the plan's host that is an instance."""
+        """Return the plan's host for an instance."""
         return self._hosts.get((scale_set, number))
 
     def before(self, name: str) -> NodeState | None:
@@ -195,7 +195,7 @@ class Log:
         return states[-1] if states else None
 
     def run_on(self, name: str, at: float) -> str:
-        """Return whose cordon a node had at a moment, empty for none and for a node that is no host of the plan."""
+        """Return the run whose cordon a node had at a moment, empty for none and for a node that isn't in the plan."""
         earlier = [state for state in self._states.get(name, ()) if state.at <= at]
         return earlier[-1].run if earlier else ""
 
@@ -205,7 +205,7 @@ class Log:
         return [pod for pod in states.values() if pod.holds]
 
     def tenants(self, name: str, at: float) -> list[PodState]:
-        """Return the pods that kept a host busy at a moment, each in the state since when it did."""
+        """Return the pods that kept a host busy at a moment, each in the state with which it began to."""
         present: dict[str, PodState] = {}
         for pod in self.pods:
             if pod.at > at:
@@ -219,7 +219,7 @@ class Log:
 
 @dataclass
 class Recorder:
-    """Records from ``__enter__`` on. ``connect`` opens a connection of an administrator, one for each thread."""
+    """Records from ``__enter__`` on. ``connect`` opens an administrator's connection, one for each thread."""
 
     connect: Callable[[], Kube]
     scale_sets: ScaleSets
@@ -258,7 +258,7 @@ class Recorder:
         """Wait until everything that has happened by now is recorded."""
         deadline = time.monotonic() + _CATCH_UP_SECONDS
         for path in ("/api/v1/nodes", "/api/v1/pods"):
-            # Each kind has a version of its own: that of its newest object.
+            # Each kind has its own version, that of its newest object.
             newest = 0
 
             def note(item: Json) -> None:
@@ -280,7 +280,7 @@ class Recorder:
         return self.scale_sets.sets.get(f"{head}{mark}{rest.partition('/')[0]}")
 
     def _look(self, request: Request) -> None:
-        """Remember what its scale set is like before a request is answered."""
+        """Remember the state of a request's scale set before the request is answered."""
         group = self._group(request.path)
         if group is None:
             return
@@ -366,7 +366,7 @@ class Recorder:
 
 
 def audited(path: Path, agent: str, since: float) -> Iterator[Mapping[str, Any]]:
-    """Yield what clients of a name asked the API server for since a moment."""
+    """Yield the requests that clients with this user agent sent to the API server since a moment."""
     for line in path.read_text().splitlines():
         if agent not in line:
             continue

@@ -1,7 +1,7 @@
-"""Real hosts that are rolled: each an sshd of its own, in a real cluster, and in scale sets of the simulated Azure.
+"""Real hosts that are rolled: each has its own sshd, in a real cluster, and in scale sets of the simulated Azure.
 
-A reimage lets the host vanish with all that runs on it, and come back as another boot of another image, with another
-host key, signed for it by the host CA: what its node, its sshd and the suite tell of it is its own.
+A reimage makes the host vanish with everything that runs on it, and come back as another boot of another image, with
+another host key, signed for it by the host CA: what its node, its sshd and the suite report is its real state.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from tests.support.pools.rolls import World, surroundings
 OLD_BUILD = "0" * 64
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _KEY = "/etc/ssh/ssh_host_ed25519_key"
-# The kernel of all hosts is one, and so would be the boot that they tell.
+# All hosts share one kernel, and would therefore report the same boot.
 _BOOT = f"""\
 umount {BOOT_ID} 2>/dev/null || true
 echo "$0" >/run/boot_id
 mount --bind /run/boot_id {BOOT_ID}
 """
-# As when the power is cut: nobody is left but the first process, which is sshd.
+# As in a power cut: only the first process is left, which is sshd.
 _CUT = "kill -9 -1 || true"
 
 
 @dataclass
 class RealWorld(World):
-    """``release`` is what the new image says of itself. ``stubborn`` hosts return with the image that they had,
-    ``unsigned`` ones with a key that nobody signed. ``reimaged`` are those that were, each time.
+    """``release`` is the new image's release file. ``stubborn`` hosts return with the image that they had,
+    ``unsigned`` ones with an unsigned key. ``reimaged`` lists the hosts that were reimaged, each time.
     """
 
     pool: Fleet = field(kw_only=True)
@@ -66,7 +66,7 @@ class RealWorld(World):
         return int(name.rpartition("-")[2])
 
     def tells(self, name: str) -> tuple[str, str]:
-        """Return the boot and the build that a host tells, past SSH."""
+        """Return the boot and the build that a host reports, bypassing SSH."""
         number = self.number(name)
         release = self.pool.run(number, "cat", os.fspath(RELEASE))
         (build,) = re.findall(r'(?m)^IMAGE_BUILD="?(\w+)', release)
@@ -77,13 +77,13 @@ class RealWorld(World):
         return self.pool.run(self.number(name), "ssh-keygen", "-y", "-f", _KEY)
 
     def run_image(self, name: str, boot_id: str, release: str) -> None:
-        """Let a host be a boot of an image."""
+        """Make a host look like a boot of an image."""
         number = self.number(name)
         self.pool.run(number, "sh", "-ec", 'cat >"$0"', os.fspath(RELEASE), input=release)
         self.pool.run(number, "sh", "-ec", _BOOT, boot_id)
 
     def reimage(self, group: SetState, machine: Machine) -> None:
-        """Be told by Azure that an instance has another OS disk, and do that to its host."""
+        """Reimage the host of an instance to which Azure has given another OS disk."""
         self.recorder.reimaged(group, machine)
         path = group.content["id"]
         host = next(h for h in self.hosts if (h.scale_set_id, h.instance) == (path, machine.id))
@@ -118,7 +118,7 @@ class RealWorld(World):
         return ["--host-ca", os.fspath(self.pool.authority.path)]
 
     def inventory(self, folder: Path, names: Sequence[str]) -> Path:
-        """Write an inventory of hosts, as ``pool snapshot`` has them."""
+        """Write an inventory of hosts, as ``pool snapshot`` does."""
         groups: dict[str, Any] = {}
         for host in map(self.host, names):
             entry = {
@@ -138,14 +138,14 @@ class RealWorld(World):
         return file
 
     def start(self, *argv: str | Path, **more: Any) -> subprocess.Popen[str]:
-        """Start a command of pools."""
+        """Start a ``pool`` command."""
         command = [sys.executable, "-m", "tests.support.pools.operator", self.suite, "pool", *argv]
         own = {n: v for n, v in os.environ.items() if not n.startswith(("AZURE_", "IDENTITY_", "MSI_"))}
         environment = {**own, "CI": "1", **self.served.environment}
         return subprocess.Popen(command, cwd=REPO, env=environment, text=True, **more)
 
     def operate(self, *argv: str | Path, status: int = 0) -> tuple[str, str]:
-        """Run a command of pools, which has to end with that status; return what it says, and its errors."""
+        """Run a ``pool`` command, which must exit with ``status``; return its output and its errors."""
         with self.start(*argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
             out, err = child.communicate(timeout=540)
         assert child.returncode == status, f"{out}\n{err}"
@@ -169,7 +169,7 @@ class RealWorld(World):
         return plan
 
     def driving(self, plan: Path) -> list[str | Path]:
-        """Return the arguments of ``run`` and ``resume`` besides how host keys are known."""
+        """Return the arguments of ``run`` and ``resume``, except those about host keys."""
         facts: list[str | Path] = ["--facts", self.facts, "--endpoint", self.served.url]
         return [plan, "-i", plan.with_name("hosts.json"), *self.login, "--kubeconfig", self.account(), *facts]
 
@@ -193,7 +193,7 @@ POLICY: dict[str, Any] = {
 
 
 def suite_of_the_running(folder: Path) -> Path:
-    """Return the real suite without its checks of a booted machine."""
+    """Return the real suite without its checks for booted machines."""
     folder.mkdir()
     for path in (REPO / "image_builder/suite").iterdir():
         if path.is_file() and path.name not in NOT_BOOTED:
@@ -203,7 +203,7 @@ def suite_of_the_running(folder: Path) -> Path:
 
 @contextmanager
 def rolling(pool: Fleet, built: Workplace, sets: Sequence[int], folder: Path) -> Iterator[RealWorld]:
-    """Make scale sets of so many of a pool's hosts each, all with the old image. Call it from the main thread."""
+    """Make scale sets of these sizes from a pool's hosts, all with the old image. Call it from the main thread."""
     arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     facts = built.artefact / "facts.json"
     builds = {OLD: OLD_BUILD[:12], NEW: json.loads(facts.read_text())["build_id"][:12]}

@@ -1,6 +1,6 @@
-"""Nodes that the gate asks to have repaired, for a test: the gate's own steps, Azure's simulator, and the command.
+"""Nodes for which the gate requests a repair, for tests: the gate's own steps, Azure's simulator, and the command.
 
-The command is the real one, in a process of its own, with the documented rights; it only waits for less long.
+The command is the real one, in a separate process, with the documented rights; only its waits are shorter.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def actions() -> list[str]:
 
 @dataclass
 class Clinic:
-    """``silent`` are nodes that don't boot after a request."""
+    """A cluster and Azure. ``silent`` are nodes that don't boot after a request."""
 
     plane: Ward
     served: Served
@@ -74,7 +74,7 @@ class Clinic:
             threading.Timer(0.3, self.plane.kubelets.boot, (name,)).start()
 
     def pool(self, count: int) -> Pool:
-        """Return a new scale set with so many nodes."""
+        """Return a new scale set with ``count`` nodes."""
         number, names = next(self._numbers), self.plane.nodes(count)
         path = self.scale_sets.add(f"set-{number}", OLD, count)
         machines = self.scale_sets.sets[path.lower()].machines.values()
@@ -87,14 +87,14 @@ class Clinic:
         return pool
 
     def sent(self, pool: Pool) -> list[str]:
-        """Return what changed anything in a pool's scale set, or was to."""
+        """Return the requests that changed anything in a pool's scale set, or tried to."""
         log = [entry for entry in self.served.arm.log if entry.path.lower().startswith(pool.path.lower())]
         return [f"{entry.method} {entry.path[len(pool.path) :]}" for entry in log]
 
 
 @dataclass
 class Pool:
-    """A scale set and its nodes; ``inventory`` is what a snapshot of it would be."""
+    """A scale set and its nodes; ``inventory`` is the file that a snapshot of it would be."""
 
     clinic: Clinic
     path: str
@@ -116,7 +116,7 @@ class Pool:
         self.inventory.write_text(yaml.safe_dump({"gpu": {"hosts": hosts}}))
 
     def ask(self, name: str, remedy: str) -> None:
-        """Let a node ail until the gate, step by step, has emptied it and asks for a remedy."""
+        """Report a node as faulty, and run the gate step by step until it has drained the node and wants a remedy."""
         plane = self.clinic.plane
         plane.report(name, "False", FINDINGS[remedy])
         with plane.client() as client:
@@ -143,7 +143,7 @@ class Pool:
         )
 
     def ended(self, process: subprocess.Popen[str], status: int) -> dict[str, dict[str, Any]]:
-        """Return what a command says of each node."""
+        """Wait until a command exits with ``status``; return what it reports of each node."""
         out, err = process.communicate(timeout=180)
         assert process.returncode == status, (process.returncode, out, err)
         return {node["node"]: node for node in json.loads(out)["nodes"]}
@@ -153,7 +153,7 @@ class Pool:
 
     @contextmanager
     def faulty(self, fault: Callable[[Request], Any]) -> Iterator[None]:
-        """Have a fault happen to the requests about the scale set."""
+        """Apply a fault to the requests about the scale set."""
         faults = self.clinic.served.arm.faults
 
         def own(request: Request) -> Any:
@@ -166,7 +166,7 @@ class Pool:
             faults.remove(own)
 
     def killed(self, effect: Literal["drop", "lose"]) -> None:
-        """Run the command, and kill it as its request for an instance arrives."""
+        """Run the command, and kill it when its first request that isn't a GET arrives."""
         process = self.start()
 
         def fault(request: Request) -> Literal["drop", "lose"] | None:
@@ -183,7 +183,7 @@ class Pool:
 
 @contextmanager
 def clinic(folder: Path) -> Iterator[Clinic]:
-    """Run a control plane with the rights of the gate and the command, and Azure's simulator with those of the page."""
+    """Run a control plane with the rights of the gate and the command, and Azure's simulator with those on the page."""
     arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     for path in (OLD, NEW):
         add_version(arm, path)
@@ -195,7 +195,7 @@ def clinic(folder: Path) -> Iterator[Clinic]:
 
 
 class Impatient(repair.Repairs):
-    """The real ones, in less time."""
+    """The real repairs, with shorter waits."""
 
     def __post_init__(self) -> None:
         self.patience = PATIENCE

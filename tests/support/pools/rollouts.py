@@ -1,8 +1,8 @@
 """Rollouts on real hosts: real sshd, OpenSSH, Ansible, paramiko, pytest. Only the node agent on them is a stand-in.
 
 The agent of an image needs a booted machine and a cluster. The stand-in is a shell script in its place that writes
-the same `/run/node/provision.json`, and counts: a line in `/var/joins` each time it is told to join. What it comes to,
-and how long it takes, stands in `/etc/stand-in` of the host.
+the same `/run/node/provision.json`, and adds a line to `/var/joins` each time it is told to join. Its result and
+duration are set in the host's `/etc/stand-in`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_it_has_joined(host):
     \"\"\"The host has joined.\"\"\"
     assert host.file("/var/joins").exists
 """
-# A check that takes a while, once, on a host that is told to (see midst.py).
+# A check that takes a while, once, on a host that was prepared for it (see midst.py).
 HELD = "[ ! -e /etc/held ] || { mv /etc/held /run/being-verified; sleep 3; }"
 CHECK = f"""\
 {JOINED}
@@ -73,13 +73,13 @@ POLICY = {
     "verify": "0%",
     "deadlines": {"probe": 15, "bootstrap": 60, "verify": 60},
 }
-# How hosts end that ``let_fail`` and ``fill`` were called with.
+# How hosts end after ``let_fail`` and ``fill``.
 FAILING, FULL = "failed disk 31", "failed disk 32"
 _AUTHORITY = joins.authority().certificate
 
 
 def install(pool: Fleet, numbers: Iterable[int], agent: str = AGENT) -> None:
-    """Put the stand-in on hosts."""
+    """Install the stand-in on hosts."""
     for number in numbers:
         pool.run(number, "mkdir", "-p", "/etc/node-agent")
         put(pool, number, "/usr/local/sbin/node-agent", agent)
@@ -91,20 +91,20 @@ def put(pool: Fleet, number: int, path: str, text: str) -> None:
 
 
 def let_fail(pool: Fleet, number: int) -> None:
-    """Let a host's stand-in fail: the host ends as FAILING."""
+    """Make a host's stand-in fail, so that the host ends as FAILING."""
     pool.run(number, "sh", "-ec", "cat >/etc/stand-in", input="state=failed phase=disk code=31\n")
 
 
 def fill(pool: Fleet, number: int) -> None:
-    """Fill a host's disk, when the stand-in is there: the host ends as FULL."""
-    # As on a booted machine: what is in /run is not on the disk.
+    """Fill a host's disk after the stand-in was installed, so that the host ends as FULL."""
+    # As on a booted machine, /run isn't on the disk.
     pool.run(number, "sh", "-ec", "mount -t tmpfs tmpfs /run; mkdir /run/sshd")
     pool.run(number, "sh", "-c", "cat /dev/zero >/var/fill", ok=False)
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A plan over some of the hosts, all of which are as new."""
+    """A plan for some of the hosts, all of which are as new."""
 
     folder: Path
     pool: Fleet
@@ -144,7 +144,7 @@ class Rollout:
         )
 
     def finish(self, status: int = 0, **more: Any) -> dict[str, Any]:
-        """Drive to the end; return the report. The driver has to end with that status."""
+        """Drive to the end; return the report. The driver must exit with ``status``."""
         with self.start(**more) as child:
             out, err = child.communicate(timeout=300)
         assert child.returncode == status, err
@@ -153,7 +153,7 @@ class Rollout:
 
     @property
     def last_wave(self) -> list[int]:
-        """The numbers of its hosts, in their order."""
+        """The numbers of the last wave's hosts, in order."""
         slices = json.loads(self.plan.read_text())["waves"][-1]["slices"]
         return [int(name.rpartition("-")[2]) for part in slices for name in part]
 
@@ -163,7 +163,7 @@ class Rollout:
         return read_journal(journal) if journal.exists() else []
 
     def joins(self, numbers: Sequence[int] = ()) -> dict[int, int]:
-        """Return how often each host was told to join; of these hosts, or all."""
+        """Return how often each of these hosts, or of all hosts, was told to join."""
         hosts = numbers or self.numbers
         return {n: self.pool.run(n, "cat", "/var/joins", ok=False).count("told") for n in hosts}
 
@@ -172,7 +172,7 @@ class Rollout:
         return self.folder / f".{self.plan.name}.work"
 
     def running(self) -> list[str]:
-        """Return the processes of slices of this rollout that still run."""
+        """Return the processes of this rollout's slices that are still running."""
         return [
             command
             for entry in Path("/proc").iterdir()
@@ -180,13 +180,13 @@ class Rollout:
         ]
 
     def left(self) -> list[str]:
-        """Return what still runs, and the directories that are left."""
+        """Return the processes that are still running, and the directories that are left."""
         return self.running() + ([os.fspath(p) for p in self._work.iterdir()] if self._work.exists() else [])
 
 
 def _command(entry: Path) -> str:
     try:
-        # Ansible's workers have no argument of ours, but all that is begun here has it in its environment.
+        # Ansible's workers have no argument of ours, but everything started here has it in its environment.
         return " ".join(
             (entry / name).read_bytes().replace(b"\0", b" ").decode(errors="replace")
             for name in _SECRET_FILES
@@ -199,7 +199,7 @@ _SECRET_FILES = ("cmdline", "environ")
 
 
 def command(*argv: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command for pools to its end."""
+    """Run a ``pool`` command to its end."""
     arguments = [sys.executable, "-m", "image_builder.cli", "pool", *(os.fspath(a) for a in argv)]
     return subprocess.run(arguments, cwd=REPO, capture_output=True, text=True, check=False)
 
@@ -215,9 +215,9 @@ def make(
     check: str = CHECK,
     variables: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Rollout:
-    """Plan a rollout of hosts by their numbers; the ``sound`` ones are made as new, with ``agent`` in /etc/stand-in.
+    """Plan a rollout of hosts by number; the ``sound`` ones are reset to new, with ``agent`` in /etc/stand-in.
 
-    ``check`` is the whole suite; by default host 5 fails it. ``variables`` are further ones of hosts.
+    ``check`` is the whole suite; by default host 5 fails it. ``variables`` are additional ones of hosts.
     """
     write_plan(pool, folder, numbers, POLICY | dict(policy or {}), variables)
     facts = {"image": "minimal", "build_id": "0", "packages": [], "variables": {}}
@@ -254,7 +254,7 @@ def write_plan(
 
 
 def write_suite(folder: Path, **files: str) -> None:
-    """Make a suite of these checks, by file's name, with the options and fixtures of the real one."""
+    """Make a suite of these checks, by file name, with the options and fixtures of the real one."""
     folder.mkdir()
     for path in (REPO / "image_builder/suite").iterdir():
         if path.is_file() and not path.name.startswith("test_"):
@@ -264,7 +264,7 @@ def write_suite(folder: Path, **files: str) -> None:
 
 
 def configuration(name: str) -> dict[str, Any]:
-    """Return a node configuration that its node takes."""
+    """Return a node configuration that its node accepts."""
     return joins.document(_AUTHORITY, node={"name": name})
 
 
@@ -282,7 +282,7 @@ def results(records: list[Record], step: str) -> int:
 
 
 def ended(records: Iterable[Record], number: int, step: str) -> list[Result]:
-    """Return how a step ended on a host, each time."""
+    """Return all results of a step on a host."""
     results = (r for r in records if isinstance(r, Result))
     return [r for r in results if (r.host, r.step) == (f"host-{number}", step)]
 

@@ -1,7 +1,7 @@
-"""A fleet that is rolled for real but for its machines: a control plane, simulated kubelets, and Azure's simulator.
+"""A fleet that is rolled for real, except for its machines: a control plane, simulated kubelets, and Azure's simulator.
 
-A reimage of an instance lets its node go away and come back with another boot. What a node tells of itself over SSH,
-and the suite, come from the simulator too: no machine is there to be asked.
+A reimage of an instance makes its node go away and come back with another boot. What a node reports over SSH, and the
+suite, come from the simulator too, since there is no machine.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ GENEROUS: dict[str, Any] = {"wave_budget": "50%", "budget": "50%", "same_least":
 
 @dataclass
 class World:
-    """The cluster, Azure, and who answers for the nodes.
+    """The cluster, Azure, and the answers for the nodes.
 
-    ``broken`` are hosts whose checks fail with the new image, ``silent`` ones that don't come back with it,
-    ``boots_never`` with no new disk at all. ``boots`` is what a version runs instead of its own build, ``works`` what
-    nodes say themselves that they work on. ``up_at`` is when the last boot of each is over, ``began`` when what is
-    looked at began.
+    ``broken`` are hosts whose checks fail with the new image, ``silent`` hosts that don't come back with it,
+    ``boots_never`` hosts that don't come back with any new disk. ``boots`` is the build that a version runs instead of
+    its own, ``works`` what nodes themselves say they are working on. ``up_at`` is when the last boot of each ends,
+    ``began`` when the log begins.
     """
 
     cluster: Cluster
@@ -104,7 +104,7 @@ class World:
         return self.cluster.kubeconfig(ACCOUNT, "system:serviceaccounts")
 
     def log(self, rolled: Plan) -> Log:
-        """Return what has happened by now to the hosts of a plan."""
+        """Return the log of what has happened so far to the hosts of a plan."""
         self.recorder.catch_up(self.admin)
         sets = {host.scale_set_id.lower() for host in rolled.hosts}
         names = {host.name for host in rolled.hosts}
@@ -152,7 +152,7 @@ class World:
         return next(host for host in self.hosts if host.name == name)
 
     def answer(self, request: Request) -> Answer | None:
-        """Answer what a node would tell of itself."""
+        """Answer a request for what a node would report about itself."""
         if not request.path.startswith(_NODES):
             return None
         name = request.path.removeprefix(_NODES)
@@ -178,7 +178,7 @@ class World:
         return {group.image for group in self.scale_sets.sets.values()}
 
     def stopped(self) -> bool:
-        """Tell whether the roll has stopped by itself."""
+        """Return whether the roll has stopped by itself."""
         return any(isinstance(record, Stopped) for record in read_run(self.folder / "run.jsonl"))
 
     def models_of(self, rolled: Plan) -> set[str]:
@@ -193,26 +193,26 @@ class World:
         return self.admin.request("GET", path_of_node(name))
 
     def is_ours(self, name: str) -> bool:
-        """Tell whether anything of ours is on a node."""
+        """Return whether a node has a cordon or taint of ours."""
         node = self.admin.request("GET", path_of_node(name))
         taints = node["spec"].get("taints") or ()
         return fence.record_of(node) is not None or any(entry["key"] == taint.TAINT for entry in taints)
 
     def require_clean_sets(self) -> None:
-        """Hold what is so after every ending: services run, and nobody drives a set."""
+        """Require what must hold after every ending: services are running, and no run holds a set."""
         for group in self.scale_sets.sets.values():
             assert group.services == dict.fromkeys(SERVICES, "Running")
             assert HOLD_TAG not in (group.content.get("tags") or {})
 
     def changes(self) -> list[Mapping[str, Any]]:
-        """Return the requests of the roll that changed something in the cluster, as the API server has them."""
+        """Return the roll's requests that changed something in the cluster, from the API server's log."""
         events = map(json.loads, (self.cluster.work / "audit.log").read_text().splitlines())
         return [
             e for e in events if e["userAgent"] == RUN_AGENT and e["verb"] not in ("get", "list", "watch")
         ]
 
     def reimages(self) -> list[str]:
-        """Return the requests that replace disks, as they arrived."""
+        """Return the paths of requests that replace disks, in the order of arrival."""
         return [
             entry.path
             for entry in self.served.arm.log
@@ -221,7 +221,7 @@ class World:
 
 
 class SimulatedFleet(RollFleet):
-    """The real one, but for what a machine would answer: that comes from where Azure is simulated, at ``url``."""
+    """The real fleet, except that a machine's answers come from Azure's simulator, at ``url``."""
 
     url: str
 
@@ -235,7 +235,7 @@ class SimulatedFleet(RollFleet):
             connection.close()
 
     def _ask_simulator(self, host: Host) -> Mapping[str, Any]:
-        # Not by Azure's SDK, which costs ten times as much.
+        # Not through Azure's SDK, which costs ten times as much.
         if not hasattr(self._asking, "connection"):
             context = ssl.create_default_context(cafile=os.environ["REQUESTS_CA_BUNDLE"])
             address = urlsplit(self.url).netloc
@@ -270,7 +270,7 @@ def surroundings(
 ) -> Iterator[tuple[Cluster, Kubelets, Served, ScaleSets, Recorder]]:
     """Run a control plane with simulated kubelets of these names, and serve Azure's simulator.
 
-    Who uses it adds scale sets, and enters the recorder.
+    The caller adds scale sets, and enters the recorder.
     """
     from tests.support.arm.serving import served
 
@@ -290,9 +290,9 @@ def surroundings(
 
 @contextmanager
 def world(sets: int, each: int, folder: Path, seconds: Mapping[str, float] = SECONDS) -> Iterator[World]:
-    """Run a control plane and Azure's simulator with scale sets of so many nodes each; all run the old image.
+    """Run a control plane and Azure's simulator with ``sets`` scale sets of ``each`` nodes; all run the old image.
 
-    ``seconds`` are those of Azure's operations, and of a node's ``boot`` from its new disk.
+    ``seconds`` are the durations of Azure's operations, and of a node's ``boot`` from its new disk.
     """
     arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     for path in (OLD, NEW):
@@ -335,7 +335,7 @@ def world(sets: int, each: int, folder: Path, seconds: Mapping[str, float] = SEC
 
 
 def plan(world: World, **policy: Any) -> Plan:
-    """Return the plan of a roll to the new version, read from Azure by its own SDK."""
+    """Return the plan of a roll to the new version, which is read from Azure with its own SDK."""
     rolled = Policy.model_validate(
         {
             "mode": "roll",
@@ -388,7 +388,7 @@ def drive(
             run=rolled.run,
             holder=rolled.holder,
             kube=lambda: Kube(access, agent=RUN_AGENT),
-            # What Azure asks to wait for isn't shorter in tests.
+            # The waits that Azure asks for aren't shorter in tests, so they are capped.
             azure=Client(manager, lambda seconds: time.sleep(min(seconds, longest)), pause=patience.look),
             journal=folder / "requests.jsonl",
             policy=rolled.policy.rolls.drain,
@@ -416,7 +416,7 @@ def drive(
 
 
 def drive_and_die(folder: Path, url: str, account: Path, last: int) -> None:
-    """Drive the roll of a folder's plan in this process, which SIGKILL ends after so many records; 0: it doesn't."""
+    """Drive the roll of a directory's plan in this process, and SIGKILL it after ``last`` records; 0: never."""
     records = itertools.count(1)
 
     def count() -> None:

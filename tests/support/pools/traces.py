@@ -1,4 +1,4 @@
-"""What a rollout has left behind, on this end and on its hosts: the kernel is asked, not the programs."""
+"""What a rollout has left behind, on this end and on its hosts, according to the kernel, not the programs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _ESTABLISHED, _SSH = "01", 22
 
 
 def here(pool: Fleet) -> list[str]:
-    """Return what is left on this end: processes in the hosts' network, sockets with a name, connections to hosts.
+    """Return what is left on this end: processes in the hosts' network, named sockets, connections to hosts.
 
-    All that a driver starts is in that network: slices, Ansible's workers, OpenSSH's masters, the suite.
+    Everything that a driver starts is in that network: slices, Ansible's workers, OpenSSH's masters, the suite.
     """
     return [*_processes(pool), *_named_sockets(), *_connections()]
 
 
 def wait_until_hosts_are_bare(pool: Fleet) -> None:
-    """Wait until nothing runs on any host but its sshd; what a broken connection has left takes its time to notice."""
+    """Wait until only sshd runs on each host; what a broken connection has left takes a while to notice."""
     wait(lambda: not pool.processes())
 
 
@@ -35,7 +35,7 @@ def _processes(pool: Fleet) -> list[str]:
 
 
 def _named_sockets() -> list[str]:
-    # Num RefCount Protocol Flags Type St Inode, and a path where it was bound to one.
+    # Num RefCount Protocol Flags Type St Inode, and a path if the socket is bound to one.
     rows = (line.split(maxsplit=7) for line in (_NETWORK / "unix").read_text().splitlines()[1:])
     return [f"socket {row[7]}" for row in rows if len(row) == 8]
 

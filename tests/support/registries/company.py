@@ -1,8 +1,8 @@
-"""A company's network around the lab's registry: one way out, its own authority, tokens, a credential helper.
+"""A company's network around the lab's registry: one way out, its own CA, tokens, a credential helper.
 
-The registry is Debian's docker-registry, behind a proxy of ours that hands out tokens as distribution's "Token
-Authentication Specification" has it. No resolver knows it, its certificate is of an authority that only
-``SSL_CERT_FILE`` names, and only a proxy with a password leads there.
+The registry is Debian's docker-registry, behind a proxy of ours that issues tokens as specified in distribution's
+"Token Authentication Specification". No resolver knows it, its certificate is from a CA that only ``SSL_CERT_FILE``
+names, and it can be reached only through a proxy with a password.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.registries.pulls import Lab
 
 REGISTRY, STORAGE, HUB = "registry.company.test", "storage.company.test", "registry-1.docker.io"
 _HUB_IN_HELPERS = "https://index.docker.io/v1/"
-# As `docker login` of many versions leaves it: a helper for each registry.
+# As many versions of `docker login` leave it: a helper for each registry.
 _HELPER = """#!/bin/sh
 read -r server
 echo "$1 $server" >> {asked}
@@ -34,7 +34,7 @@ printf '{{"ServerURL": "%s", "Username": "{name}", "Secret": "{password}"}}' "$s
 
 @dataclass
 class Company:
-    """The registry, where it keeps its layers, what poses as Docker Hub, the way to them, and every secret there is."""
+    """The registry, its storage for layers, the fake Docker Hub, the proxy that leads to them, and every secret."""
 
     registry: RegistryProxy
     storage: RegistryProxy
@@ -45,20 +45,20 @@ class Company:
 
     @property
     def secrets(self) -> set[str]:
-        """Return what may show nowhere: passwords as they are and as they are sent, tokens."""
+        """Return what must not appear anywhere: passwords as they are and as they are sent, and tokens."""
         pairs = [":".join(login) for login in (self.login, self.way_login)]
         encoded = {base64.b64encode(pair.encode()).decode() for pair in pairs}
         tokens = [t for r in (self.registry, self.hub) if r.tokens for t in list(r.tokens.given)]
         return {self.login[1], self.way_login[1], *encoded, *tokens}
 
     def reference(self, image: LockedImage) -> str:
-        """Return what the company calls an image of the lab's."""
+        """Return the company's name for an image of the lab."""
         return image.ref.replace(HOST, REGISTRY)
 
 
 @contextmanager
 def company(lab: Lab, *, token_seconds: float = 60.0) -> Iterator[Company]:
-    """Serve, and set this process' environment as a build's there."""
+    """Serve, and set this process's environment to that of a build in the company."""
     folder = lab.folder("company")
     registry, storage, hub = (lab.serve_proxy(name) for name in (REGISTRY, STORAGE, HUB))
     endpoints = [lab.endpoints.pop(name) for name in (REGISTRY, STORAGE, HUB)]
@@ -85,7 +85,7 @@ def company(lab: Lab, *, token_seconds: float = 60.0) -> Iterator[Company]:
         }
         with _environment(settings):
             yield place
-        # It holds a password, and is no file of the product's.
+        # It contains a password, and isn't a file of the product.
         helper.unlink()
 
 

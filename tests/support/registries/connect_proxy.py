@@ -1,4 +1,4 @@
-"""A proxy that opens tunnels for who has its password, to servers that nobody but it can find; it may die."""
+"""A proxy that opens tunnels for clients with its password, to servers that only it can find; it may die."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK = 1 << 16
 
 @dataclass
 class ConnectProxy:
-    """A running proxy: ``tunnels`` are those so far (``host:port``), ``refused`` those that it had no password for."""
+    """A running proxy: ``tunnels`` are those so far (``host:port``), ``refused`` those without the password."""
 
     address: tuple[str, int]
     server: http.server.HTTPServer
@@ -28,7 +28,7 @@ class ConnectProxy:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def die(self) -> None:
-        """Refuse all from now on and cut every tunnel, as a proxy that crashed."""
+        """Refuse everything from now on and cut every tunnel, as if the proxy had crashed."""
         self.server.shutdown()
         self.server.server_close()
         with self._lock:
@@ -38,7 +38,7 @@ class ConnectProxy:
                     side.shutdown(socket.SHUT_RDWR)
 
     def connect(self, client: socket.socket, server: socket.socket) -> None:
-        """Copy both ways until both have ended."""
+        """Copy in both directions until both have ended."""
         with self._lock:
             if self._dead:
                 return
@@ -55,7 +55,7 @@ class ConnectProxy:
 def connect_proxy(
     login: tuple[str, str] | None, known: Mapping[str, tuple[str, int]], address: str = "127.0.0.1"
 ) -> Iterator[ConnectProxy]:
-    """Serve CONNECT until the block ends, everybody without a ``login``; ``known`` are the servers by name."""
+    """Serve CONNECT until the block ends, to everyone if ``login`` is None; ``known`` are the servers by name."""
     basic = f"Basic {base64.b64encode(':'.join(login or ()).encode()).decode()}"
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""What the proxy that goes wrong is tried before: a server of known bytes, and a certificate for the proxy's own."""
+"""The server of known bytes that tests put behind the faulty proxy, and a certificate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANIFEST_PATH = "/v2/app/manifests/1"
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
-    """Bytes under two names, parts of them, and whatever is uploaded sent back."""
+    """Serves known bytes under two names, whole or in part, and sends uploads back."""
 
     protocol_version = "HTTP/1.1"
 
@@ -74,12 +74,12 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = False
 
     def handle_error(self, *_: object) -> None:
-        assert isinstance(sys.exception(), OSError)  # the proxy gives up what its client gives up
+        assert isinstance(sys.exception(), OSError)  # the proxy hangs up when its client does
 
 
 @contextlib.contextmanager
 def origin(tls: ssl.SSLContext | None = None) -> Iterator[int]:
-    """Serve; yields the port on 127.0.0.1."""
+    """Serve until the block ends; yields the port on 127.0.0.1."""
     server = _Server(("127.0.0.1", 0), _Answers)
     if tls:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
@@ -88,7 +88,7 @@ def origin(tls: ssl.SSLContext | None = None) -> Iterator[int]:
 
 
 def write_certificate(path: Path) -> None:
-    """Write a certificate of registry.test and 127.0.0.1 that is its own authority, after its key, as PEM."""
+    """Write a key and its self-signed CA certificate for registry.test and 127.0.0.1, as PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "registry.test")])
     names = x509.SubjectAlternativeName(

@@ -1,4 +1,4 @@
-"""What the registry proxy is told to do wrong, where its registry is, and what it keeps of a request."""
+"""The faults of the registry proxy, its tokens, the address of its registry, and its record of a request."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Fault:
-    """One way of going wrong, for requests whose path matches.
+    """One kind of failure, for requests whose path matches.
 
     - ``stall``: the right headers, ``after`` bytes, then nothing until the client leaves;
     - ``reset``: the same, then RST; ``short``: the same, then an orderly end of the connection;
-    - ``wrong``: the right length, but every bit from byte ``after`` on is turned over;
-    - ``drip``: from byte ``after`` on ``rate`` bytes per second;
+    - ``wrong``: the right length, but every bit from byte ``after`` on is flipped;
+    - ``drip``: from byte ``after`` on, ``rate`` bytes per second;
     - ``status``: ``status``, ``headers`` and a registry's error as the body, without asking the registry;
     - ``redirect_loop``: 307 to the same URL; ``elsewhere``: 307 to the same path of the server ``host``;
     - ``drop``: the connection is closed without an answer;
     - ``silence``: not even headers, until the client leaves.
 
-    A body that isn't longer than ``after`` comes through whole, and uses up one of ``times`` all the same.
+    A body that isn't longer than ``after`` comes through whole, but still uses up one of ``times``.
     """
 
     kind: Kind
     path: str = "/blobs/"  # a regular expression, searched in the request's path (with its query)
-    after: int = 0  # bytes of this answer's body, also when it is a part (206)
+    after: int = 0  # bytes of this answer's body, even if it is a part (206)
     times: int | None = None  # how many matching requests get it; None for all
     status: int = 503
-    headers: tuple[tuple[str, str], ...] = ()  # of `status`, such as ("Retry-After", "2")
+    headers: tuple[tuple[str, str], ...] = ()  # for `status`, such as ("Retry-After", "2")
     rate: float = 0.0  # bytes per second
     skip: int = 0  # matching requests let through before the first fault
     method: str = "GET"
-    host: str = ""  # of `elsewhere`
+    host: str = ""  # for `elsewhere`
 
     def __post_init__(self) -> None:
         re.compile(self.path)
@@ -54,10 +54,10 @@ class Fault:
 
 @dataclass
 class Tokens:
-    """Makes a registry want tokens that live for ``seconds``; ``login`` (user, password) gets one at ``/token``.
+    """Makes a registry require tokens that live for ``seconds``; ``login`` (user, password) gets one at ``/token``.
 
-    ``login`` None gives none to anybody. Clients take a token to live for a minute at least: it was issued so long ago
-    that ``seconds`` are left of one (``issued_at`` of distribution's "Token Authentication Specification").
+    With ``login`` None no one gets any. Clients assume that a token lives for at least a minute, so ``issued_at`` is
+    early enough that ``seconds`` are left of one (distribution's "Token Authentication Specification").
     """
 
     login: tuple[str, str] | None
@@ -71,7 +71,7 @@ class Tokens:
         return token
 
     def answer(self, authorization: str | None, form: str = "") -> tuple[int, dict[str, object]]:
-        """Return the status and the body for who asks with this header's value, or with a form (OAuth 2)."""
+        """Return the status and the body for a request with this header's value, or with a form (OAuth 2)."""
         basic = base64.b64encode(":".join(self.login or ()).encode()).decode()
         fields = dict(urllib.parse.parse_qsl(form))
         told = (fields.get("username", ""), fields.get("password", ""))
@@ -82,15 +82,15 @@ class Tokens:
         return 200, {"access_token" if fields else "token": self.give(), **left}
 
     def lets_in(self, authorization: str) -> bool:
-        """Return whether the value of a request's header has a token that still lives."""
+        """Return whether the value of a request's header has a token that is still alive."""
         return self.given.get(authorization.removeprefix("Bearer "), 0.0) > time.monotonic()
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """The registry; ``tls`` is None for plain HTTP, ``host`` (with its port if need be) is the Host and SNI.
+    """The registry; ``tls`` is None for plain HTTP, ``host`` (with its port if necessary) is the Host and SNI.
 
-    A registry builds its absolute ``Location`` from ``host``; the proxy passes it on as it is.
+    A registry builds its absolute ``Location`` from ``host``; the proxy passes it on unchanged.
     """
 
     ip: str
@@ -101,7 +101,7 @@ class Upstream:
 
 @dataclass(frozen=True)
 class Request:
-    """What became of one request; times are of ``time.monotonic``."""
+    """The record of one request; times are from ``time.monotonic``."""
 
     method: str
     path: str

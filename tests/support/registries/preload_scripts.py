@@ -1,10 +1,10 @@
-"""What runs in the scenarios of tests/preload/test_image_preload.py: shell, small programs."""
+"""The scripts that run in the scenarios of tests/preload/test_image_preload.py: shell, small programs."""
 
 from __future__ import annotations
 
 # $1 scratch, $2 containerd's configuration, $3 Docker's, $4 the engines' tree, $5 Python, $6 the pause image, $7 the
-# other one. The engines' disk is /mnt, in memory: `blank` gives them another one. What the program says goes to
-# $scratch/<name>, its status and exit status beside it. The program finds engines by a fixed PATH, whose first
+# other one. The engines' disk is /mnt, in memory: `blank` gives them another one. The program's output goes to
+# $scratch/<name>, with its status and exit status next to it. The program finds engines by a fixed PATH, whose first
 # directory is filled here.
 COMMON = """
 set -e
@@ -93,7 +93,7 @@ stop_docker
 preload dead
 """
 
-# The seed is played: what it gives is what a load and, for digests, an entry in Docker's repositories.json give.
+# The seed is simulated: its result is that of a load and, for digests, of an entry in Docker's repositories.json.
 SEEDED = """
 engine=docker
 start 1
@@ -206,9 +206,9 @@ kill $containerd; wait $containerd || true
 preload dead
 """
 
-# Run in the scenario: the archive exists there alone. Arguments: the engine; for containerd the pause image's
-# digest, which that engine makes up when it takes an archive in Docker's form; `huge` for images that fit on no
-# disk, `pinned` for pins on all.
+# Runs in the scenario, since the archive exists only there. Arguments: the engine; for containerd the pause image's
+# digest, which that engine makes up when it imports an archive in Docker's format; `huge` for images that fit on no
+# disk, `pinned` to pin all of them.
 LIST = """
 import hashlib, json, pathlib, sys
 here = pathlib.Path(__file__).parent
@@ -225,7 +225,7 @@ pathlib.Path("/opt/preloaded_docker_images.json").write_text(
     json.dumps({"format": 1, "engine": sys.argv[1], "archive": recorded, "images": images}))
 """
 
-# The description of a preload store that has both images; the argument is the state of the seed's section.
+# Describes a preload store that has both images; the argument is the state of the seed's section.
 STORE = """
 import json, pathlib, sys
 images = json.loads((pathlib.Path(__file__).parent / "images.json").read_text())
@@ -241,7 +241,7 @@ if len(sys.argv) > 1:
     place.write_text(json.dumps({**json.loads(place.read_text()), "seed": section}))
 """
 
-# What a pull by digest leaves beside the tags, and `docker image load` does not.
+# Adds what a pull by digest leaves in addition to the tags, and `docker image load` doesn't.
 DIGESTS = """
 import json, pathlib
 images = json.loads((pathlib.Path(__file__).parent / "images.json").read_text())

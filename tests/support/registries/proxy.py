@@ -1,7 +1,7 @@
-"""A reverse proxy before a container registry that goes wrong as a plan says, and writes down what it sent.
+"""A reverse proxy in front of a container registry that fails according to a plan, and records what it sent.
 
-Towards the client it speaks HTTP/1.1 with or without TLS and keeps connections alive; towards the registry it
-opens one connection per request. Linux only: it asks the kernel for what is still unsent and who hung up.
+To the client it speaks HTTP/1.1, with or without TLS, and keeps connections alive; to the registry it opens one
+connection per request. Linux only: it asks the kernel how much is still unsent and whether the client has hung up.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ CODES = {401: "UNAUTHORIZED", 403: "DENIED", 404: "BLOB_UNKNOWN", 429: "TOOMANYR
 
 
 class RegistryProxy:
-    """Listens between ``__enter__`` and ``__exit__``, which ends every thread and closes every socket.
+    """Listens from ``__enter__`` to ``__exit__``, which ends every thread and closes every socket.
 
     ``listen`` may have port 0 (see ``address``); ``tls`` is the server's context, None for plain HTTP.
-    ``rate`` limits the bodies sent on each client connection, in bytes per second. ``tokens`` may be set later: who has
-    none is refused before any fault.
+    ``rate`` limits the bodies sent on each client connection, in bytes per second. ``tokens`` may be set later: a
+    request without one is refused before any fault.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class RegistryProxy:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The plan: the first fault that is due gets a request.
+        """The plan: the first fault that is due applies to a request.
 
-        A fault counts, for its ``skip`` and ``times``, those requests that no fault before it took. A new plan
-        holds for requests that come from then on, and its counts begin at 0.
+        For its ``skip`` and ``times``, a fault counts the requests that no fault before it took. A new plan
+        applies to requests that arrive from then on, and its counts begin at 0.
         """
         return self._faults
 
@@ -99,24 +99,24 @@ class RegistryProxy:
 
     @property
     def requests(self) -> list[Request]:
-        """All requests so far in the order of their arrival, those under way too."""
+        """All requests so far in the order of their arrival, including those in progress."""
         with self._lock:
             return list(self._requests)
 
     @property
     def peak(self) -> int:
-        """The most blobs (GET) that were under way at once; one that a client gave up counts until seen."""
+        """The most blobs (GET) that were in progress at once; one that a client gave up counts until that is seen."""
         with self._lock:
             return self._peak
 
     def bytes_sent(self, pattern: str = "/blobs/") -> int:
-        """Bytes of answers' bodies put on the wire for paths in which the regular expression is found."""
+        """Return the bytes of answers' bodies put on the wire for paths in which the regular expression is found."""
         return sum(request.sent for request in self.requests if re.search(pattern, request.path))
 
-    # What follows is for the threads of the connections.
+    # The rest is for the threads of the connections.
 
     def begin(self, method: str, path: str, range_: str | None) -> tuple[int, Fault | None]:
-        """Write a request down; its number and the fault it gets."""
+        """Record a request; return its number and the fault it gets."""
         with self._lock:
             fault = self._due(method, path)
             request = Request(method, path, range_, fault.kind if fault else None, time.monotonic())
@@ -126,7 +126,7 @@ class RegistryProxy:
             return len(self._requests) - 1, fault
 
     def arrived(self, method: str, path: str) -> int:
-        """Write down a request of which it isn't known yet whether it is let in; its number."""
+        """Record a request before it is known whether it is admitted; return its number."""
         with self._lock:
             self._requests.append(Request(method, f"/login{path}", None, None, time.monotonic()))
             return len(self._requests) - 1
@@ -142,7 +142,7 @@ class RegistryProxy:
         return None
 
     def note(self, number: int, *, status: int | None = None, sent: int = 0, ended: bool = False) -> None:
-        """Write down what a request has come to: ``sent`` more bytes, and its end, the first time."""
+        """Record the progress of a request: its status, ``sent`` more bytes, and its end, the first time."""
         with self._lock:
             request = self._requests[number]
             if status is not None:
@@ -156,7 +156,7 @@ class RegistryProxy:
     def tracked(
         self, raw: socket.socket, tls: ssl.SSLContext | None, name: str | None = None
     ) -> Iterator[socket.socket]:
-        """Wrap a connection in TLS (as a client of ``name``, or as the server) for as long as it is open."""
+        """Track a connection while it is open, wrapped in TLS if set (as a client of ``name``, or as the server)."""
         with raw:
             sock = raw
             if tls is not None:
@@ -194,7 +194,7 @@ def _is_blob(request: Request) -> bool:
 
 
 class _Pacer:
-    """Spreads bytes over time: ``block`` of them about 20 times a second, or 64 KiB more often; 0: no limit."""
+    """Spreads bytes over time: ``block`` of them about 20 times a second, or 64 KiB more often; rate 0: no limit."""
 
     def __init__(self, rate: float, closing: threading.Event) -> None:
         self.block = max(1, min(BLOCK, int(rate / 20))) if rate else BLOCK
@@ -205,7 +205,7 @@ class _Pacer:
         if not self._rate:
             return
         now = time.monotonic()
-        # Time slept too long is made up for, time without work is not.
+        # Sleeping too long is made up for, being idle isn't.
         self._due = max(self._due, now - 0.05) + size / self._rate
         if self._due > now and self._closing.wait(self._due - now):
             raise ConnectionAbortedError("the proxy is closing")
@@ -221,7 +221,7 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__(listen, _Connection)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        # A client or a registry may hang up at any moment; anything else is a bug and shows itself.
+        # A client or a registry may hang up at any moment; any other error is a bug and isn't suppressed.
         with (
             contextlib.suppress(OSError, HTTPException),
             self.proxy.tracked(request, self.proxy.tls) as sock,
@@ -244,7 +244,7 @@ class _Connection(BaseHTTPRequestHandler):
         super().finish()
         if isinstance(self.connection, ssl.SSLSocket) and not self.reset:
             with contextlib.suppress(OSError):
-                # Without a wait for the other side's close_notify.
+                # Without waiting for the other side's close_notify.
                 self.connection.settimeout(0)
                 self.connection.unwrap()
 
@@ -252,7 +252,7 @@ class _Connection(BaseHTTPRequestHandler):
         pass
 
     def _refuse(self, tokens: Tokens) -> bool:
-        """Give a token, or ask for one; return whether that was all there is to a request."""
+        """Issue a token, or demand one; return whether that completes the request."""
         if self.path.startswith("/token"):
             form = b"".join(self._body()).decode()
             status, answer = tokens.answer(self.headers.get("Authorization"), form)
@@ -323,15 +323,15 @@ class _Connection(BaseHTTPRequestHandler):
         try:
             connection.endheaders(self._body(), encode_chunked=chunked)
         except BrokenPipeError:
-            self.close_connection = True  # it may have answered before it had read everything
+            self.close_connection = True  # the registry may have answered before it had read everything
         return connection.getresponse()
 
     def _body(self) -> Iterator[bytes]:
-        """The request's body as it comes, without its chunks' sizes."""
+        """Yield the request's body as it arrives, without the chunks' sizes."""
         if self.headers.get("Transfer-Encoding") is None:
             yield from self._take(int(self.headers.get("Content-Length", 0)))
             return
-        with contextlib.suppress(ValueError):  # instead of a size the end of the connection
+        with contextlib.suppress(ValueError):  # the connection ended where a size was due
             while size := int(self.rfile.readline().partition(b";")[0], 16):
                 yield from self._take(size)
                 self.rfile.readline()
@@ -349,7 +349,7 @@ class _Connection(BaseHTTPRequestHandler):
             yield block
 
     def _relay(self, response: HTTPResponse, fault: Fault | None) -> None:
-        length = response.length  # None where the registry doesn't say it; 0 for HEAD, 204 and 304
+        length = response.length  # None if the registry doesn't say; 0 for HEAD, 204 and 304
         headers = [(name, value) for name, value in response.getheaders() if name.lower() not in HOP_BY_HOP]
         if length is None:
             headers.append(("Transfer-Encoding", "chunked"))
@@ -379,12 +379,12 @@ class _Connection(BaseHTTPRequestHandler):
             self.proxy.note(self.number, ended=True)
             self.wfile.write(b"0\r\n\r\n")
         elif sent < length:
-            self.close_connection = True  # the registry itself was short
+            self.close_connection = True  # the registry's own answer was short
 
     def _head(
         self, status: int, headers: Sequence[tuple[str, str]], reason: str | None = None, *, last: bool = True
     ) -> None:
-        """Send an answer's head; with ``last`` no more than a moment's work follows it."""
+        """Send an answer's head; with ``last`` the request counts as ended, since hardly any work follows."""
         self.proxy.note(self.number, status=status, ended=last)
         self.send_response_only(status, reason)
         for name, value in headers:
@@ -392,7 +392,7 @@ class _Connection(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _put(self, block: bytes, *, last: bool = True, chunked: bool = False) -> None:
-        # Written down first: who has read the last byte finds it in the books.
+        # Recorded first, so that a client that has read the last byte finds it in the record.
         self.proxy.note(self.number, sent=len(block), ended=last)
         try:
             self.wfile.write(b"%x\r\n%b\r\n" % (len(block), block) if chunked else block)
@@ -401,11 +401,11 @@ class _Connection(BaseHTTPRequestHandler):
             raise
 
     def _part(self, kind: Kind) -> None:
-        """End the connection in a bad way."""
+        """End the connection as this kind of fault requires."""
         self.close_connection = True
         left = select.poll()
         left.register(self.connection, select.POLLRDHUP)
-        # What was sent shall arrive: a reset would throw away what is still in the kernel's buffer.
+        # What was sent must arrive: a reset would discard what is still in the kernel's buffer.
         waiting = kind in ("stall", "silence")
         while (waiting or _unsent(self.connection)) and not self.proxy.closing.is_set():
             if left.poll(500 if waiting else 2):

@@ -1,4 +1,4 @@
-"""What the tests of failing pulls share: sizes, limits, and how a fault is put before one layer of one image."""
+"""Shared by the tests of failing pulls: sizes, limits, and a way to place a fault on one layer of one image."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.registries.pulls import MB
 
 SIZE = 6 * MB
 AFTER = 2_500_000
-# Docker waits 5 s before it goes on where it broke off.
+# Docker waits 5 s before it resumes a broken download.
 PATIENT = Limits(progress_seconds=30.0)
 HASTY = Limits(progress_seconds=4.0)
-# Half of what `drip` sends, twice what `slow` does: a busy machine is neither. containerd tells of whole MiB alone, of
-# which one comes in each `rate_seconds`.
+# Half of what `drip` sends, twice what `slow` does, so that a busy machine is mistaken for neither. containerd reports
+# only whole MiB, of which one arrives in each `rate_seconds`.
 PACED = Limits(progress_seconds=8.0, min_rate=900_000, rate_seconds=3.0)
 ATTEMPTS = 3
 REFUSED, EXPIRED, PRIVATE = "refused.lab.internal", "expired.lab.internal", "private.lab.internal"
@@ -43,7 +43,7 @@ def placed(fault: Fault, name: str, image: LockedImage) -> Fault:
 
 
 def partial(state: Path) -> list[str]:
-    """Return the parts of blobs in a data root, of either engine."""
+    """Return the partial blobs in a data root of either engine."""
     ingest = state / "io.containerd.content.v1.content/ingest"
     return [p.name for p in (*state.rglob("GetImageBlob*"), *ingest.glob("*"))]
 

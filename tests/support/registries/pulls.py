@@ -1,7 +1,7 @@
-"""Pulls by a baked image's own engines: the lab's registry, a proxy before it that goes wrong, small images.
+"""Pulls by a baked image's own engines: the lab's registry, a faulty proxy in front of it, small images.
 
-A scenario is a function of a test module that gets a ``Lab`` and returns what it saw, as JSON. It runs in a process
-and namespaces of its own, and asserts nothing: the tests do, in the process that can show what was compared.
+A scenario is a function in a test module that takes a ``Lab`` and returns what it saw, as JSON. It runs in its own
+process and namespaces, and asserts nothing: the tests do, in the process that can show what was compared.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ from tests.support.registries.plan import Upstream
 from tests.support.registries.proxy import RegistryProxy
 
 ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
-# Engines newer than those of Debian's archive, as packages of the directory of programs.
+# Engines newer than those in Debian's archive, as packages in the directory of programs.
 NEWER = {
     "containerd_2": ("repository/containerd.io_2.*.deb",),
     "docker_28": ("repository/docker-ce_28.*.deb", "repository/containerd.io_2.*.deb"),
 }
 PLATFORM = "linux/amd64"
 MB = 1_000_000
-# Of the stages of a worker, those whose trees hold the engines, topmost first.
+# The engine's output directory, in its root.
 _OUT = "/run/image-builder/out"
-# For benchmarks, RFC 2544: nobody has these addresses.
+# Addresses for benchmarks, RFC 2544, which no real host has.
 NETWORK = "198.18"
 _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK = 0x8914, 0x8916, 0x891C
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _CHILD = "import sys; from tests.support.registries import pulls; sys.exit(pulls.child(sys.argv[1]))"
 
-# Scenarios that run beside the test that is run, one at a time, until another test asks for what came of them.
+# Scenarios that run in the background of the current test, one at a time, until another test asks for their results.
 _BESIDE = ThreadPoolExecutor(1)
 _RESULTS: dict[tuple[str, ...], Future[Any]] = {}
 
@@ -80,11 +80,11 @@ Result = dict[str, Any]
 def isolated(
     scenario: Callable[..., object], worker: Workplace, engine: str, *words: str, seconds: float = 300
 ) -> Any:
-    """Run ``scenario(lab, *words)`` in namespaces of its own; return its JSON. Nothing of it is left on disk.
+    """Run ``scenario(lab, *words)`` in its own namespaces; return its JSON. Nothing is left on disk.
 
     ``engine`` is one of ENGINES, or one of NEWER, which is unpacked over the worker's own.
     """
-    # Beside the store: the data root of an engine needs a real filesystem, which a directory for tests may not be.
+    # Next to the store: an engine's data root needs a real filesystem, and a directory for tests may not be on one.
     base = worker.store.parent / f"{worker.store.name}-pulls-{os.getpid()}-{secrets.token_hex(3)}"
     base.mkdir()
     told = {
@@ -118,9 +118,9 @@ def isolated(
 def with_each_engine(
     scenario: Callable[..., object], worker: Workplace, engine: str, *words: str, seconds: float = 300
 ) -> Any:
-    """Return what ``isolated`` does; the first of ENGINES lets the others begin, since a scenario mostly waits.
+    """Return what ``isolated`` does; the first of ENGINES also starts the others, since a scenario mostly waits.
 
-    A test has the first one's result before another's, by the order of its parameters.
+    A test's parameters are ordered so that the first engine runs before the others.
     """
     first, *others = ENGINES
 
@@ -136,14 +136,14 @@ def with_each_engine(
 
 
 def family(engine: str) -> str:
-    """Return which of ENGINES a parameter of a test means."""
+    """Return the one of ENGINES to which a test's parameter belongs."""
     return engine.partition("_")[0]
 
 
 def every_engine(*, nightly: bool = False) -> list[Any]:
-    """Return the engines as parameters of a test, the newer ones too where their packages are there.
+    """Return the engines as parameters of a test; the newer ones are skipped if their packages are missing.
 
-    Docker 28 is for the night, and so are all newer ones where ``nightly``.
+    Docker 28 is nightly, and with ``nightly`` so are all newer ones.
     """
     found: list[Any] = [pytest.param(name) for name in ENGINES]
     for name, patterns in NEWER.items():
@@ -156,7 +156,7 @@ def every_engine(*, nightly: bool = False) -> list[Any]:
 
 
 def _newer(engine: str, base: Path) -> list[str]:
-    """Unpack the programs of a newer engine; return their tree, if it is one."""
+    """Unpack the programs of a newer engine and return their tree; return nothing for any other engine."""
     if engine not in NEWER:
         return []
     tree = base / "programs"
@@ -167,12 +167,12 @@ def _newer(engine: str, base: Path) -> list[str]:
 
 
 def child(path: str) -> int:
-    """Be the process of one scenario."""
+    """Run as the process of one scenario."""
     told = json.loads(Path(path).read_text())
     base = Path(told["base"])
 
     def work() -> int:
-        # A call of the tests may be inside of a build's own variables: none of them is meant for this one.
+        # The tests may be run with a build's proxy variables set; none of those are for this process.
         for name in environment.PROXIES:
             os.environ.pop(name, None)
             os.environ.pop(name.upper(), None)
@@ -191,10 +191,10 @@ def child(path: str) -> int:
 
 
 def leave_the_network(*more: str) -> None:
-    """Go to a network of nothing but a loopback interface, with addresses on it that aren't loopback addresses.
+    """Move to a network with only a loopback interface, which also has addresses that aren't loopback addresses.
 
-    ``more`` are single addresses beside those of NETWORK. Docker asks no certificate of a registry on 127.0.0.0/8, and
-    takes plain HTTP from it.
+    ``more`` are single addresses in addition to those of NETWORK. Docker doesn't require a certificate from a registry
+    on 127.0.0.0/8, and accepts plain HTTP from it.
     """
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
@@ -202,7 +202,7 @@ def leave_the_network(*more: str) -> None:
 
 
 def have_addresses(*more: str) -> None:
-    """Give the loopback interface of the network that this is in NETWORK's addresses, and these single ones."""
+    """Give NETWORK's addresses, and these single ones, to the loopback interface of the current network."""
     places = [(f"{NETWORK}.0.1", "255.255.0.0"), *((address, "255.255.255.255") for address in more)]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         # struct ifreq: a name, then flags or a sockaddr. On a loopback interface a whole network is local.
@@ -216,7 +216,7 @@ def have_addresses(*more: str) -> None:
 
 
 class Pictures(Monitor):
-    """Keeps what was shown of each pull: for each image its lines, without repetitions."""
+    """Keeps what was shown of each pull: for each image its lines, without consecutive repetitions."""
 
     def __init__(self) -> None:
         self.shown: dict[str, list[Part]] = {}
@@ -229,10 +229,10 @@ class Pictures(Monitor):
 
 
 class Lab:
-    """A registry with storage of its own, and a proxy before it under the registry's name.
+    """A registry with its own storage, and a proxy in front of it under the registry's name.
 
-    ``endpoints`` leads to the proxy, ``behind`` past it. All is random but made of the names it is given: the same
-    scenario has the same bytes.
+    ``endpoints`` leads to the proxy, ``behind`` past it. The content of images is random, but seeded with their names:
+    the same scenario has the same bytes.
     """
 
     def __init__(self, base: Path, tools: Path, trees: Sequence[Path], engine: str) -> None:
@@ -275,7 +275,7 @@ class Lab:
     def serve_proxy(
         self, host: str, *, rate: float | None = None, not_after: datetime.datetime | None = None
     ) -> RegistryProxy:
-        """Put a proxy before the registry as ``host``, on an address of its own."""
+        """Put a proxy in front of the registry as ``host``, on an address of its own."""
         folder = self.folder("certificate")
         before = not_after - datetime.timedelta(days=2) if not_after else None
         made = certificate.make(host, folder, not_before=before, not_after=not_after)
@@ -297,9 +297,9 @@ class Lab:
         zeros: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> LockedImage:
-        """Make and push an image: a small layer of text, a layer of random bytes for each size; lock it.
+        """Make, push and lock an image with a small layer of text and a layer of random bytes for each size.
 
-        ``zeros`` is a further layer that unpacks to so many bytes.
+        ``zeros`` adds a layer that unpacks to that many bytes.
         """
         work = self.folder("image")
         files: list[tuple[str, bytes]] = [("etc/name", f"{name}:{tag}\n".encode())]
@@ -321,7 +321,7 @@ class Lab:
         return self.locate(f"{HOST}/{name}:{tag}")
 
     def locate(self, ref: str) -> LockedImage:
-        """Lock ``ref``, past the proxy."""
+        """Lock ``ref``, bypassing the proxy."""
         return locate(ref, PLATFORM, self.behind)
 
     # -- the engine -----------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class Lab:
                 yield engine
 
     def name(self, root: Root) -> None:
-        """Let a root know the registries that have a name: what a resolver would do outside."""
+        """Write the names of registries to a root's hosts file, in place of a resolver."""
         write_names(root.path, self.endpoints)
         with (root.path / "etc/hosts").open("a") as hosts:
             hosts.writelines(f"{address} {name}\n" for name, address in self.names.items())
@@ -362,7 +362,7 @@ class Lab:
         stop: threading.Event | None = None,
         monitor: Monitor | None = None,
     ) -> Result:
-        """Pull; return ``error``, ``failed``, ``records`` and ``seconds``, or ``bug`` for what is no PullError."""
+        """Pull; return ``error``, ``failed``, ``records`` and ``seconds``, and ``bug`` for other than a PullError."""
         puller = Puller(
             engine,
             limits=limits or Limits(progress_seconds=30.0),
@@ -381,7 +381,7 @@ class Lab:
             result.update(failed=dict(pulled.failed), records=list(pulled.records))
         except PullError as error:
             result.update(error=error.message, records=list(error.records))
-        except Exception:  # the test that asked shows it, with what else this scenario found
+        except Exception:  # the test shows it, with the scenario's other results
             result["bug"] = traceback.format_exc()
         result["seconds"] = time.monotonic() - started
         return result
@@ -407,7 +407,7 @@ def wait_until(what: Callable[[], bool], seconds: float = 20) -> bool:
 
 @contextmanager
 def when_part_is_there(proxy: RegistryProxy, layer: str, act: Callable[[], None]) -> Iterator[None]:
-    """Act once, beside the block, when a megabyte of a layer has been sent; never, where the block ends before."""
+    """Act once, concurrently with the block, when a megabyte of a layer has been sent; never if that ends first."""
     over = threading.Event()
 
     def wait_and_act() -> None:
@@ -435,7 +435,7 @@ class Process:
 
 
 def processes() -> list[Process]:
-    """Return all processes of this PID namespace but this one."""
+    """Return all processes of this PID namespace except this one."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():

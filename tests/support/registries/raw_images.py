@@ -1,4 +1,4 @@
-"""Images of other shapes than the lab's own: blobs and manifests as one asks for them, pushed past the proxies."""
+"""Images of other shapes than the lab's own: arbitrary blobs and manifests, pushed past the proxies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from tests.support.registries.pulls import Lab
 OCI = "application/vnd.oci.image"
 INDEX, MANIFEST, CONFIG = f"{OCI}.index.v1+json", f"{OCI}.manifest.v1+json", f"{OCI}.config.v1+json"
 LAYER = f"{OCI}.layer.v1.tar"
-# Of a frame: one segment, its size in four bytes. Blocks hold at most so much (RFC 8878 3.1.1).
+# A frame's magic number, its header (one segment, its size in four bytes), and the size limit of its blocks (RFC 8878
+# 3.1.1).
 _ZSTD_MAGIC, _ZSTD_HEADER, _ZSTD_BLOCK = b"\x28\xb5\x2f\xfd", b"\xa0", 1 << 17
 
 Descriptor = dict[str, Any]
 
 
 class RawRepository:
-    """A repository of the lab's registry that takes whatever a test makes."""
+    """A repository of the lab's registry that accepts whatever a test makes."""
 
     def __init__(self, lab: Lab, name: str) -> None:
         self.lab, self.name = lab, name
@@ -38,7 +39,7 @@ class RawRepository:
         return answer
 
     def blob(self, data: bytes, kind: str) -> Descriptor:
-        """Upload a blob; return what a manifest says of it."""
+        """Upload a blob; return its descriptor for a manifest."""
         found = describe(data, kind)
         begun = self._request("POST", f"/v2/{self.name}/blobs/uploads/")
         place = begun.headers["Location"].removeprefix(f"https://{HOST}")
@@ -47,7 +48,7 @@ class RawRepository:
         return found
 
     def document(self, document: Mapping[str, Any], tag: str = "") -> Descriptor:
-        """Put a manifest or an index, by tag or else by its digest; return what an index says of it."""
+        """Put a manifest or an index, by tag or else by its digest; return its descriptor for an index."""
         data, kind = json.dumps(document).encode(), document["mediaType"]
         found = describe(data, kind)
         self._request("PUT", f"/v2/{self.name}/manifests/{tag or found['digest']}", data, kind)
@@ -56,7 +57,7 @@ class RawRepository:
     def image(
         self, layers: Sequence[Descriptor], tars: Sequence[bytes], tag: str = "", architecture: str = "amd64"
     ) -> Descriptor:
-        """Put an OCI image of layers that were uploaded, which unpack to ``tars``."""
+        """Put an OCI image of uploaded layers, which unpack to ``tars``."""
         diff_ids = [describe(tar, "")["digest"] for tar in tars]
         config = {
             "os": "linux",
@@ -96,7 +97,7 @@ def tar_of(path: str, data: bytes) -> bytes:
 
 
 def zstd(data: bytes) -> bytes:
-    """Return ``data`` as a Zstandard frame of blocks that aren't compressed (RFC 8878)."""
+    """Return ``data`` as a Zstandard frame of uncompressed blocks (RFC 8878)."""
     frame = [_ZSTD_MAGIC, _ZSTD_HEADER, struct.pack("<I", len(data))]
     for begin in range(0, len(data), _ZSTD_BLOCK):
         block = data[begin : begin + _ZSTD_BLOCK]

@@ -1,4 +1,4 @@
-"""What a seed makes: a data root whose layers are links, beside the agent's own state; and images to seed it from."""
+"""What a seed makes: a data root whose layers are links, and the agent's own state; and images to seed it from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from image_builder.bake.lock.model import LockedImage
 from tests.support.registries.pulls import Lab
 from tests.support.stores.seeds import Node, runnable
 
-# Where a data root of each engine names a layer's files.
+# The directory of layers in each engine's data root, and the name of a layer's files in it.
 LAYERS = {
     "docker": ("overlay2", "diff"),
     "containerd": ("io.containerd.snapshotter.v1.overlayfs/snapshots", "fs"),
@@ -18,7 +18,7 @@ NAMES = {"docker": "image/overlay2/repositories.json", "containerd": "io.contain
 
 
 def trees(lab: Lab) -> tuple[Path, Path, Path]:
-    """Return three layers: files; what hides some of them and more; others."""
+    """Return three layers: some files; one that hides some of those and adds more; other files."""
     below, above, other = lab.folder("below"), lab.folder("above"), lab.folder("other")
     for name in ("etc/hidden", "etc/kept", "opaque/old"):
         (below / name).parent.mkdir(exist_ok=True)
@@ -38,13 +38,13 @@ def trees(lab: Lab) -> tuple[Path, Path, Path]:
 
 
 def two_images(lab: Lab) -> tuple[LockedImage, LockedImage]:
-    """Push two images that share a layer, with another one below it in each."""
+    """Push two images that share a layer, with a different one below it in each."""
     below, above, other = trees(lab)
     return runnable(lab, "one", below, above), runnable(lab, "two", other, below)
 
 
 def layers_in(engine: str, data: Path) -> list[Path]:
-    """Return each layer's files or link; a link leads somewhere only inside of the root."""
+    """Return each layer's files or link; a link has a target only inside the root."""
     folder, name = LAYERS[engine]
     places = [path / name for path in (data / folder).iterdir()] if (data / folder).is_dir() else []
     return [path for path in places if os.path.lexists(path)]
@@ -56,6 +56,6 @@ def links_in(here: Node) -> int:
 
 
 def state_of(here: Node) -> list[str]:
-    """Return what of the agent's own is on the disk."""
+    """Return the agent's own state on the disk."""
     kept = here.disk / ".node"
     return sorted(os.fspath(path.relative_to(kept)) for path in kept.glob("*/*"))

@@ -1,6 +1,6 @@
 """Promotion of real EROFS layers to a real disk: a node with a store and a disk, and layers to compare.
 
-A scenario runs in a process and namespaces of its own, asserts nothing and returns JSON, as in
+A scenario runs in its own process and namespaces, asserts nothing and returns JSON, as in
 ``tests/support/registries/pulls.py``. The disk is ext4 on a loop device.
 """
 
@@ -38,11 +38,11 @@ Result = dict[str, Any]
 
 
 def isolated(scenario: Callable[..., object], tools: Path, *words: str, seconds: float = 300) -> Any:
-    """Run ``scenario(node, *words)`` in namespaces of its own; return its JSON. Nothing of it is left on disk.
+    """Run ``scenario(node, *words)`` in its own namespaces; return its JSON. Nothing is left on disk.
 
     ``tools`` is the tools tree, as a root.
     """
-    # Beside the store: neither EROFS nor a loop device can have its file on an overlay or a tmpfs everywhere.
+    # Next to the store: not every kernel lets EROFS or a loop device have its file on an overlay or a tmpfs.
     parent = Path(os.environ.get("IMAGE_BUILDER_STORE", DEFAULT_STORE)).parent
     base = parent / f"promote-{os.getpid()}-{secrets.token_hex(3)}"
     base.mkdir()
@@ -69,7 +69,7 @@ def isolated(scenario: Callable[..., object], tools: Path, *words: str, seconds:
 
 
 def child(path: str) -> int:
-    """Be the process of one scenario."""
+    """Run as the process of one scenario."""
     base = Path(path)
     told = json.loads((base / "scenario.json").read_text())
 
@@ -84,7 +84,7 @@ def child(path: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node: a store to be packed from ``files``, a disk, and what the roles and the bake told the agent."""
+    """A node: a store to be packed from ``files``, a disk, and what the roles and the bake leave for the agent."""
 
     base: Path
     tools: Path
@@ -122,7 +122,7 @@ class Node:
         return made
 
     def pack(self) -> None:
-        """Make the EROFS of ``files`` with the tools' mkfs, and mount it."""
+        """Make an EROFS from ``files`` with the tools' mkfs, and mount it."""
         libraries = self.tools / "usr/lib/x86_64-linux-gnu"
         loader = libraries / "ld-linux-x86-64.so.2"
         argv: list[str | Path] = [loader, "--library-path", libraries, self.tools / "usr/bin/mkfs.erofs"]
@@ -138,7 +138,7 @@ class Node:
         namespace.mount("erofs", os.fspath(self.erofs), os.fspath(self.places.store), "ro")
 
     def make_disk(self, size: int, image: Path | None = None, options: str = "") -> None:
-        """Make and mount the local disk; its image goes with the namespace's mount."""
+        """Make and mount the local disk; its loop device goes with the namespace's mount."""
         image = image or self.base / "disk.img"
         with image.open("wb") as file:
             file.truncate(size)
@@ -149,7 +149,7 @@ class Node:
         self.root.mkdir()
 
     def tell(self, names: list[str], *, sizes: dict[str, int] | None = None, **promote: Any) -> None:
-        """Write what a bake and the roles leave: an image for each layer."""
+        """Write the files that a bake and the roles leave, with an image for each layer."""
         places, sizes = self.places, sizes or {}
         images = [
             dict.fromkeys(("digest", "manifest", "id"), "")
@@ -174,14 +174,14 @@ class Node:
         return sum(p.lstat().st_size for p in (self.files / "layers" / hex_of(name)).rglob("*"))
 
     def seed_docker(self, names: list[str]) -> None:
-        """Make the links that the seed makes."""
+        """Make the links that a seed makes."""
         for name in names:
             place = self.root / "overlay2" / f"cache-{name}"
             place.mkdir(parents=True)
             (place / "diff").symlink_to(self.places.store / "layers" / hex_of(name))
 
     def promote(self) -> Result:
-        """Run the command here; return the section of the status."""
+        """Run the command in this process; return its section of the status."""
         assert command.run(self.places) == 0
         return self.section()
 
@@ -190,14 +190,14 @@ class Node:
         return found
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start the command as a process of its own."""
+        """Start the command in a separate process."""
         return subprocess.Popen([sys.executable, "-c", _PROMOTE, self.base], cwd=REPO)
 
     def left(self) -> list[str]:
         return sorted(link.path.parent.name for link in find_links("docker", self.root, self.places.store))
 
     def differences(self, names: list[str]) -> list[str]:
-        """Return what differs from the store, of the layers that are no link."""
+        """Return the differences from the store in those layers that aren't links."""
         found = []
         for name in names:
             diff = self.root / "overlay2" / f"cache-{name}" / "diff"
@@ -206,12 +206,12 @@ class Node:
         return found
 
     def scraps(self) -> list[str]:
-        """Return what lies in the staging directory."""
+        """Return what is in the staging directory."""
         return [str(p) for p in (self.disk / ".node/staging").rglob("*")]
 
 
 def promote_at(base: str) -> int:
-    """Be a process of ``node-agent promote``."""
+    """Run as a process of ``node-agent promote``."""
     return command.run(Node(Path(base), Path()).places)
 
 
@@ -227,7 +227,7 @@ def diff_id(name: str) -> str:
 
 
 def describe(top: Path) -> dict[str, tuple[object, ...]]:
-    """Return every fact of every entry that a copy must keep, the top's included."""
+    """Return every property that a copy must keep, for all entries including the top."""
     first: dict[int, str] = {}
     found: dict[str, tuple[object, ...]] = {}
     for path in [top, *sorted(top.rglob("*"))]:
@@ -309,9 +309,9 @@ def _make_files(top: Path) -> None:
 
 
 def _make_attributes(top: Path) -> None:
-    """Set capabilities, ACLs, a user's note and overlayfs's mark of an opaque directory."""
+    """Set capabilities, ACLs, a user attribute and overlayfs's mark of an opaque directory."""
     os.setxattr(top / "usr/bin/ping", "security.capability", _capability())
-    os.chown(top / "usr/bin/owned", 1000, 1001)  # which would take the capability away afterwards
+    os.chown(top / "usr/bin/owned", 1000, 1001)  # before the capability, which it would remove
     os.setxattr(top / "usr/bin/owned", "security.capability", _capability())
     os.setxattr(top / "plain", "user.note", b"\x00\x01binary")
     os.setxattr(top / "opaque", "trusted.overlay.opaque", b"y")
@@ -346,7 +346,7 @@ def _make_links(top: Path) -> None:
 
 
 def _make_owners_and_modes(top: Path) -> None:
-    """Set owners and modes; below ``acl`` the kernel gives what is made there the directory's default."""
+    """Set owners and modes; the kernel gives entries made below ``acl`` the directory's default ACL."""
     for name in ("acl/in", "acl/sub", "setgid/file"):
         (top / name).mkdir() if name.endswith("sub") else (top / name).touch()
         os.removexattr(top / name, "system.posix_acl_access") if name == "acl/in" else None

@@ -1,9 +1,9 @@
 """Seeds by a baked image's own agent and engines: a preload store made by the stages, a disk, a worker's root.
 
-On top of ``tests/support/registries/pulls.py``: a scenario bakes a store from images that it pushed (``bake``), boots a
-node (``node``) and starts an engine on what the agent made (``Node.engine``). Nothing is replaced: the stages' own
+Based on ``tests/support/registries/pulls.py``: a scenario bakes a store from images that it pushed (``bake``), boots a
+node (``node``) and starts an engine on what the agent made (``Node.engine``). Nothing is mocked: the stages' own
 functions pull and pack, the agent is the shipped zipapp, compiled by the image's Python. dm-verity is off, since the
-kernel that runs tests need not have it.
+kernel that runs tests may not have it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Baked:
-    """A preload store: ``opt`` is what lies at /opt of the image, ``state`` the data root that was pulled."""
+    """A preload store: ``opt`` is the image's /opt, ``state`` the data root that was pulled."""
 
     opt: Path
     state: Path
@@ -77,7 +77,7 @@ class Baked:
 
 
 def runnable(lab: Lab, name: str, *trees: Path, tag: str = "1", program: Path | None = None) -> LockedImage:
-    """Push an image of the lab's pause program and a layer for each tree; lock it.
+    """Push and lock an image of the lab's pause program and a layer for each tree.
 
     It runs ``/pause``, or ``program`` with every layer's files in place.
     """
@@ -104,9 +104,9 @@ def bake(
     salt: str = "",
     archive: bool = True,
 ) -> Baked:
-    """Pull and pack with the stages' own functions. ``modes`` is by reference, the others are ``reference``.
+    """Pull and pack with the stages' own functions. ``modes`` has modes by image; all others are ``reference``.
 
-    Without ``archive`` there is only the store. Another ``salt`` is another store of the same images.
+    Without ``archive`` there is only the store. Another ``salt`` makes another store of the same images.
     """
     base = lab.folder("bake")
     listed = [
@@ -181,7 +181,7 @@ class Node:
         return self.root.path / layout.MOUNT_POINT.relative_to("/")
 
     def marker(self) -> str:
-        """Return the text of the marker of a whole seed; empty without one."""
+        """Return the text of the marker of a complete seed, empty if there is none."""
         path = self.disk / f".node/seed/{self.lab.engine}.json"
         return path.read_text() if path.exists() else ""
 
@@ -193,7 +193,7 @@ class Node:
         (folder / "preload.json").write_text(json.dumps({**document, **values}))
 
     def told_of_disk(self) -> None:
-        """Say what ``node-agent disk`` says of a good disk."""
+        """Write the status that ``node-agent disk`` writes for a good disk."""
         status.update("disk", {"state": status.OK}, status.Places(self.root.path / "run/node"))
 
     def agent(self, *words: str) -> subprocess.Popen[bytes]:
@@ -207,7 +207,7 @@ class Node:
         )
 
     def seed(self) -> Result:
-        """Run ``node-agent seed`` as at a boot; return its section of the status, with what it said and did."""
+        """Run ``node-agent seed`` as at a boot; return its section of the status, its exit status and its output."""
         child = self.agent()
         said = child.communicate(timeout=120)[0].decode()
         return {**self.status().get("seed", {}), "exit": child.returncode, "said": said}
@@ -218,7 +218,7 @@ class Node:
         return found
 
     def shut_down(self) -> None:
-        """Leave what a node that is off has: its disks."""
+        """Leave only what a node that is off has: its disks."""
         while os.path.ismount(self.store):
             namespace.unmount(os.fspath(self.store))
         if (self.root.path / "run/node").exists():
@@ -288,9 +288,9 @@ def install(root: Root) -> None:
 
 
 def listing(tree: Path, *, follow: bool = False) -> dict[str, list[Any]]:
-    """Return what a tree holds: type, mode, owner, and a file's hash, a link's target or a device's number.
+    """Return a tree's entries: type, mode, owner, and a file's hash, a link's target or a device's number.
 
-    With ``follow`` a link that leads to a file or directory counts as what it leads to.
+    With ``follow`` a link to an existing file or directory counts as its target.
     """
     found: dict[str, list[Any]] = {".": _entry(tree, follow=True)}
     for folder, folders, names in os.walk(tree, followlinks=follow):
@@ -315,7 +315,7 @@ def _entry(path: Path, *, follow: bool) -> list[Any]:
 
 
 def exact(tree: Path) -> dict[str, list[Any]]:
-    """Return a layer's files exactly: as ``listing``, with times (ns), sizes, hard links and extended attributes."""
+    """Return a layer's files in full: as ``listing``, plus times (ns), sizes, hard links and extended attributes."""
     found = {}
     first: dict[int, str] = {}
     for name, entry in sorted(listing(tree).items()):
@@ -338,7 +338,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def kill_when(child: subprocess.Popen[bytes], happened: Callable[[], bool]) -> bool:
-    """SIGKILL a process as soon as something happened; False when it ended before that."""
+    """SIGKILL a process as soon as something has happened; return False if it ended before that."""
     try:
         while child.poll() is None:
             if happened():
@@ -352,14 +352,14 @@ def kill_when(child: subprocess.Popen[bytes], happened: Callable[[], bool]) -> b
 
 
 def kill_after(child: subprocess.Popen[bytes], seconds: float) -> bool:
-    """SIGKILL a process after some seconds; False when it ended before that."""
+    """SIGKILL a process after some seconds; return False if it ended before that."""
     end = time.monotonic() + seconds
     return kill_when(child, lambda: time.monotonic() >= end)
 
 
 @contextmanager
 def full_disk(lab: Lab, megabytes: int, inodes: int = 100_000) -> Iterator[Path]:
-    """Mount a filesystem with so much room."""
+    """Mount a filesystem with only so many megabytes and inodes."""
     where = lab.base / f"small-{secrets.token_hex(3)}"
     where.mkdir()
     namespace.mount("tmpfs", "small", os.fspath(where), f"size={megabytes}m,nr_inodes={inodes},mode=755")
@@ -390,7 +390,7 @@ def as_json(image: LockedImage) -> Result:
 
 
 def at_digest(image: LockedImage) -> str:
-    """Return the reference by digest."""
+    """Return an image's reference by digest."""
     return parse(image.ref).at(image.digest)
 
 
