@@ -1,1 +1,1 @@
-"""The command line: the only package that prints. What a command needs is imported when it runs."""
+"""The command line: the only package that prints. A command's dependencies are imported when it runs."""

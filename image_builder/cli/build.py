@@ -150,7 +150,7 @@ def lock(
 
 
 def _changed_packages(before: Lock, now: Lock) -> list[str]:
-    """Tell how the versions of two locks differ, one sentence a package or container image."""
+    """Return how the versions in two locks differ, one line for each package or container image."""
     old, new = (
         {p.name: p.version for g in x.groups.values() for p in g.packages}
         | {i.ref: i.digest for i in x.images}

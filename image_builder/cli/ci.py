@@ -1,4 +1,4 @@
-"""What a CI shows of a run: annotations at files and lines, and a summary of the job in Markdown.
+"""What a CI service shows about a run: annotations at files and lines, and a summary of the job in Markdown.
 
 Sources: GitHub's "Workflow commands for GitHub Actions", Azure Pipelines' "Logging commands".
 """
@@ -32,7 +32,7 @@ Summary = Annotated[
 
 
 def annotate(error: ImageBuilderError, service: Service) -> list[str]:
-    """Return the lines by which a CI service shows an error beside the files that it is about."""
+    """Return the lines that make a CI service show an error next to the files that it is about."""
     cause = error.cause if isinstance(error, StageError) else error
     line = _github if service == "github" else _azure
     if isinstance(cause, DefinitionError):
@@ -41,7 +41,7 @@ def annotate(error: ImageBuilderError, service: Service) -> list[str]:
 
 
 def _parts(where: str) -> dict[str, str]:
-    """Return the file and the line of a place; nothing for an option of the command line."""
+    """Return the file and the line of a place, or nothing for a command-line option."""
     match = None if where.startswith("-") else _PLACE.fullmatch(where)
     return {name: value for name, value in match.groupdict().items() if value} if match else {}
 
@@ -58,14 +58,14 @@ def _azure(where: str, message: str) -> str:
 
 
 def _escaped(text: str, more: str, percent: str = "") -> str:
-    """Write the ends of lines and ``more`` by their numbers; Azure has a percent sign of its own."""
+    """Percent-encode line ends and the characters in ``more``; Azure has its own code for a percent sign."""
     codes = {char: f"%{ord(char):02X}" for char in f"\r\n{more}"} | {"%": f"%{percent}25"}
     return "".join(codes.get(char, char) for char in text)
 
 
 @dataclass
 class Page:
-    """The summary of a run, by lines of Markdown."""
+    """The summary of a run, as lines of Markdown."""
 
     title: str
     lines: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Page:
         self.lines += ["", *(f"| {' | '.join(row)} |" for row in cells)]
 
     def stages(self, result: BuildResult) -> None:
-        """Add what a build ran, and where its artefact is."""
+        """Add the stages of a build, and the path of its artifact."""
         rows = [
             (
                 str(stage["name"]),
@@ -91,7 +91,7 @@ class Page:
             self.lines += ["", f"`{result.artefact}`"]
 
     def checks(self, result: SuiteResult) -> None:
-        """Add what the checks came to, and each that isn't green."""
+        """Add the result of the checks, and each check that isn't green."""
         self.lines += ["", result.summary()]
         if result.not_passed:
             self.is_green = False
@@ -99,7 +99,7 @@ class Page:
             self.table(("check", "outcome", "what"), rows)
 
     def console(self, problems: Sequence[str]) -> None:
-        """Add what a machine's console had to complain about."""
+        """Add the problems that were found on a machine's console."""
         if problems:
             self.is_green = False
             self.table(("on the console",), [(problem,) for problem in problems])
@@ -107,7 +107,7 @@ class Page:
 
 @contextmanager
 def summary(file: Path | None, title: str) -> Iterator[Page]:
-    """Append a page to ``file``, if there is one; with the error where the block ends by one."""
+    """Append a page to ``file``, if one is given, including the error if the block ends with one."""
     if file and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
         raise UsageError(f"can't write the summary to {file}")
     page = Page(title)

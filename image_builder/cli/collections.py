@@ -1,4 +1,4 @@
-"""The command ``collections``: install what the repository's ``requirements.yml`` asks for, by its lock."""
+"""The command ``collections``: install what the repository's ``requirements.yml`` requires, as its lock pins it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands share: registration, errors, results, and options with one name, help text and meaning each."""
+"""The commands' common parts: registration, errors, results, and options with one name, help text and meaning each."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def register(
     hidden: bool = False,
     context_settings: dict[str, Any] | None = None,
 ) -> Callable[[Callable[P, int]], Callable[P, None]]:
-    """Register a function as a command: what it returns is the exit status, what it raises is shown.
+    """Register a function as a command: its return value is the exit status, and errors that it raises are shown.
 
-    With ``isolated`` (or where that function of the command's arguments says so) the command runs in
-    namespaces of its own that nothing outlives; that needs root. A ``hidden`` one is not in the help.
+    If ``isolated`` is true (or returns true for the command's arguments), the command runs in its own
+    namespaces, which no process outlives; that needs root. A ``hidden`` command isn't in the help.
     """
 
     def decorate(function: Callable[P, int]) -> Callable[P, None]:
@@ -72,7 +72,7 @@ def register(
 
 
 def _check_packages() -> int:
-    """Check what a checkout's launcher installs: an installed program says what is missing."""
+    """Check for the packages that a checkout's launcher installs; an installed program only reports missing ones."""
     from image_builder.system import host
 
     host.check_packages(invoked)
@@ -80,7 +80,7 @@ def _check_packages() -> int:
 
 
 def _run_isolated(work: Callable[[], int], store: Any) -> int:
-    """Run a command's work in namespaces of its own, and clear away what it could not when a signal ended it."""
+    """Run a command's work in its own namespaces, and clean up what it couldn't if a signal ended it."""
     from image_builder.bake.store import Store
     from image_builder.system import cgroups, host, namespace
 
@@ -94,7 +94,7 @@ def _run_isolated(work: Callable[[], int], store: Any) -> int:
 
 
 def _with_examples_kept(text: str) -> str:
-    """Mark what is indented as not to be wrapped: an example is there to be copied, its line ends too."""
+    """Mark indented parts as not to be wrapped, so that examples can be copied with their line ends."""
     return "\n\n".join(f"\b\n{part}" if part.startswith(" ") else part for part in text.split("\n\n"))
 
 
@@ -119,14 +119,14 @@ def read_inventory(
     vault: Sequence[VaultId] | None = None,
     extra: Sequence[str] | None = None,
 ) -> Inventory:
-    """Return an inventory; by default that of the ``ansible.cfg`` which counts."""
+    """Return an inventory, by default that of the ``ansible.cfg`` in effect."""
     from image_builder.definition import load_inventory
 
     return load_inventory(inventory_paths(paths), vault or (), project=project_root(), extra=extra or ())
 
 
 def inventory_paths(paths: Sequence[Path] | None) -> Sequence[Path]:
-    """Return what makes up the inventory: what was given, else what the ``ansible.cfg`` names which counts."""
+    """Return the paths of the inventory: those given, or else those that the ``ansible.cfg`` in effect names."""
     from image_builder.definition import configured_inventories
 
     if not (paths or (paths := configured_inventories())):
@@ -136,7 +136,7 @@ def inventory_paths(paths: Sequence[Path] | None) -> Sequence[Path]:
 
 
 def extensions() -> Extensions:
-    """Return what is handed in to every bake: the stage that verifies an image, and the lab's images."""
+    """Return what every bake is given: the stage that verifies an image, and the lab's images."""
     from image_builder.bake.stages.kind import Extensions
     from image_builder.lab.stage import SUPPLIER
     from image_builder.verify.stage import KIND
@@ -145,7 +145,7 @@ def extensions() -> Extensions:
 
 
 def connect(kubeconfig: Path | None, agent: str, timeout: float = 15.0) -> Client:
-    """Return a client of the API server in a kubeconfig, or of this pod's own; raises NodeError."""
+    """Return a client of the API server in a kubeconfig, or of this pod's own. Raises NodeError if that fails."""
     from image_builder.node.net.kube import Client
 
     if kubeconfig:
@@ -156,13 +156,13 @@ def connect(kubeconfig: Path | None, agent: str, timeout: float = 15.0) -> Clien
 def completion(
     names: Callable[[Mapping[str, Any]], Iterable[str]],
 ) -> Callable[[typer.Context, str], list[str]]:
-    """Return a completion of the names that ``names`` reads, by the options before the word; none if that fails."""
+    """Return a completion of the names that ``names`` reads, given the options before the word; none if that fails."""
 
     def complete(context: typer.Context, incomplete: str) -> list[str]:
         try:
             with contextlib.redirect_stderr(
                 io.StringIO()
-            ):  # a warning would stand in the line that is being typed
+            ):  # a warning would appear in the line that is being typed
                 return [str(name) for name in names(context.params) if name.startswith(incomplete)]
         except Exception:  # the command itself will show the error
             return []

@@ -18,7 +18,7 @@ from image_builder.settings import DEFAULT_STORE
 app = typer.Typer()
 Check = Callable[[], None]
 
-# Every command that needs something of the host; all others run wherever this one does.
+# Every command that needs something from the host; all others run wherever this one does.
 COMMANDS = ("lock", "plan", "build", "verify DIR", "boot", "lab", "store", "pool", "pool snapshot", "publish")
 
 
@@ -30,15 +30,15 @@ class Lack:
     error: ImageBuilderError
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as ``--json`` prints it: as any error, with the commands."""
+        """Return it as ``--json`` prints it: like any error, with the commands."""
         return {"commands": list(self.commands), **failure.as_json(self.error)["error"]}
 
 
 def lacks(store: Path) -> list[Lack]:
-    """Return what this host lacks, by trying what the commands try."""
+    """Return what this host lacks, found by the same checks as in the commands."""
     from image_builder.system import host, namespace
 
-    # Without the first of them the others say nothing new.
+    # If one of them fails, the ones after it add nothing new.
     rights = (host.check_root, host.check_capabilities, namespace.check)
     checks: list[tuple[tuple[str, ...], tuple[Check, ...]]] = [
         (COMMANDS, (host.check_system,)),
@@ -56,7 +56,7 @@ def lacks(store: Path) -> list[Lack]:
 
 
 def _refusal(checks: Iterable[Check]) -> ImageBuilderError | None:
-    """Return what the first check raises that fails."""
+    """Return the error of the first check that fails, or None."""
     try:
         for check in checks:
             check()

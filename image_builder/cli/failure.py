@@ -1,4 +1,4 @@
-"""A failure as people and programs see it: the message, where, the last lines, a hint, the exit code."""
+"""A failure as people and programs see it: the message, the place, the last lines, a hint, the exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIGNALS = {
     signal.SIGPIPE: "ended as nobody reads its output any more",
     signal.SIGTERM: "ended by SIGTERM",
 }
-# The CI service that errors are shown to, beside who reads the log.
+# The CI service that errors are shown to, in addition to readers of the log.
 service: ci.Service | None = None
 
 
@@ -49,7 +49,7 @@ def exit_codes() -> list[tuple[int, str, str]]:
 
 
 def text(error: ImageBuilderError, command: str = "") -> str:
-    """Return an error as people read it. ``command`` is the command line that led to it, for a retry."""
+    """Return an error as text for people. ``command`` is the command line that led to it, for a retry."""
     cause = error.cause if isinstance(error, StageError) else error
     lines = [f"error: {error.message}"]
     if isinstance(cause, CommandError) and cause.tail:
@@ -83,7 +83,7 @@ def as_json(error: ImageBuilderError) -> dict[str, Any]:
 
 
 def _expected(error: OSError) -> ImageBuilderError | None:
-    """Return the expected error for a refusal of the operating system; None for what is a bug of ours."""
+    """Return the expected error for a refusal by the operating system, or None if it is a bug of ours."""
     where = error.filename or "a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(
@@ -98,11 +98,11 @@ def _expected(error: OSError) -> ImageBuilderError | None:
 
 
 def guard(work: Callable[[], int], *, json_wanted: bool, command: str = "") -> int:
-    """Run ``work`` and return its exit status; show what it raises. SystemExit passes."""
+    """Run ``work`` and return its exit status; show errors that it raises. SystemExit passes through."""
     try:
         return _shown(work, json_wanted, command)
     except BrokenPipeError:
-        # Who read our results has gone: `image-builder plan worker | head -3`. Nothing to add.
+        # The reader of our results has gone: `image-builder plan worker | head -3`. There is nothing to report.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -110,7 +110,7 @@ def guard(work: Callable[[], int], *, json_wanted: bool, command: str = "") -> i
 def _shown(work: Callable[[], int], json_wanted: bool, command: str) -> int:
     try:
         status = work()
-        sys.stdout.flush()  # at exit it would be too late to say anything about it
+        sys.stdout.flush()  # at exit it would be too late to report a failure
         return status
     except ImageBuilderError as error:
         return _show(error, json_wanted, command)
@@ -141,7 +141,7 @@ def _show(error: ImageBuilderError, json_wanted: bool, command: str) -> int:
 def report(error: ImageBuilderError, command: str = "", *, on_stdout: bool) -> None:
     """Print an error for people, and for the CI service if there is one.
 
-    Services read both streams. Not ``on_stdout``: a result of JSON stays the only document there.
+    Services read both streams. Without ``on_stdout``, a JSON result remains the only document there.
     """
     print(text(error, command), file=sys.stderr, flush=True)
     for line in ci.annotate(error, service) if service else ():
@@ -149,7 +149,7 @@ def report(error: ImageBuilderError, command: str = "", *, on_stdout: bool) -> N
 
 
 def end_on_sigterm() -> None:
-    """Let SIGTERM and SIGHUP unwind the stack, so that what has a lifetime is ended, and set the exit status."""
+    """Make SIGTERM and SIGHUP unwind the stack, so that open contexts are cleaned up, and set the exit status."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)

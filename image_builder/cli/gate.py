@@ -41,7 +41,7 @@ Taint = Annotated[str, typer.Option("--taint", metavar="KEY", help="the taint's 
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a pod may run as a number that no name belongs to
+    except (KeyError, OSError):  # a pod may run as a uid that has no name
         return f"uid {os.getuid()}"
 
 
@@ -51,7 +51,7 @@ def _now() -> str:
 
 @contextmanager
 def _answered() -> Iterator[None]:
-    """Raise ImageBuilderError where the API server can't be asked, or refuses."""
+    """Raise ImageBuilderError if the API server can't be reached, or refuses."""
     try:
         yield
     except NodeError as error:
@@ -124,7 +124,7 @@ def run(
 
 
 def _run(settings: Settings, connection: Callable[[], Client], *, approves: bool, as_json: bool) -> None:
-    """Run the controller until SIGTERM or SIGINT; raises ImageBuilderError."""
+    """Run the controller until SIGTERM or SIGINT. Raises ImageBuilderError as ``_answered`` does."""
     from image_builder.cluster.gate.approver import Approver
     from image_builder.cluster.gate.controller import Controller
 
@@ -289,7 +289,7 @@ def report(
 def _impact_rows(
     reports: Iterable[Impact], refusals: Mapping[str, str], state: str
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a table of reports, each with its state or why not, and then of nodes that have none."""
+    """Yield table rows of reports, each with its state or why it wasn't sent, and then of nodes without a report."""
 
     yield "node", "physical host", "category", "since", ""
     remaining = dict(refusals)

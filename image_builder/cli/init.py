@@ -1,4 +1,4 @@
-"""The command ``init``: a repository of the user's own, with one image that builds, boots and is verified at once."""
+"""The command ``init``: create the user's own repository, with one image that can be built and verified at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from image_builder.errors import UsageError
 from image_builder.settings import REPO_ROOT
 
 TEMPLATE = Path(__file__).parent / "project"
-# A folder for each CI service, with the file in which that looks for what to run.
+# A folder for each CI service, with the file that tells the service what to run.
 PIPELINES = Path(__file__).parent / "project_ci"
 SERVICES = sorted(path.name for path in PIPELINES.iterdir())
 _NEXT = ("  image-builder build node", "  image-builder boot node --verify")

@@ -113,7 +113,7 @@ def boot(
 
 
 def _show(result: BootResult, out_dir: Path, *, as_json: bool) -> None:
-    """Print how a boot ended, and what the checks came to."""
+    """Print how a boot ended, and the result of the checks."""
     from image_builder.verify import result as verification
 
     if result.suite:
@@ -123,7 +123,7 @@ def _show(result: BootResult, out_dir: Path, *, as_json: bool) -> None:
 
 
 def _local_disks(sizes: list[str] | None, *, none: bool) -> tuple[ExtraDisk, ...] | None:
-    """Return the disks that the command line asks for, None where the image decides; raises UsageError."""
+    """Return the disks that the command line requests, or None if the image decides. Raises UsageError if invalid."""
     from image_builder.verify.boot import local_disks
 
     if sizes and none:
@@ -132,7 +132,7 @@ def _local_disks(sizes: list[str] | None, *, none: bool) -> tuple[ExtraDisk, ...
 
 
 def _judge(require_passed: Callable[[], None], *, as_json: bool) -> int:
-    """Return the status of a verdict, whose result was printed already."""
+    """Return the exit status of a verdict whose result has already been printed."""
     try:
         require_passed()
     except ImageBuilderError as error:
@@ -142,7 +142,7 @@ def _judge(require_passed: Callable[[], None], *, as_json: bool) -> int:
 
 
 def _artefact(name: str, output: Path) -> Path:
-    """Return the path that ``name`` means: a path as it is, else the newest build of an image."""
+    """Return the path that ``name`` refers to: an existing path, or else the newest build of an image."""
     path, latest = Path(name), output / name / "latest"
     if not path.exists() and latest.exists():
         return latest.resolve()

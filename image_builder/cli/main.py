@@ -1,6 +1,6 @@
-"""The command line: the only parser. Results on standard output, everything for people on standard error.
+"""The command line: the only parser. Results go to standard output, everything for people to standard error.
 
-What a command needs is imported when it runs, so that ``--help`` stays quick.
+A command's dependencies are imported when it runs, so that ``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _main(
         raise typer.Exit
 
 
-# The project's own checks: a group without a name, so that they are the last of the commands.
+# The project's own checks: a group without a name, so that they come last among the commands.
 _checks = typer.Typer()
 
 
@@ -125,5 +125,5 @@ for _name, _commands in {"lab": lab, "gate": gate, "pool": pool, "publish": publ
 
 
 def main() -> None:
-    """Run the command line; exits."""
+    """Run the command line and exit."""
     app(prog_name="image-builder")

@@ -1,4 +1,4 @@
-"""``image-builder publish``: take a build to an Azure Compute Gallery."""
+"""``image-builder publish``: publish a build to an Azure Compute Gallery."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def age(
 def _comparison(
     image: str, inventory: list[Path] | None, vault: Any, output: Path, store: Path, mirror: str | None
 ) -> Callable[[Version], Behind]:
-    """Return what compares a version's packages with today's, which are resolved as `lock` does."""
+    """Return a function that compares a version's packages with today's, which are resolved as `lock` does it."""
     from image_builder.bake.lock.resolve import resolve_lock
     from image_builder.bake.plan.resolve import requirements
     from image_builder.gallery import packages
@@ -388,7 +388,7 @@ def _say_who(processes: list[int]) -> None:
 
 
 def _require_statement(target: Target, output: Path, version: Version, key: Path) -> None:
-    """Raise PublishError unless a statement about the version's build and bytes is there, signed by the key."""
+    """Raise PublishError unless there is a statement about the version's build and bytes, signed by the key."""
     from image_builder.gallery import statement as statements
     from image_builder.gallery.journal import journal_of, statement_of
 

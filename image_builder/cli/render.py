@@ -1,7 +1,7 @@
-"""Show people what happens: on a terminal a live tree of stages, elsewhere plain lines with the time.
+"""Progress for people: on a terminal a live tree of stages, elsewhere plain lines with the time.
 
-Everything here goes to standard error; results are the business of ``cli.py`` and go to standard output.
-``NO_COLOR`` and a dumb terminal are rich's concern; ``CI`` turns redrawing off even on a terminal.
+All progress goes to standard error; results go to standard output, printed by the commands.
+``NO_COLOR`` is left to rich; a dumb terminal and ``CI`` turn redrawing off.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 State = Literal["waiting", "cached", "running", "done", "failed"]
-# A plain log gets a line for a change of task at most this often, and for progress more rarely.
+# A plain log gets a line for a change of task at most this often, and for progress less often.
 _TASK_SECONDS = 1.0
 _PROGRESS_SECONDS = 15.0
 _PART_SECONDS = 5.0
@@ -43,7 +43,7 @@ _MARKS: Mapping[State, tuple[str, str]] = {
 
 
 def progress_text(done: int, total: int, unit: str, seconds: float) -> str:
-    """Return how far something is, and how fast: ``120 MB of 800 MB, 12 MB/s``."""
+    """Return how far along something is, and how fast: ``120 MB of 800 MB, 12 MB/s``."""
     if unit == "B":
         rate = f", {human_bytes(done / seconds)}/s" if seconds > 1 and done else ""
         return f"{human_bytes(done)} of {human_bytes(total)}{rate}"
@@ -51,7 +51,7 @@ def progress_text(done: int, total: int, unit: str, seconds: float) -> str:
 
 
 def part_text(part: Part, rate: float) -> str:
-    """Return how far a part is: ``120 MB of 800 MB, 12 MB/s, 3/5 layers, extracting 4f2a…``."""
+    """Return how far along a part is: ``120 MB of 800 MB, 12 MB/s, 3/5 layers, extracting 4f2a…``."""
     speed = f", {human_bytes(rate)}/s" if rate >= 1 else ""
     return f"{human_bytes(part.done)} of {human_bytes(part.total)}{speed}, {part.action}"
 
@@ -79,7 +79,7 @@ class _Rates:
 
 @dataclass
 class _Row:
-    """What is known of one stage."""
+    """What is known about one stage."""
 
     name: str
     state: State = "waiting"
@@ -91,7 +91,7 @@ class _Row:
 
 
 class PlainMonitor(Monitor):
-    """Writes one line, with the time of day, for what is worth one."""
+    """Writes one line, with the time of day, for each event that is worth one."""
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._write = write
@@ -216,7 +216,7 @@ class LiveMonitor(Monitor):
         from rich.table import Table
 
         table = Table.grid(padding=(0, 1))
-        # Only the last column gives way on a narrow terminal.
+        # Only the last column shrinks on a narrow terminal.
         table.add_column(no_wrap=True, min_width=1)
         table.add_column(no_wrap=True, min_width=_NAME_WIDTH)
         table.add_column(justify="right", no_wrap=True, min_width=_TIME_WIDTH)
@@ -238,7 +238,7 @@ class LiveMonitor(Monitor):
 
 
 def is_live(stream_is_terminal: bool, environment: Mapping[str, str]) -> bool:
-    """Tell whether redrawing is wanted: a terminal that can, and not the log of a CI."""
+    """Return whether redrawing is wanted: on a terminal that supports it, and not in a CI's log."""
     return (
         stream_is_terminal
         and environment.get("TERM", "dumb") not in ("dumb", "unknown", "")
@@ -248,9 +248,9 @@ def is_live(stream_is_terminal: bool, environment: Mapping[str, str]) -> bool:
 
 @contextmanager
 def monitor(title: str) -> Iterator[Monitor]:
-    """Show on standard error what is told to the monitor, until the block ends."""
+    """Show on standard error what the monitor is told, until the block ends."""
     if not is_live(sys.stderr.isatty(), os.environ):
-        # In one piece: stages in other threads write too.
+        # Each line is written in one piece, because stages in other threads write too.
         yield PlainMonitor(lambda line: print(f"{line}\n", end="", file=sys.stderr, flush=True))
         return
     from rich.live import Live
@@ -258,7 +258,7 @@ def monitor(title: str) -> Iterator[Monitor]:
     shown = LiveMonitor(title)
     console = stderr_console()
     shown.print = lambda text: console.print(text, markup=False, highlight=False)
-    # Redirecting would carry a result that is printed meanwhile to standard error.
+    # Redirecting would send a result that is printed in the meantime to standard error.
     with Live(shown, console=console, refresh_per_second=_REDRAWS_PER_SECOND, redirect_stdout=False) as live:
         shown.live = live
         yield shown
@@ -266,7 +266,7 @@ def monitor(title: str) -> Iterator[Monitor]:
 
 @contextmanager
 def paused(shown: Monitor) -> Iterator[None]:
-    """Leave the terminal to someone else until the block ends."""
+    """Leave the terminal to other output until the block ends."""
     live = shown.live if isinstance(shown, LiveMonitor) else None
     if live:
         live.stop()
@@ -278,14 +278,14 @@ def paused(shown: Monitor) -> Iterator[None]:
 
 
 def stderr_console() -> Console:
-    """Return a console for people: no wrapping by guesswork where standard error is no terminal."""
+    """Return a console for people. If standard error isn't a terminal, lines aren't wrapped at a guessed width."""
     from rich.console import Console
 
     return Console(stderr=True, soft_wrap=not sys.stderr.isatty(), highlight=False)
 
 
 def stdout_console() -> Console:
-    """Return a console for results: as wide as they are where standard output is no terminal."""
+    """Return a console for results, 200 columns wide if standard output isn't a terminal."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)

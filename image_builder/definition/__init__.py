@@ -1,4 +1,4 @@
-"""The definition of an image: an Ansible inventory, checked whole, as frozen data.
+"""The definition of an image: an Ansible inventory, checked as a whole, as frozen data.
 
 inventory = load_inventory([Path("inventories/lab")])
 inventory.problems()                    # all of them, as file:line, path, reason

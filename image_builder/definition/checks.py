@@ -1,8 +1,8 @@
-"""The user's own checks: files of tests beside the suite's, and what must turn each of them red.
+"""The user's own checks: test files in addition to the suite's, and the mutations that must turn each check red.
 
-``checks/test_*.py`` hold the checks, ``checks/mutations.yml`` maps each to commands of a shell that break what it is
-about, one at a time; a mapping has the command and, for a running machine, the one that mends it. A check that nothing
-turns red proves nothing.
+``checks/test_*.py`` hold the checks. ``checks/mutations.yml`` maps each check to shell commands that break its subject,
+one at a time; an entry that is a mapping holds the command and, for a running machine, the one that repairs it. A check
+that nothing turns red proves nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from image_builder.errors import Problem
 from image_builder.settings import CHECKS, MUTATIONS, SUITE
 from image_builder.text import did_you_mean
 
-# What pytest takes for a file of tests, for a test, and for a class of tests.
+# The names by which pytest recognizes a test file, a test, and a test class.
 _PREFIX, _SUFFIX, _CLASS = "test_", "_test", "Test"
 
 
 def check_problems(project: Path) -> list[Problem]:
-    """Return what is wrong with a repository's checks and their mutations."""
+    """Return the problems in a repository's checks and their mutations."""
     folder = project / CHECKS
     if not folder.is_dir():
         return []

@@ -1,8 +1,8 @@
-"""Collections of a user's repository: those that ``requirements.yml`` asks for and a lock pins, and its own.
+"""Collections of a user's repository: its own, and those that ``requirements.yml`` requires and a lock pins.
 
-``collections.lock`` pins each by the SHA-256 of its ``MANIFEST.json``, which has that of its ``FILES.json``, which has
-those of all its files: an installed collection is checked as its archive is. One with a ``galaxy.yml`` and no manifest
-is the repository's own source.
+``collections.lock`` pins each by the SHA-256 of its ``MANIFEST.json``, which contains that of its ``FILES.json``, which
+contains those of all its files, so an installed collection is checked just as its archive is. A collection with a
+``galaxy.yml`` and no manifest is the repository's own source.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from image_builder.system.trees import files_in, sha256
 LOCK = "collections.lock"
 MANIFEST = "MANIFEST.json"
 COMMAND = "image-builder collections"
-# Where Ansible's own tools look for it.
+# Where Ansible's own tools look for requirements.
 _REQUIREMENTS = ("requirements.yml", "collections/requirements.yml")
 # Below each directory of `collections_path`.
 _NAMESPACES = "ansible_collections"
@@ -42,19 +42,19 @@ class Collection:
 
     @property
     def is_source(self) -> bool:
-        """Tell whether it is the repository's own, not an installed archive."""
+        """Return whether it is the repository's own rather than an installed archive."""
         return not (self.path / MANIFEST).is_file()
 
     @property
     def roles(self) -> Mapping[str, Path]:
-        """Return its roles by their full names."""
+        """Return its roles by full name."""
         return {
             f"{self.name}.{role.name}": role for role in sorted(self.path.glob("roles/*")) if role.is_dir()
         }
 
     @property
     def parts(self) -> Iterable[Path]:
-        """Return the files that decide what it does; of a locked one its manifest stands for all."""
+        """Return the files that determine what it does; a locked one's manifest stands for all of its files."""
         return files_in(self.path) if self.is_source else (self.path / MANIFEST,)
 
     @property
@@ -62,7 +62,7 @@ class Collection:
         return sha256(self.path / MANIFEST)
 
     def fault(self) -> str:
-        """Return in what its files are not those of its manifest; nothing where they are."""
+        """Return how its files differ from its manifest, or an empty string if they don't."""
         try:
             listed = json.loads((self.path / MANIFEST).read_bytes())["file_manifest_file"]
             if sha256(self.path / _FILES) != listed["chksum_sha256"]:
@@ -73,7 +73,7 @@ class Collection:
             return f"{MANIFEST} or {_FILES} can't be read"
         present = {str(file.relative_to(self.path)): file for file in files_in(self.path)}
         for name, digest in sorted(digests.items()):
-            # What the listing of a tree leaves out (a README) is no part of what a collection does.
+            # Files that `files_in` leaves out (a README) don't affect what a collection does.
             file = present.pop(name, self.path / name)
             if not file.is_file():
                 return f"{name} is missing"
@@ -84,7 +84,7 @@ class Collection:
 
 
 class LockedCollection(Strict):
-    """A collection as it was locked. ``source`` is what ``ansible-galaxy`` needs to get it again."""
+    """A collection as it was locked. ``source`` is what ``ansible-galaxy`` needs to fetch it again."""
 
     name: str
     version: str
@@ -93,14 +93,14 @@ class LockedCollection(Strict):
 
 
 class CollectionLock(Strict):
-    """What ``requirements.yml`` came to, with all that those collections depend on."""
+    """The collections that ``requirements.yml`` resolved to, with all their dependencies."""
 
     format: Literal[1] = 1
     collections: tuple[LockedCollection, ...]
 
     @classmethod
     def load(cls, root: Path) -> CollectionLock | None:
-        """Read a repository's lock; None where there is none. Raises LockError."""
+        """Return a repository's lock, or None if there is none. Raises LockError if it can't be read."""
         try:
             return cls.model_validate_json((root / LOCK).read_bytes())
         except FileNotFoundError:
@@ -111,21 +111,21 @@ class CollectionLock(Strict):
             ) from error
 
     def save(self, root: Path) -> None:
-        """Write a repository's lock, where it is another one."""
+        """Write a repository's lock if it has changed."""
         text = json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
         files.write_changed(root / LOCK, text.encode())
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """A repository's ``requirements.yml``: its ``entries``, as ``ansible-galaxy`` takes them."""
+    """A repository's ``requirements.yml``: its ``entries``, as ``ansible-galaxy`` accepts them."""
 
     file: Path
     entries: tuple[Mapping[str, str], ...]
 
     @classmethod
     def load(cls, root: Path) -> Requirements | None:
-        """Read a repository's requirements; None where there are none. Raises DefinitionError."""
+        """Return a repository's requirements, or None if there are none. Raises DefinitionError if they are invalid."""
         files = (root / name for name in _REQUIREMENTS)
         file = next((file for file in files if file.is_file()), None)
         if file is None:
@@ -145,18 +145,18 @@ class Requirements:
 
 
 def _entry(entry: Any) -> Mapping[str, str]:
-    """Return an entry as a mapping of strings: a name alone, or what stands beside it."""
+    """Return an entry, a mapping or only a name, as a mapping of strings."""
     return {str(k): str(v) for k, v in entry.items()} if isinstance(entry, Mapping) else {"name": str(entry)}
 
 
 def is_named(entry: Mapping[str, str]) -> bool:
-    """Tell whether an entry names a collection of a Galaxy server; any other one says where its bytes are."""
+    """Return whether an entry names a collection on a Galaxy server; any other entry says where its content is."""
     namespace, dot, name = entry.get("name", "").partition(".")
     return entry.get("type", "galaxy") == "galaxy" and bool(dot) and (namespace + name).isidentifier()
 
 
 def installed(folders: Iterable[Path]) -> tuple[Collection, ...]:
-    """Return the collections in directories, sorted by name; as in Ansible the first of a name counts."""
+    """Return the collections in directories, sorted by name; as in Ansible, the first one of a name wins."""
     by_name: dict[str, Collection] = {}
     for folder in folders:
         for path in sorted(folder.glob(f"{_NAMESPACES}/*/*/")):
@@ -167,7 +167,7 @@ def installed(folders: Iterable[Path]) -> tuple[Collection, ...]:
 
 
 def collection_problems(root: Path) -> list[Problem]:
-    """Return in what a repository's collections are not those that it asks for and has locked."""
+    """Return how a repository's collections differ from those that it requires and has locked."""
     requirements, lock = Requirements.load(root), CollectionLock.load(root)
     present = {c.name: c for c in installed(engine.collection_folders(root))}
     asked = {entry["name"] for entry in (requirements.entries if requirements else ()) if is_named(entry)}
@@ -206,5 +206,5 @@ def missing(root: Path, lock: CollectionLock) -> Iterator[LockedCollection]:
 
 
 def galaxy_file(entries: Iterable[Mapping[str, JSON]]) -> str:
-    """Return a ``requirements.yml`` of these entries."""
+    """Return the text of a ``requirements.yml`` with these entries."""
     return json.dumps({"collections": [dict(entry) for entry in entries]})

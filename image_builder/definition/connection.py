@@ -1,6 +1,6 @@
-"""How an inventory's hosts are connected to, by the variables of Ansible's ``ssh`` and ``sudo`` plugins.
+"""How to connect to an inventory's hosts, according to the variables of Ansible's ``ssh`` and ``sudo`` plugins.
 
-What of these variables can't be honoured is refused; of arguments for OpenSSH only a way through bastions counts:
+Variables that can't be honored are refused. The only supported arguments for OpenSSH describe a path through bastions:
 ``-J``, ``-o ProxyJump=``, or a ProxyCommand that is ``ssh -W %h:%p`` with its user, port, key and own bastions.
 """
 
@@ -21,14 +21,14 @@ from image_builder.canonical import JSON
 from image_builder.definition.values import is_vaulted
 
 ARGUMENTS = ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args")
-# Option of the plugin: its variables. As in Ansible, the last one that is set counts.
+# Each option of the plugin and its variables. As in Ansible, the last variable that is set wins.
 VARIABLES: Mapping[str, tuple[str, ...]] = {
     "host": ("ansible_host", "ansible_ssh_host"),
     "port": ("ansible_port", "ansible_ssh_port"),
     "remote_user": ("ansible_user", "ansible_ssh_user"),
     "private_key_file": ("ansible_private_key_file", "ansible_ssh_private_key_file"),
 }
-# Whatever is done on hosts is done as root, by OpenSSH and sudo.
+# Everything on hosts is done as root, through OpenSSH and sudo.
 _ONLY = {
     "ansible_connection": "ssh",
     "ansible_become_method": "sudo",
@@ -43,7 +43,7 @@ _FORWARD = ("%h:%p", "[%h]:%p")
 
 
 class Hop(BaseModel):
-    """A bastion on the way to hosts. What is empty is as with the host: the user, the private key's file."""
+    """A bastion on the way to a host. If the user or the private key's file is empty, the host's own is used."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -54,13 +54,13 @@ class Hop(BaseModel):
 
     @property
     def text(self) -> str:
-        """Return the form that ``parse_jump`` takes, which has no key."""
+        """Return the hop in the form that ``parse_jump`` accepts, which has no key."""
         address = f"[{self.address}]" if ":" in self.address else self.address
         return f"{self.user}@{address}:{self.port}".removeprefix("@")
 
 
 class Connection(NamedTuple):
-    """What an inventory says of one host; empty where it says nothing. ``hops`` come in the order of the way."""
+    """How an inventory says to connect to one host; unset values are empty. ``hops`` are in the order of connection."""
 
     address: str = ""
     port: int = 22
@@ -74,11 +74,11 @@ Fault = tuple[str, str]
 
 
 def read(values: Mapping[str, JSON]) -> tuple[Connection, list[Fault]]:
-    """Return the connection by a host's evaluated variables, and what can't be honoured of them."""
+    """Return the connection that a host's evaluated variables describe, and the variables that can't be honored."""
     faults: list[Fault] = []
 
     def text(names: Sequence[str]) -> tuple[str, str]:
-        """Return the variable that counts, and its value."""
+        """Return the variable that wins, and its value."""
         name = next((name for name in reversed(names) if values.get(name) not in (None, "")), names[0])
         value = values.get(name)
         if value is not None and is_vaulted(value):
@@ -112,7 +112,7 @@ def read(values: Mapping[str, JSON]) -> tuple[Connection, list[Fault]]:
 
 
 def parse_arguments(text: str) -> tuple[Hop, ...]:
-    """Return the way that arguments for OpenSSH describe; raises ValueError for anything else in them."""
+    """Return the bastions that arguments for OpenSSH describe. Raises ValueError if they contain anything else."""
     options, rest = _options(shlex.split(text), "J:o:")
     if rest:
         raise ValueError(f"`{rest[0]}` is not supported, {_SUPPORTED}")
@@ -148,7 +148,7 @@ def _setting(text: str) -> tuple[str, str]:
 
 
 def parse_jump(text: str) -> tuple[Hop, ...]:
-    """Return the hops of ``[USER@]HOST[:PORT][,…]``, each also as ``ssh://…``; raises ValueError."""
+    """Return the hops of ``[USER@]HOST[:PORT][,…]``, each optionally ``ssh://…``. Raises ValueError for all else."""
     return tuple(_hop(part.strip()) for part in text.split(","))
 
 
@@ -166,7 +166,7 @@ def _hop(text: str) -> Hop:
 
 
 def _parse_command(text: str) -> tuple[Hop, ...]:
-    """Return the way of a ProxyCommand that is OpenSSH's own; raises ValueError for any other."""
+    """Return the bastions of a ProxyCommand that runs OpenSSH. Raises ValueError for any other command."""
     refused = f"ProxyCommand `{text}` is not supported, {_SUPPORTED}"
     program, *arguments = shlex.split(text) or [""]
     if PurePath(program).name != "ssh":

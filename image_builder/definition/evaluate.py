@@ -1,7 +1,7 @@
 """The values of the variables of an image's roles.
 
 Precedence is Ansible's: role defaults < inventory < play vars < vars/ of all the play's roles < the
-role's own vars/ < the ``vars:`` that the play hands to this role < ``-e`` (``Role.get_vars`` of ansible-core 2.19).
+role's own vars/ < the ``vars:`` that the play passes to this role < ``-e`` (``Role.get_vars`` of ansible-core 2.19).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from image_builder.definition.model import BUILDER_NAMES, ImageDefinition
 from image_builder.definition.roles import Layer, RoleBook, RoleUse, short_name
 from image_builder.definition.values import looked_up_names, strings, vaulted_names
 
-# What no lookup gives.
+# A value that no lookup returns.
 _ANOTHER = "another answer of a lookup"
 _VARS = re.compile(r"\bvars\s*\[")
 
@@ -70,11 +70,11 @@ def play_variables(definition: ImageDefinition, layer: Layer) -> dict[str, JSON]
 
 @dataclass(frozen=True)
 class EvaluatedRole:
-    """A role of an image: its variables as written, the values they come to, and why others have none.
+    """A role of an image: its variables as written, the values they evaluate to, and why others have none.
 
     ``values``, ``failures`` and ``unpredictable`` (known only to a play) hold the role's own variables and the
-    builder's. One that is vaulted, or may be made from a vaulted one, is in none. The ``looked_up`` are those with a
-    value that a lookup has a part in.
+    builder's. A variable that is vaulted, or may be derived from a vaulted one, is in none of them. ``looked_up`` are
+    the variables whose value depends on a lookup.
     """
 
     layer: Layer
@@ -87,17 +87,17 @@ class EvaluatedRole:
 
 
 def evaluated_roles(definition: ImageDefinition) -> list[EvaluatedRole]:
-    """Return every role of an image, in the order of the layers."""
+    """Return every role of an image, evaluated, in the order of the layers."""
     return [role for layer in definition.layers for role in evaluated_layer(definition, layer)]
 
 
 def evaluated_layer(definition: ImageDefinition, layer: str) -> tuple[EvaluatedRole, ...]:
-    """Evaluate a layer's roles; once for a definition, as long as the roles' files are unchanged."""
+    """Evaluate a layer's roles, only once per definition as long as the roles' files are unchanged."""
     return evaluated_playbook(definition, RoleBook(definition.roots).layer(layer))
 
 
 def evaluated_playbook(definition: ImageDefinition, layer: Layer) -> tuple[EvaluatedRole, ...]:
-    """Evaluate the roles of a playbook that is like a layer's; once, as ``evaluated_layer``."""
+    """Evaluate the roles of a playbook that is structured like a layer's, only once, as in ``evaluated_layer``."""
     book = RoleBook(definition.roots)
     uses = book.uses(layer)
     files = [layer.playbook, *(file for use in uses for file in book.role(use.name).declarations)]
@@ -142,7 +142,7 @@ def _evaluate(
 
 
 def _looked_up(raw: Mapping[str, JSON], values: Mapping[str, JSON], layer: Layer) -> frozenset[str]:
-    """Return which values lookups have a part in: those that another answer makes other ones."""
+    """Return the variables whose value depends on lookups: those that change when lookups return something else."""
     possible = looked_up_names(raw) & values.keys()
     if not possible:
         return frozenset()
@@ -151,15 +151,15 @@ def _looked_up(raw: Mapping[str, JSON], values: Mapping[str, JSON], layer: Layer
 
 
 def owner(name: str, roles: Iterable[str]) -> str | None:
-    """Return the role whose prefix a public variable's name has; the longest one counts."""
+    """Return the role whose prefix a public variable's name has; the longest prefix wins."""
     return max((role for role in roles if name.startswith(f"{role}_")), key=len, default=None)
 
 
 def resolved_variables(definition: ImageDefinition) -> dict[str, JSON]:
-    """Return the value of every variable that a role of the image owns, and of the builder's.
+    """Return the value of every variable that a role of the image owns, and of the builder's own variables.
 
-    A role's variables are as that role sees them, handed over by its play or not. Left out are vaulted
-    values, all that is made from them, and internal variables that need facts or results of tasks.
+    A role's variables have the values that the role sees, whether or not its play passes them. Vaulted values,
+    everything derived from them, and internal variables that need facts or results of tasks are left out.
     """
     resolved: dict[str, JSON] = {}
     for role in evaluated_roles(definition):
@@ -168,7 +168,7 @@ def resolved_variables(definition: ImageDefinition) -> dict[str, JSON]:
 
 
 def published_variables(definition: ImageDefinition) -> dict[str, JSON]:
-    """Return the part of ``resolved_variables`` that may be published: declared ones that depend on no lookup."""
+    """Return the ``resolved_variables`` that may be published: those that are declared and don't depend on a lookup."""
     published: dict[str, JSON] = {}
     book = RoleBook(definition.roots)
     for role in evaluated_roles(definition):

@@ -1,4 +1,4 @@
-"""One host's variables in an inventory: where each was set, and the builder's own among them, checked."""
+"""One host's variables in an inventory: where each was set, and the builder's own ones, checked."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class HostVariables:
     places: Mapping[str, Place]
 
     def where(self, path: Sequence[str | int]) -> str:
-        """Return ``file:line`` of the item at ``path``, or of the nearest thing around it."""
+        """Return ``file:line`` of the item at ``path``, or of its nearest parent whose place is known."""
         name = str(path[0])
         inner = engine.place_in(self.tagged[name], path[1:]) if name in self.tagged else None
         place = inner or self.places.get(name)
         return str(place) if place else ""
 
     def place_of(self, text: str) -> str:
-        """Return ``file:line`` of the value that is ``text``, or nothing where none is written so."""
+        """Return ``file:line`` of the value that is exactly ``text``, or an empty string if there is none."""
         values: list[Any] = list(self.tagged.values())
         while values:
             value = values.pop()
@@ -53,7 +53,7 @@ class HostVariables:
 
 
 def read_host_variables(source: engine.Source, name: str) -> HostVariables:
-    """Return a host's variables; raises VaultError for a value that can't be decrypted."""
+    """Return a host's variables. Raises VaultError if a value can't be decrypted."""
     tagged, places = source.host_variables(name)
     failures = [
         f"{place or places[key]}  {key}: {reason}"
@@ -81,7 +81,8 @@ def builder_variables(
 ) -> tuple[BuilderVariables | None, list[Problem]]:
     """Template and check an image's ``image_*`` variables.
 
-    ``magic`` are variables that Ansible makes; ``hostvars`` returns those of every host, for values that name it.
+    ``magic`` are the variables that Ansible sets itself; ``hostvars`` returns those of every host, for values that
+    mention it.
     """
     known = {**variables.plain, **magic}
     if any("hostvars" in text for value in variables.plain.values() for text in strings(value)):

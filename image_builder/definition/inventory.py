@@ -45,9 +45,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Inventory:
-    """An inventory that was read. ``images`` are the hosts of group ``images``, in the inventory's order.
+    """A loaded inventory. ``images`` are the hosts of group ``images``, in the inventory's order.
 
-    ``collections`` is what is wrong with those of the repository: without them no role can be judged.
+    ``collections`` are the problems with the repository's collections: while there are any, no role can be checked.
     """
 
     paths: tuple[Path, ...]
@@ -56,7 +56,7 @@ class Inventory:
     extra: tuple[str, ...]
     collections: tuple[Problem, ...]
     _source: engine.Source = field(repr=False, compare=False)
-    # The same as this program's own playbooks see it, where the user's have variables beside them.
+    # The same inventory as this program's own playbooks see it, if there are variables beside the user's playbooks.
     _source_of_ours: engine.Source | None = field(default=None, repr=False, compare=False)
     _hosts: dict[str, HostVariables] = field(default_factory=dict, repr=False, compare=False)
     _defined: dict[str, tuple[ImageDefinition | None, tuple[Problem, ...]]] = field(
@@ -65,9 +65,9 @@ class Inventory:
     _sound: dict[str, ImageDefinition] = field(default_factory=dict, repr=False, compare=False)
 
     def select(self, patterns: Iterable[str]) -> tuple[str, ...]:
-        """Return the images that match any Ansible host pattern (``gpu:!h100``); all without a pattern.
+        """Return the images that match any of the Ansible host patterns (``gpu:!h100``), or all if there are none.
 
-        Raises UsageError for a pattern that matches no image.
+        Raises UsageError if a pattern matches no image.
         """
         chosen: set[str] = set()
         requested = list(patterns)
@@ -82,13 +82,17 @@ class Inventory:
         return tuple(name for name in self.images if not requested or name in chosen)
 
     def variables(self, name: str) -> HostVariables:
-        """Return an image's variables; raises VaultError for a value that can't be decrypted."""
+        """Return an image's variables. Raises VaultError if a value can't be decrypted."""
         if name not in self._hosts:
             self._hosts[name] = read_host_variables(self._source, name)
         return self._hosts[name]
 
     def define(self, name: str) -> ImageDefinition:
-        """Return one image's definition; raises UsageError, VaultError, DefinitionError with all problems."""
+        """Return one image's definition.
+
+        Raises UsageError if there is no such image, VaultError if a value can't be decrypted, and DefinitionError with
+        all problems.
+        """
         if name not in self.images:
             raise UsageError(
                 f"unknown image `{name}`{did_you_mean(name, self.images)}",
@@ -100,9 +104,9 @@ class Inventory:
         return definition
 
     def problems(self, names: Iterable[str] | None = None) -> list[Problem]:
-        """Return everything that is wrong with these images (or all), each thing once, sorted.
+        """Return all problems of these images (or of all images), without duplicates, sorted.
 
-        What an example has in place of the user's own values is wrong in any file, whichever images are asked for.
+        An example's placeholders for the user's own values are a problem in any file, whichever images are given.
         """
         chosen = list(names or self.images)
         wrong = {p for name in chosen for p in self._define(name)[1]}
@@ -110,7 +114,7 @@ class Inventory:
         return sorted({*wrong, *shared, *placeholders(self.paths)})
 
     def warnings(self, names: Iterable[str]) -> list[Problem]:
-        """Return likely mistakes in images without problems, each once, sorted."""
+        """Return likely mistakes in images without problems, without duplicates, sorted."""
         problems: set[Problem] = set()
         for name in names:
             definition = self.define(name)
@@ -125,7 +129,7 @@ class Inventory:
         return self._defined[name]
 
     def _defined_by_itself(self, name: str) -> ImageDefinition | None:
-        """Return an image's definition, whatever is wrong with its pools; None where more is, or there is none."""
+        """Return an image's definition even if its pools have problems; None if it has others or doesn't exist."""
         with suppress(VaultError):
             if name in self.images:
                 self._define(name)
@@ -181,11 +185,11 @@ class Inventory:
         return definition, tuple(problems)
 
     def _hostvars(self) -> dict[str, JSON]:
-        """Return every host's variables, as ``hostvars`` has them, by host."""
+        """Return every host's variables by host, like Ansible's ``hostvars``."""
         return {host: dict(self.variables(host).plain) for host in self._source.match("all")}
 
     def _with_keyring(self, base: ImageBase) -> tuple[ImageBase, str]:
-        """Return ``base`` with its keyring's absolute path, and what is wrong with that."""
+        """Return ``base`` with its keyring's absolute path, and what is wrong with that path, if anything."""
         if base.keyring is None:
             return base, ""
         first = self.paths[0]
@@ -208,14 +212,14 @@ def load_inventory(
     project: Path | None = None,
     extra: Sequence[str] = (),
 ) -> Inventory:
-    """Read inventories as Ansible does, with ``group_vars`` and ``host_vars`` beside them.
+    """Read inventories as Ansible does, with the ``group_vars`` and ``host_vars`` next to them.
 
-    ``project`` is the user's repository; by default it is ``repo_root``, this program's. ``extra`` are variables as
-    Ansible's ``-e`` takes them, files with absolute paths.
+    ``project`` is the user's repository; by default it is ``repo_root``, this program's. ``extra`` are variables in the
+    form that Ansible's ``-e`` accepts, with absolute paths of files.
 
     The passwords of vaulted values come from ``vault``, the ``ansible.cfg`` and ANSIBLE_VAULT_PASSWORD_FILE. Raises
-    DefinitionError for what can't be read or has no group ``images``, VaultError for a vaulted file that
-    can't be decrypted.
+    DefinitionError if an inventory can't be read or has no group ``images``, VaultError if a vaulted file can't be
+    decrypted.
     """
     paths = tuple(p.absolute() for p in paths)
     if missing := [p for p in paths if not p.exists()]:

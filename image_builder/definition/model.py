@@ -31,7 +31,7 @@ MIN_ROOT_MIB = 1024
 # Azure refuses an OS disk image above 1023 GiB.
 MAX_VHD_MIB = 1023 * 1024
 SUITES = ("bookworm", "trixie")
-# Where a bake's tree has, while a play runs, the locked downloads and what stages beside the layers have built.
+# Where a bake's tree has, while a play runs, the locked downloads and the results of stages that aren't layers.
 ARCHIVES = "/run/image-builder/archives"
 INPUTS = "/run/image-builder/inputs"
 APT_AUTH = "credentials belong into /etc/apt/auth.conf.d, or into a file like those that IMAGE_BUILDER_APT_AUTH names"
@@ -95,7 +95,7 @@ class ImageBase(Strict):
 
 
 class ImageDisk(Strict):
-    """The disk's partitions. Sizes are MiB; root is the last one and grows to the disk at first boot."""
+    """The disk's partitions. Sizes are in MiB; root is the last one and grows to fill the disk at first boot."""
 
     esp_size_mib: int = Field(
         MIN_ESP_MIB, ge=MIN_ESP_MIB, description="Size of the EFI system partition in MiB."
@@ -106,8 +106,8 @@ class ImageDisk(Strict):
     filesystem: Literal["ext4"] = Field("ext4", description="The root filesystem.")
 
 
-# registry/name:tag, the registry with a dot or a port, or "localhost": what has neither is a short name, which each
-# runtime completes in its own way (docker/distribution reference grammar).
+# registry/name:tag, where the registry has a dot or a port, or is "localhost". Anything else is a short name, which
+# each runtime completes in its own way (docker/distribution reference grammar).
 _REFERENCE = re.compile(
     r"(?:(?:[a-z0-9-]+\.)+[a-z0-9-]+(?::[0-9]+)?|[a-z0-9-]+:[0-9]+|localhost)"
     r"/[a-z0-9]+(?:[._/-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
@@ -141,7 +141,7 @@ class PreloadedImage(Strict):
             )
         registry, _, name = ref.partition("/")
         if registry == "index.docker.io" or (registry == "docker.io" and "/" not in name):
-            # The kubelet asks containerd for Docker Hub's images by their full names, and there is no other there.
+            # The kubelet asks containerd for Docker Hub's images by their full names, and containerd knows no others.
             full = f"docker.io/{name if '/' in name else f'library/{name}'}"
             raise ValueError(f"is a short name of Docker Hub's, write `{full}`")
         return ref
@@ -184,7 +184,7 @@ class GalleryPrices(Strict):
 
 
 class ImageGallery(Strict):
-    """Where `publish` takes an image: a definition of an Azure Compute Gallery."""
+    """Where `publish` uploads an image: a definition in an Azure Compute Gallery."""
 
     subscription: Annotated[
         str, StringConstraints(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
@@ -319,9 +319,9 @@ class BuilderVariables(Strict):
         return self
 
     def for_roles(self) -> dict[str, JSON]:
-        """Return the variables as roles see them: with all defaults, without where packages come from.
+        """Return the variables as roles see them: with all defaults, without the source of packages.
 
-        A mirror's name must not reach an image, nor the id of one; what is preloaded must not reach a layer's.
+        A mirror's name must reach neither an image nor its id; what is preloaded must not reach a layer's id.
         """
         included = dict.fromkeys(BUILDER_NAMES - NOT_FOR_ROLES, True)
         values: dict[str, JSON] = self.model_dump(
@@ -336,9 +336,10 @@ NOT_FOR_ROLES = frozenset({"image_gallery", "image_preload", "image_preload_mode
 
 
 def record_name(image: str, inventories: Sequence[Path], project: Path) -> str:
-    """Return the name of what a store remembers of an image, its lock and its builds: ``worker@lab-1b9d6bcd``.
+    """Return the name under which a store keeps an image's lock and builds: ``worker@lab-1b9d6bcd``.
 
-    Other inventories may have an image of the same name. Those of the project have the same name in every checkout.
+    It includes a hash of the inventories' paths, because other inventories may have an image of the same name. For
+    inventories of the project it is the same in every checkout.
     """
     root = project.resolve()
     places = [path.resolve() for path in inventories]
@@ -356,15 +357,16 @@ class ImageDefinition:
 
     ``variables`` are the inventory's variables of this host, untemplated, with every vaulted value replaced
     by ``{"__vault__": sha256 of the ciphertext}``, Ansible's ``inventory_hostname`` and ``group_names``, and
-    the builder's variables as ``BuilderVariables.for_roles`` gives them (so plays must get those as extra
-    variables), without those that roles never see; ``variables_of_ours`` are those in this program's playbooks, where
-    they differ. ``roots`` hold ``roles/`` and ``playbooks/``: the
-    user's repository, if there is one, and this program's, the last.
+    the builder's variables as ``BuilderVariables.for_roles`` returns them (so plays must get those as extra
+    variables), without those that roles never see; ``variables_of_ours`` are the variables in this program's
+    playbooks, if they differ. ``roots`` hold ``roles/`` and ``playbooks/``: first the user's repository, if there is
+    one, and last this program's.
 
-    ``extra`` is what ``-e`` gave, as plays get it, and ``extra_variables`` what that comes to: it wins over all others.
+    ``extra`` holds the values of ``-e`` as plays get them, and ``extra_variables`` the variables that result, which win
+    over all others.
 
-    ``magic`` are variables that Ansible makes: ``inventory_dir``, ``groups`` and so on; ``hostvars`` returns those of
-    all hosts. ``place_of`` returns where the inventory has a value: its ``file:line``, or nothing.
+    ``magic`` are the variables that Ansible sets itself: ``inventory_dir``, ``groups`` and so on; ``hostvars`` returns
+    the variables of all hosts. ``place_of`` returns the ``file:line`` of a value in the inventory, or an empty string.
     """
 
     name: str
@@ -389,7 +391,7 @@ class ImageDefinition:
     magic: Mapping[str, JSON] = field(default_factory=dict, repr=False, compare=False)
     hostvars: Callable[[], Mapping[str, JSON]] = field(default=dict, repr=False, compare=False)
     place_of: Callable[[str], str] = field(default=lambda _: "", repr=False, compare=False)
-    # What was evaluated already, by playbook; see evaluate.evaluated_playbook.
+    # Roles evaluated so far, by playbook; see evaluate.evaluated_playbook.
     evaluated: dict[Path, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     # What layers read, by layer; see reading.layer_reading.
     readings: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -411,11 +413,11 @@ class ImageDefinition:
 
     @property
     def ansible_config(self) -> Path | None:
-        """Return the ``ansible.cfg`` that counts for an image's plays."""
+        """Return the ``ansible.cfg`` that applies to an image's plays."""
         return ansible_config(self.roots)
 
     def variables_in(self, playbook: Path) -> Mapping[str, JSON]:
-        """Return the variables of the image's host that a play of a playbook sees."""
+        """Return the variables of the image's host as a playbook's play sees them."""
         around = max(filter(playbook.is_relative_to, self.roots), key=lambda root: len(root.parts))
         ours = self.variables_of_ours if around == self.repo_root else None
         return self.variables if ours is None else ours
@@ -427,7 +429,7 @@ class ImageDefinition:
 
     @property
     def target(self) -> dict[str, JSON]:
-        """Return all that roles know of the tree which a bake changes (the role `target`), and where inputs are."""
+        """Return all that roles know about the tree that a bake changes (the role `target`), and where inputs are."""
         return {
             "target_booted": False,
             "target_distribution": self.base.distribution,
@@ -447,9 +449,9 @@ class Fault:
 
 
 def parse_builder_variables(values: Mapping[str, JSON]) -> BuilderVariables | list[Fault]:
-    """Check the ``image_*`` variables; return them, or everything that is wrong with them."""
+    """Check the ``image_*`` variables and return them, or everything that is wrong with them."""
     try:
-        # JSON mode keeps strictness ("30" is not a number) while a list is still a tuple's only spelling.
+        # JSON mode stays strict ("30" is not a number) but accepts a list for a tuple.
         return BuilderVariables.model_validate_json(json.dumps(values))
     except ValidationError as error:
         return _faults(error, values)

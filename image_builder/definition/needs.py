@@ -33,7 +33,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Archive:
-    """A file fetched by URL, known by its hash."""
+    """A file fetched by URL and identified by its hash."""
 
     url: str
     sha256: str
@@ -54,7 +54,7 @@ def wanted_names(prefix: str) -> tuple[str, ...]:
 
 
 def layer_needs(definition: ImageDefinition, layer: str) -> LayerNeeds:
-    """Evaluate what a layer installs and fetches; raises DefinitionError for what can't be evaluated."""
+    """Return what a layer installs and fetches. Raises DefinitionError if that can't be evaluated."""
     book = RoleBook(definition.roots)
     evaluated = evaluated_layer(definition, layer)
     problems: list[Problem] = []
@@ -91,7 +91,7 @@ def layer_needs(definition: ImageDefinition, layer: str) -> LayerNeeds:
 
 
 def _ambiguous(role: Role, evaluated: EvaluatedRole, name: str) -> Problem | None:
-    """Return that a list depends on which of two files of variables the play includes, if it does."""
+    """Return a problem if a list depends on which of two variable files the play includes."""
     for other in sorted(referenced_names([name], evaluated.raw) & role.ambiguous.keys()):
         first, second = role.ambiguous[other]
         where = engine.place_in(engine.read_yaml(first), [other]) or Place(str(first))
@@ -128,7 +128,7 @@ def _repository(value: JSON) -> Repository:
         _texts(value.get("components") or []),
         _text(value["signed_by"]),
     )
-    # As apt has it: a suite that is a path has no components, any other needs some.
+    # As in apt: a suite that is a path has no components; any other suite needs at least one.
     flat = [suite.endswith("/") for suite in repository.suites]
     if any(flat) and repository.components:
         raise TypeError(
@@ -140,7 +140,7 @@ def _repository(value: JSON) -> Repository:
 
 
 def _address(url: str) -> str:
-    """Return an address, unless there are credentials in it; they are in no message."""
+    """Return an address. Raises TypeError if it contains credentials, which the message leaves out."""
     parts = urllib.parse.urlsplit(url)
     _, credentials, host = parts.netloc.rpartition("@")
     if credentials:

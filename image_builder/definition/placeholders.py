@@ -1,6 +1,7 @@
-"""What an example has in place of a user's own values, and must not be left: REPLACE, and checksums of zeros.
+"""Placeholders in an example that users must replace with their own values: REPLACE, and checksums of zeros.
 
-The files' text is read: a mark may be in a comment behind the value, and a checksum in a file that no image reads.
+The files are read as text, because a mark may be in a comment after the value, and a checksum in a file that no image
+reads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ZEROS = re.compile(r"(?<![0-9A-Fa-f])0{64}(?![0-9A-Fa-f])")
 
 
 def placeholders(inventories: Sequence[Path]) -> list[Problem]:
-    """Return each line of the inventories' files that still has a placeholder; lines of comments don't count."""
+    """Return each line of the inventories' files that still has a placeholder; comment lines don't count."""
     return [problem for file in sorted(set(_files(inventories))) for problem in _of_file(file)]
 
 

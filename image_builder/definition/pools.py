@@ -1,6 +1,6 @@
-"""Pools of an inventory, as far as an image must fit them: the GPUs of their machines, and how nodes join.
+"""Checks of whether an image fits an inventory's pools: the GPUs of their machines, and how nodes join.
 
-A pool is a group that sets ``pool_image``, the image that its machines run, and ``pool_vm_size``, what they are.
+A pool is a group that sets ``pool_image``, the image that its machines run, and ``pool_vm_size``, their size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from image_builder.definition.values import is_template
 from image_builder.errors import Problem
 
 IMAGE, SIZE = "pool_image", "pool_vm_size"
-# What tells a scale set from others, where its groups don't, and what it is in Azure.
+# What distinguishes a scale set from others if its groups don't, and its counterpart in Azure.
 SCALE_SET_ID, SCALE_SET, AZURE_MODEL = "pool_scale_set_id", "pool_scale_set", "pool_azure"
 # A variable that lists the versions of the API servers that the pool's nodes talk to.
 API_SERVERS = "pool_api_server_versions"
@@ -24,12 +24,12 @@ API_SERVERS = "pool_api_server_versions"
 SIZES = "nvidia_vm_sizes"
 _LAYER, _JOIN_LAYER = "gpu", "join"
 CREDENTIALS, BLOCKED = "join_credentials", "azure_guest_blocked_for_pods"
-# What joining writes azure.json from, and the variables that say who reads it and where it is.
+# The source of the azure.json that joining writes, and the variables that say which programs read it and where it is.
 AZURE, PROVIDERS, KUBERNETES = "join_azure", "kubelet_image_credential_providers", "node_join_kubernetes"
-# A pool's subnet (subnets.py), and how many machines there are to be.
+# A pool's subnet (subnets.py), how many machines it must have, and how many pods each may run.
 SUBNET, CAPACITY, PODS = "pool_subnet", "pool_capacity", "join_max_pods"
 METADATA_SERVICE = "169.254.169.254"
-# What pools read of their hosts, and Ansible of all: a name that is nearly one of these is a typing error.
+# Variables that pools read from their hosts, and Ansible from all hosts: a name that is nearly one of these is a typo.
 POOL_NAMES = frozenset(
     {
         *(IMAGE, SIZE, API_SERVERS, "pool_zone", SCALE_SET, "pool_vm_id", CAPACITY, SUBNET),
@@ -58,9 +58,9 @@ ANSIBLE_NAMES = frozenset(
 
 
 def pool_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
-    """Return what of an inventory's pools an image does not fit: their sizes, and how their nodes join.
+    """Return where an image doesn't fit an inventory's pools: their sizes, and how their nodes join.
 
-    Groups are looked at, not their machines: there may be thousands.
+    Only groups are checked, not their machines, of which there may be thousands.
     """
     return [
         *_size_problems(definition, source),
@@ -71,14 +71,14 @@ def pool_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
 
 
 def _connection_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
-    """Return what can't be honoured of how the machines of this image's pools are connected to."""
+    """Return the connection variables of this image's pools that can't be honored."""
     problems = []
     for pool in source.inherited_variables():
         names = [name for name in connection.NAMES if name in pool]
         if pool.get(IMAGE) != definition.name or not names:
             continue
         values = dict(zip(names, evaluated_variables(pool, *names), strict=True))
-        # A template that is left may be of what only a host has: then the plan of its pool says it.
+        # A remaining template may use variables that only a host has: then the plan of its pool reports the problem.
         known = {name: value for name, value in values.items() if not is_template(value)}
         problems += [
             Problem(str(engine.place_in(pool, [name]) or ""), name, reason)
@@ -88,7 +88,7 @@ def _connection_problems(definition: ImageDefinition, source: Source) -> list[Pr
 
 
 def _join_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
-    """Return where nodes join by the token broker, and pods of this image reach what proves their machine to it."""
+    """Return where nodes join through the token broker although this image's pods can get their machine's proof."""
     if _JOIN_LAYER not in definition.layers:
         return []
     groups = [
@@ -109,7 +109,7 @@ def _join_problems(definition: ImageDefinition, source: Source) -> list[Problem]
 
 
 def _azure_problems(definition: ImageDefinition, source: Source) -> list[Problem]:
-    """Return where a credential provider of this image reads azure.json, and no node would have one."""
+    """Return where a credential provider of this image reads azure.json although no node would have one."""
     groups = source.own_variables()
     if _JOIN_LAYER not in definition.layers or any(AZURE in group for group in groups):
         return []
@@ -133,7 +133,7 @@ def _azure_problems(definition: ImageDefinition, source: Source) -> list[Problem
 
 
 def is_closed(blocked: JSON) -> bool:
-    """Tell whether pods can't reach the metadata service, by the variable of the role azure_guest."""
+    """Return whether the variable of the role azure_guest keeps pods from reaching the metadata service."""
     return any(
         target.get("address") == METADATA_SERVICE and 80 in target.get("ports", [])
         for target in (blocked if isinstance(blocked, list) else [])
@@ -158,9 +158,9 @@ def _size_problems(definition: ImageDefinition, source: Source) -> list[Problem]
 def evaluated_variables(
     pool: Mapping[str, object], *names: str, defaults: Mapping[str, JSON] | None = None
 ) -> list[JSON]:
-    """Return variables of a pool, or else of ``defaults``; None where neither has one.
+    """Return the values of a pool's variables, or else of ``defaults``; None where neither has one.
 
-    A template of what neither sets is left as it is.
+    A template that uses variables that neither sets is left as it is.
     """
     plain = {**(defaults or {}), **{str(key): engine.plain(value) for key, value in pool.items()}}
     evaluator = engine.Evaluator(plain)
@@ -174,7 +174,7 @@ def evaluated_variables(
 
 
 def fits(size: str, sizes: JSON) -> bool:
-    """Tell whether a size is among others, as the role compares them."""
+    """Return whether a size is among others, compared as the role does it."""
     return isinstance(sizes, Iterable) and _bare(size) in {_bare(str(other)) for other in sizes}
 
 

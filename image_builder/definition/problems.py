@@ -1,7 +1,7 @@
 """Problems of an image's role variables, found before anything runs.
 
-A role may judge its own variables: the list ``__<role>_problems`` of its ``vars/main.yml`` holds texts like
-``kubelet_version: 1.25 is not known; known are 1.20, 1.31``, evaluated here as well as in its preflight.
+A role may check its own variables: the list ``__<role>_problems`` in its ``vars/main.yml`` holds texts such as
+``kubelet_version: 1.25 is not known; known are 1.20, 1.31``, which are evaluated here as well as in its preflight.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from image_builder.definition.values import Place, is_template, strings, words
 from image_builder.errors import DefinitionError, Problem
 from image_builder.text import did_you_mean
 
-# How alike a name is to a known one that it was meant to be (difflib's ratio).
+# How similar a name must be to a known one to count as a misspelling of it (difflib's ratio).
 _NEARLY = 0.85
 
 
 def variable_problems(variables: HostVariables, roots: tuple[Path, ...]) -> list[Problem]:
-    """Return variables that nothing can read: a builder's or a role's prefix, and no such name."""
+    """Return variables that nothing can read: those with the builder's or a role's prefix but an unknown name."""
     book = RoleBook(roots)
     options_of = {role.name: role.options for role in book.roles()}
     every = [*BUILDER_NAMES, *(name for options in options_of.values() for name in options)]
@@ -44,7 +44,7 @@ def variable_problems(variables: HostVariables, roots: tuple[Path, ...]) -> list
 
 
 def role_problems(definition: ImageDefinition, variables: HostVariables) -> list[Problem]:
-    """Return what is wrong with an image's layers, roles and their variables' values."""
+    """Return the problems in an image's layers, its roles, and the values of their variables."""
     book = RoleBook(definition.roots)
     problems = book.clashes()
     for n, name in enumerate(definition.layers):
@@ -70,13 +70,13 @@ def role_problems(definition: ImageDefinition, variables: HostVariables) -> list
             texts = [text for text in strings(template) if is_template(text)]
             made_from[problem.path] = frozenset(word for text in texts for word in words(text))
         problems += faults + judged_problems(definition, evaluated, variables, excused=bool(faults))
-    # A value made from a wrong one is wrong too: reporting it would be noise.
+    # A value derived from a wrong one is wrong too: reporting it would be noise.
     wrong = made_from.keys()
     return [p for p in problems if not (made_from.get(p.path, frozenset()) - {p.path}) & wrong]
 
 
 def stage_problems(definition: ImageDefinition) -> list[Problem]:
-    """Return what prevents a plan: layers whose needs or reading can't be determined."""
+    """Return what prevents a plan, such as layers whose needs or reads can't be determined."""
     problems: list[Problem] = []
     for layer in definition.layers:
         try:
@@ -90,9 +90,9 @@ def stage_problems(definition: ImageDefinition) -> list[Problem]:
 
 
 def reading_problems(definition: ImageDefinition, layer: str) -> list[Problem]:
-    """Return what a layer's tasks would stop at, and the roles that they bring, not its list.
+    """Return the faults that would stop a layer's tasks, and the roles that need locking but that only tasks include.
 
-    The packages or files of such a role would not be locked.
+    The packages or files of a role that the layer doesn't list wouldn't be locked.
     """
     book = RoleBook(definition.roots)
     reading = layer_reading(definition, layer)
@@ -109,7 +109,7 @@ def reading_problems(definition: ImageDefinition, layer: str) -> list[Problem]:
 
 
 def idle_layers(definition: ImageDefinition, source: engine.Source) -> list[Problem]:
-    """Return the layers whose play would not run for an image, as its hosts are others: Ansible would skip it."""
+    """Return the layers whose play Ansible would skip because its hosts don't include the image."""
     book = RoleBook(definition.roots)
     problems = []
     for name in definition.layers:
@@ -133,7 +133,7 @@ def idle_layers(definition: ImageDefinition, source: engine.Source) -> list[Prob
 
 
 def closely_named(definition: ImageDefinition, variables: HostVariables) -> list[Problem]:
-    """Return variables that nothing reads, and whose names are nearly a known one's: typing errors, it seems."""
+    """Return variables that nothing reads and whose names are very similar to a known one: probably typos."""
     roles = RoleBook(definition.roots).roles()
     known_names = [
         *BUILDER_NAMES,
@@ -152,7 +152,7 @@ def closely_named(definition: ImageDefinition, variables: HostVariables) -> list
 
 
 def unpredictable_layers(definition: ImageDefinition) -> list[Problem]:
-    """Return what of an image's layers is known only to their plays, which run in every build for it."""
+    """Return what is known about an image's layers only while their plays run, which is why they run in every build."""
     return [
         Problem("", f"layer {layer}", f"runs in every build: {reason}")
         for layer in definition.layers
@@ -197,7 +197,7 @@ def judged_problems(
 ) -> list[Problem]:
     """Return what a role rejects in its own variables.
 
-    When some of those have a wrong type already, the role is ``excused`` from being able to tell.
+    If argument problems of the role are already known, it is ``excused`` when this list can't be evaluated.
     """
     role = RoleBook(definition.roots).role(evaluated.use.name)
     name = f"__{role.prefix}_problems"

@@ -1,7 +1,7 @@
-"""The files and variables that a playbook reads, so that all of them are in the stage's id.
+"""The files and variables that a playbook reads, so that the stage's id covers all of them.
 
-Roles count whole. What else is read is asked of Ansible: the play is loaded, its includes are followed, and lookups
-that read files are run. What can't be known before the play is reported.
+Roles count as a whole. Ansible finds everything else that is read: the play is loaded, its includes are followed, and
+lookups that read files are run. What can't be known before the play is reported.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _OWN_LOOKUPS = {
     "node_agent_archive": "image_builder/node",
     "image_builder.node.node_agent_archive": "image_builder/node",
 }
-# Names put together at run time: any variable may be meant.
+# Names composed at run time: they may refer to any variable.
 _ANY_VARIABLE = re.compile(
     r"\b(?:lookup|query|q)\s*\(\s*['\"](?:ansible\.builtin\.)?(?:vars|varnames)\b|\bvars\s*\[|\bhostvars\b|\bgroups\s*[\[.]"
 )
-# What all variables that nothing names count under then.
+# In that case, the entry under which all variables that nothing mentions count.
 _OTHERS = "(others)"
 _VAULTED_LOOKUP = "what a vaulted template looks up is known only while the play runs"
 _YAML = (".yml", ".yaml", ".json")
 # The parts of a role that hold variables.
 _DECLARED = ("defaults", "vars", "meta")
-# Beside a playbook: other playbooks, files of tasks and roles count where they are taken in.
+# Not read just for being next to a playbook: other playbooks, task files and roles count where they are included.
 _NOT_BESIDE = frozenset({"layers", "roles", "tasks", "__pycache__"})
 
 _Scope = Callable[[], Mapping[str, JSON]]
@@ -56,10 +56,10 @@ _Scope = Callable[[], Mapping[str, JSON]]
 class PlaybookReading:
     """What a playbook reads.
 
-    ``files`` maps the name that a file counts under to where it is, ``variables`` are those of the inventory that are
-    spoken of, ``values`` digests of what roles' variables come to. ``unknown`` are sentences about what only the play
-    can tell: there is no id for it. ``unlisted`` are the roles that tasks bring, ``faults`` what the play would stop
-    at.
+    ``files`` maps the name under which a file counts to its path, ``variables`` are the inventory's variables that the
+    files mention, ``values`` the values of roles' variables that are templates. ``unknown`` are sentences about what
+    only the play can determine, which no id can cover. ``unlisted`` are the roles that only tasks bring in, ``faults``
+    the faults that would stop the play.
     """
 
     files: Mapping[str, Path]
@@ -71,7 +71,7 @@ class PlaybookReading:
 
 
 def layer_reading(definition: ImageDefinition, name: str) -> PlaybookReading:
-    """Return what a layer reads, asked once; raises UnreadableError for a playbook or role that Ansible can't load."""
+    """Return what a layer reads, cached. Raises UnreadableError if Ansible can't load a playbook or role."""
     reading: PlaybookReading | None = definition.readings.get(name)
     if reading is None:
         reading = playbook_reading(definition, RoleBook(definition.roots).layer(name))
@@ -80,17 +80,17 @@ def layer_reading(definition: ImageDefinition, name: str) -> PlaybookReading:
 
 
 def seal_reading(definition: ImageDefinition, playbook: str) -> PlaybookReading:
-    """Return what the playbook that seals an image reads; raises as ``layer_reading``."""
+    """Return what the playbook that seals an image reads. Raises the same as ``layer_reading``."""
     return playbook_reading(definition, read_layer("seal", definition.repo_root / playbook))
 
 
 def playbook_reading(definition: ImageDefinition, layer: Layer) -> PlaybookReading:
-    """Return what a playbook reads; raises as ``layer_reading``."""
+    """Return what a playbook reads. Raises the same as ``layer_reading``."""
     return _Reader(definition, layer).reading()
 
 
 def _beside(playbook: Path) -> Iterator[Path]:
-    """Yield what a playbook's tasks find by a relative name: all files in the directories beside it."""
+    """Yield what a playbook's tasks can find by relative name: non-YAML files next to it, and files in directories."""
     skipped = _NOT_BESIDE | (VARIABLES_BESIDE if playbook.parent.name == "layers" else frozenset())
     for path in sorted(playbook.parent.iterdir()):
         if path.name not in skipped and (path.is_dir() or path.suffix not in _YAML):
@@ -158,16 +158,16 @@ class _Reader:
     def _role_files(self, name: str) -> list[Path]:
         try:
             parts = self.book.role(name).parts
-        except KeyError:  # beside the playbook, where all counts
+        except KeyError:  # next to the playbook, where all files count
             return []
         return [file for part in parts for file in files_in(part)]
 
     def _is_declaration(self, file: Path, role: str) -> bool:
-        """Tell whether a role's file is one of those that hold variables."""
+        """Return whether a role's file is one of those that hold variables."""
         return any(file.is_relative_to(self.book.role(role).path / part) for part in _DECLARED)
 
     def _of_a_role(self, file: Path) -> bool:
-        """Tell whether a file is a part of a role that never reaches an image."""
+        """Return whether a file is in a role; if it isn't one of the files that count, it never reaches an image."""
         return any(file.is_relative_to(folder) for folder in self.book.role_folders)
 
     def _text(self, file: Path) -> str:
@@ -176,7 +176,7 @@ class _Reader:
         return self.texts[file]
 
     def _decrypted(self, file: Path) -> str:
-        """Return what a file says, vaulted or not: for the names in it alone."""
+        """Return a file's text, vaulted or not, to be searched only for names."""
         text = self._text(file)
         if text.startswith("$ANSIBLE_VAULT"):
             with suppress(VaultError):  # a file that tasks send needs its password in the bake, not here
@@ -184,13 +184,13 @@ class _Reader:
         return text
 
     def _variables(self, files: Iterable[Path]) -> dict[str, JSON]:
-        """Return the inventory's variables that files speak of."""
+        """Return the inventory's variables that files mention."""
         texts = [self._decrypted(file) for file in files]
         variables = self.of_host
         names = referenced_names(texts, variables)
         spoken = {name: variables[name] for name in sorted(names)}
         if any(_ANY_VARIABLE.search(text) for text in texts):
-            # All others by their digest: there may be secrets among them that no file mentions.
+            # All others count by their digest: there may be secrets among them that no file mentions.
             others: dict[str, JSON] = {
                 name: value
                 for name, value in variables.items()
@@ -212,7 +212,7 @@ class _Reader:
         )
 
     def _lookups(self, files: Iterable[Path], scope: _Scope) -> None:
-        """Run the lookups in files of variables."""
+        """Run the lookups in variable files."""
         for file in files:
             if file.suffix not in _YAML or file.name == "argument_specs.yml":
                 continue
@@ -223,7 +223,7 @@ class _Reader:
                 self.unknown.add(f"{self._name(file)}: {_VAULTED_LOOKUP}")
 
     def _variable_lookups(self, spoken: Mapping[str, JSON], scope: Mapping[str, JSON]) -> None:
-        """Run the lookups in values of the inventory, which any role's files may be meant by."""
+        """Run the lookups in the inventory's values, which may refer to files of any role."""
         roles = [str(self.book.role(use.name).path) for use in self.book.uses(self.layer)]
         scope = {**scope, "ansible_search_path": [*roles, str(self.layer.playbook.parent)]}
         for name, value in spoken.items():
@@ -251,7 +251,7 @@ class _Reader:
         self.opened |= {path for path in evaluator.reads.files if path.is_file()}
 
     def _values(self) -> dict[str, JSON]:
-        """Return digests of what templates of the roles come to; secrets are left out, their files count."""
+        """Return the values of the roles' templates. Secrets are left out; their files count instead."""
         values: dict[str, JSON] = {}
         for role in evaluated_playbook(self.definition, self.layer):
             values |= {
@@ -262,14 +262,14 @@ class _Reader:
         return values
 
     def _name(self, file: Path) -> str:
-        """Return what a file counts under: where the repository or the inventory lies doesn't matter."""
+        """Return the name under which a file counts, regardless of where the repository or the inventory is."""
         for root, prefix in self._roots:
             if file.is_relative_to(root):
                 return prefix + os.fspath(file.relative_to(root))
         return os.fspath(file)
 
     def _placeless(self, value: JSON) -> JSON:
-        """Return a value in which paths are as ``_name`` has them."""
+        """Return a value with its paths written as ``_name`` returns them."""
         if isinstance(value, str):
             for root, prefix in self._roots:
                 value = value.replace(f"{root}/", prefix)
@@ -287,5 +287,5 @@ class _Reader:
         *projects, own = self.definition.roots
         roots = [*((root, "project/") for root in projects), (own, "")]
         roots += [(folder, "collections/") for folder in self.book.collection_folders]
-        # One repository may lie in the other.
+        # One repository may be inside the other.
         return [*sorted(roots, key=lambda root: -len(root[0].parts)), *inventories]

@@ -1,4 +1,4 @@
-"""Roles and layers of the repositories: what they declare, not what they mean for one image.
+"""Roles and layers of the repositories: their declarations, not their values for one image.
 
 Layer L is ``playbooks/layers/L.yml``: one play whose ``roles`` are names or ``{role, vars?}``.
 """
@@ -20,7 +20,7 @@ from image_builder.settings import CONFIGURATION
 from image_builder.text import did_you_mean
 
 LAYERS = Path("playbooks/layers")
-# Beside a playbook: they count in its plays, and in no other playbook's.
+# Next to a playbook: they apply to its plays, and to no other playbook's.
 VARIABLES_BESIDE = frozenset({"group_vars", "host_vars"})
 _YAML = (".yml", ".yaml", ".json")
 # Parts of a role that never reach an image.
@@ -36,7 +36,7 @@ class Role:
 
     @property
     def prefix(self) -> str:
-        """Return what its variables' names begin with: a collection's role has a longer name."""
+        """Return the prefix of its variables' names, which leaves out the name of a role's collection."""
         return short_name(self.name)
 
     @cached_property
@@ -45,14 +45,14 @@ class Role:
 
     @cached_property
     def constants(self) -> Mapping[str, Any]:
-        """Return ``vars/``: the files that tasks may include, then those that Ansible loads by itself, which win."""
+        """Return the variables of ``vars/``. Files that Ansible itself loads win over those that tasks may include."""
         return _merged([*self._includable, *engine.variable_files(self.path / "vars")])
 
     @cached_property
     def ambiguous(self) -> Mapping[str, tuple[Path, Path]]:
-        """Return the variables with different values in two files of ``vars/`` that both may count.
+        """Return the variables with different values in two files of ``vars/``, both of which may apply.
 
-        A file that tasks include wins over those that Ansible loads by itself.
+        A file that tasks include wins over those that Ansible loads itself.
         """
         contents = {file: _merged([file]) for file in self._includable}
         if loaded := engine.variable_files(self.path / "vars"):
@@ -66,14 +66,14 @@ class Role:
 
     @property
     def _includable(self) -> list[Path]:
-        """Return the files of ``vars/`` that count where a task includes them."""
+        """Return the files of ``vars/`` that apply only if a task includes them."""
         loaded = engine.variable_files(self.path / "vars")
         files = {file for suffix in _YAML for file in (self.path / "vars").glob(f"*{suffix}")}
         return sorted(files - set(loaded))
 
     @cached_property
     def specs(self) -> Mapping[str, Any]:
-        """Return the argument specs by entry point; raises UnreadableError."""
+        """Return the argument specs by entry point. Raises UnreadableError if they can't be read."""
         file = self.path / "meta" / "argument_specs.yml"
         content = engine.read_untagged_yaml(file) if file.is_file() else {}
         specs = _inner(file, content, "argument_specs")
@@ -84,13 +84,16 @@ class Role:
 
     @property
     def options(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the public variables: the options of entry point ``main``; raises UnreadableError."""
+        """Return the public variables: the options of entry point ``main``. Raises the same as ``specs``."""
         options = (self.specs.get("main") or {}).get("options") or {}
         return {str(name): option or {} for name, option in options.items()}
 
     @cached_property
     def dependencies(self) -> tuple[RoleUse, ...]:
-        """Return the roles that run before this one, as ``meta/main.yml`` lists them; raises UnreadableError."""
+        """Return the roles that run before this one, as listed in ``meta/main.yml``.
+
+        Raises UnreadableError if the file can't be read.
+        """
         file = self.path / "meta" / "main.yml"
         content = engine.read_yaml(file) if file.is_file() else None
         return _uses(content.get("dependencies"), ("role", "name")) if isinstance(content, Mapping) else ()
@@ -106,15 +109,15 @@ class Role:
 
     @property
     def parts(self) -> list[Path]:
-        """Return the files and directories that decide what the role does."""
+        """Return the files and directories that determine what the role does."""
         return sorted(p for p in self.path.iterdir() if p.name not in _NOT_BAKED)
 
 
 @dataclass(frozen=True)
 class RoleUse:
-    """A role in a layer's play. ``vars`` are what the play hands over to it.
+    """A role in a layer's play. ``vars`` are the variables that the play passes to it.
 
-    ``parents`` are the uses of roles that it is there for, the outermost first, none where the play lists it.
+    ``parents`` are the uses of the roles that depend on it, the outermost first; empty if the play lists it.
     """
 
     name: str
@@ -136,9 +139,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class RoleBook:
-    """All roles and layers, read when asked for and then kept.
+    """All roles and layers, read on demand and then cached.
 
-    ``roots`` are the user's repository, if there is one, and this program's, the last.
+    ``roots`` are first the user's repository, if there is one, and last this program's.
     """
 
     roots: tuple[Path, ...]
@@ -147,7 +150,7 @@ class RoleBook:
 
     @cached_property
     def role_folders(self) -> tuple[Path, ...]:
-        """Return the directories of roles, in Ansible's order: beside the layers, then those of an ``ansible.cfg``."""
+        """Return the role directories in Ansible's order: next to the layers, of an ``ansible.cfg``, then ``roles``."""
         folders = [
             folder
             for root in self.roots
@@ -183,7 +186,7 @@ class RoleBook:
         return tuple(self._layer_paths)
 
     def of_collections(self, files: Iterable[Path]) -> tuple[str, ...]:
-        """Return the roles of collections that some of these files belong to."""
+        """Return the collections' roles that any of these files belong to."""
         every = tuple(files)
         return tuple(
             name
@@ -193,7 +196,7 @@ class RoleBook:
         )
 
     def clashes(self) -> list[Problem]:
-        """Return the roles and layers that there are twice: one would hide the other."""
+        """Return the roles and layers that exist twice, so that one would hide the other."""
         kinds = {"role": self._role_paths, "layer": self._layer_paths}
         return [
             Problem(str(Place(str(paths[0]))), name, f"{kind} of the same name as {paths[1]}: rename it")
@@ -203,15 +206,15 @@ class RoleBook:
         ]
 
     def role(self, name: str) -> Role:
-        """Return a role; raises KeyError."""
+        """Return a role. Raises KeyError if there is none of that name."""
         if name not in self._role_paths:
             raise KeyError(name)
         return self._roles.setdefault(name, Role(name, self._role_paths[name][0]))
 
     def uses(self, layer: Layer) -> list[RoleUse]:
-        """Return the roles that a layer's play runs, in their order: each after those that it depends on, and once.
+        """Return the roles that a layer's play runs, in order: each only once, and after its dependencies.
 
-        Raises KeyError, UnreadableError.
+        Raises KeyError if a role doesn't exist, UnreadableError if a role's dependencies can't be read.
         """
         uses: list[RoleUse] = []
         for use in layer.uses:
@@ -221,16 +224,16 @@ class RoleBook:
         return uses
 
     def dependencies(self, name: str) -> tuple[RoleUse, ...]:
-        """Return what a role depends on; a collection's role means those of its own collection first."""
+        """Return a role's dependencies; a collection's role prefers those of its own collection."""
         collection, dot, _ = name.rpartition(".")
         full = [(use, f"{collection}{dot}{use.name}") for use in self.role(name).dependencies]
         return tuple(replace(use, name=own) if own in self._role_paths else use for use, own in full)
 
     def with_dependencies(self, use: RoleUse) -> Iterator[RoleUse]:
-        """Yield the roles that one depends on, in the order in which they run, and it."""
+        """Yield a role's dependencies in the order in which they run, and then the role itself."""
         chain = (*use.parents, use)
         for dependency in self.dependencies(use.name):
-            if all(dependency.name != parent.name for parent in chain):  # a circle is Ansible's to refuse
+            if all(dependency.name != parent.name for parent in chain):  # Ansible refuses cycles
                 yield from self.with_dependencies(replace(dependency, parents=chain))
         yield use
 
@@ -238,7 +241,10 @@ class RoleBook:
         return (self.role(name) for name in self.role_names)
 
     def layer(self, name: str) -> Layer:
-        """Return a layer; raises KeyError, UnreadableError for a playbook that isn't one play with roles."""
+        """Return a layer.
+
+        Raises KeyError if there is none of that name, UnreadableError if its playbook isn't one play with roles.
+        """
         if name not in self._layer_paths:
             raise KeyError(name)
         if name not in self._layers:
@@ -247,7 +253,7 @@ class RoleBook:
 
 
 def short_name(role: str) -> str:
-    """Return a role's name without that of its collection."""
+    """Return a role's name without its collection's name."""
     return role.rpartition(".")[2]
 
 
@@ -257,7 +263,7 @@ def _configured_roles(root: Path) -> list[Path]:
 
 
 def _by_name(paths: Iterable[Path]) -> dict[str, list[Path]]:
-    """Group paths by their names without suffix, sorted by name; of one name in their order."""
+    """Group paths by their names without suffix, sorted by name; paths of the same name keep their order."""
     by_name: dict[str, list[Path]] = {}
     for path in paths:
         by_name.setdefault(path.stem if path.suffix == ".yml" else path.name, []).append(path)
@@ -265,7 +271,7 @@ def _by_name(paths: Iterable[Path]) -> dict[str, list[Path]]:
 
 
 def read_layer(name: str, playbook: Path) -> Layer:
-    """Read a layer's playbook; raises UnreadableError."""
+    """Read a layer's playbook. Raises UnreadableError if it isn't exactly one play."""
     plays = engine.read_yaml(playbook)
     if not isinstance(plays, list) or len(plays) != 1 or not isinstance(plays[0], Mapping):
         raise engine.UnreadableError(Place(str(playbook), 1), "a layer must be exactly one play")
@@ -274,7 +280,7 @@ def read_layer(name: str, playbook: Path) -> Layer:
 
 
 def _uses(entries: Any, keys: Sequence[str]) -> tuple[RoleUse, ...]:
-    """Return a list of roles; one of ``keys`` names each that is a mapping."""
+    """Return the roles in a list; in an entry that is a mapping, one of ``keys`` has the role's name."""
     uses = []
     if isinstance(entries, str):
         raise engine.UnreadableError(engine.place_of(entries), "roles must be a list")
@@ -290,7 +296,7 @@ def _uses(entries: Any, keys: Sequence[str]) -> tuple[RoleUse, ...]:
 
 
 def _play_vars(playbook: Path, play: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a play's variables; those of its files win, but for a file that a template names."""
+    """Return a play's variables; those of its files win, except that files named by a template are left out."""
     variables = dict(_mapping(play.get("vars"), Place(str(playbook))))
     files = play.get("vars_files") or []
     for name in [files] if isinstance(files, str) else files:
@@ -301,14 +307,14 @@ def _play_vars(playbook: Path, play: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mapping(variables: Any, place: Place | None) -> Mapping[str, Any]:
-    """Return what stands under ``vars``."""
+    """Return the value of ``vars``. Raises UnreadableError if it isn't a mapping."""
     if variables is not None and not isinstance(variables, Mapping):
         raise engine.UnreadableError(engine.place_of(variables) or place, "`vars` must be a mapping")
     return variables or {}
 
 
 def unknown_roles(book: RoleBook, layer: Layer) -> list[Problem]:
-    """Return the roles of a layer, and those that they depend on, which don't exist."""
+    """Return those roles of a layer, and of their dependencies, that don't exist."""
     lists: list[tuple[str, tuple[RoleUse, ...], Path]] = [("roles", layer.uses, layer.playbook)]
     problems = []
     visited: set[str] = set()
@@ -327,9 +333,9 @@ def unknown_roles(book: RoleBook, layer: Layer) -> list[Problem]:
 
 
 def undeclared_roles(book: RoleBook, layer: Layer) -> list[Problem]:
-    """Return the repositories' roles of a layer with variables and no argument spec: nobody could check a value.
+    """Return a layer's roles that have variables but no argument spec, so that no value could be checked.
 
-    How a collection's roles are written is its maker's affair.
+    Roles of collections are left out: how they are written is up to the collection's author.
     """
     return [
         Problem(
@@ -343,7 +349,7 @@ def undeclared_roles(book: RoleBook, layer: Layer) -> list[Problem]:
 
 
 def _inner(file: Path, outer: Any, key: str) -> Mapping[str, Any]:
-    """Return the mapping under a key of a file, an empty one where there is none; raises UnreadableError."""
+    """Return the mapping under a key of a file, or an empty one. Raises UnreadableError if it isn't a mapping."""
     inner = (outer.get(key) if isinstance(outer, Mapping) else None) or {}
     if not isinstance(inner, Mapping):
         raise engine.UnreadableError(Place(str(file)), f"{key}: must be a mapping")
@@ -351,7 +357,7 @@ def _inner(file: Path, outer: Any, key: str) -> Mapping[str, Any]:
 
 
 def _merged(files: Iterable[Path]) -> dict[str, Any]:
-    """Return the variables of files, those of the last one win."""
+    """Return the variables of files; those of later files win."""
     merged: dict[str, Any] = {}
     for file in files:
         content = engine.read_yaml(file)

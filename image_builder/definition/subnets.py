@@ -1,6 +1,7 @@
-"""Addresses of the subnets that pools are in: each machine takes one, and one for each of its pods.
+"""Addresses of the subnets that pools are in: each machine takes one, plus one for each of its pods.
 
-A pool names its subnet by ``pool_subnet``, from which both are taken. Several scale sets may be in one subnet.
+A pool names its subnet in ``pool_subnet``; both kinds of addresses come from it. Several scale sets may be in one
+subnet.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from image_builder.definition.pools import (
 )
 from image_builder.errors import Problem
 
-# Addresses of each subnet that Azure keeps: the first four and the last.
+# Addresses that Azure reserves in each subnet: the first four and the last.
 _RESERVED = 5
 _MORE = "a larger subnet, or fewer pods (kubelet_max_pods, join_max_pods)"
-# Scale sets that a problem names; a pool may have a hundred.
+# How many scale sets a problem names at most; a pool may have a hundred.
 _NAMED = 8
 
 
 @dataclass(frozen=True)
 class _ScaleSet:
-    """A scale set in a subnet. ``id`` is Azure's of the subnet, which names its network too; it may be empty."""
+    """A scale set in a subnet. ``id`` is Azure's id of the subnet, which also names its network; it may be empty."""
 
     key: str
     name: str
@@ -58,7 +59,7 @@ def address_problems(definition: ImageDefinition, source: Source) -> list[Proble
 
 
 def address_problem(subnet: object, hosts: object, pods: object) -> str:
-    """Return why a subnet can't hold ``hosts`` machines with ``pods`` pods each; empty where it can."""
+    """Return why a subnet can't hold ``hosts`` machines with ``pods`` pods each, or an empty string if it can."""
     if not _is_count(hosts) or not _is_count(pods):
         return f"needs {CAPACITY}, the number of machines, and a number of pods: {hosts!r}, {pods!r}"
     try:
@@ -75,10 +76,10 @@ def address_problem(subnet: object, hosts: object, pods: object) -> str:
 def shared_subnet_problems(
     source: Source, images: Collection[str], define: Callable[[str], ImageDefinition | None]
 ) -> list[Problem]:
-    """Return each subnet with too few addresses for all scale sets in it together, where one runs any of ``images``.
+    """Return each subnet with too few addresses for all its scale sets together, if one of them runs any of ``images``.
 
-    ``define`` returns an image's definition, which says how many pods its nodes have; None where it is wrong. A scale
-    set whose pods or machines nobody knows is left out.
+    ``define`` returns an image's definition, which says how many pods its nodes have, or None if it is invalid. A
+    scale set whose number of pods or machines is unknown is left out.
     """
     problems = []
     for scale_sets in _by_subnet(source):
@@ -99,10 +100,10 @@ def shared_subnet_problems(
 
 
 def _by_subnet(source: Source) -> list[list[_ScaleSet]]:
-    """Return the scale sets of an inventory by the subnet that they are in.
+    """Return the scale sets of an inventory, grouped by subnet.
 
-    Networks may use the same addresses: then Azure's id tells their subnets apart. One without id is in the subnet with
-    the same addresses, if there is only one.
+    Several networks may use the same addresses; then Azure's id distinguishes their subnets. A scale set without an id
+    is in the subnet with the same addresses, if there is only one.
     """
     by_network: dict[object, dict[str, list[_ScaleSet]]] = defaultdict(lambda: defaultdict(list))
     for groups, variables in source.inherited_variables_by_group(IMAGE):
@@ -128,19 +129,19 @@ def _by_subnet(source: Source) -> list[list[_ScaleSet]]:
 def _needed_by_each(
     scale_sets: list[_ScaleSet], define: Callable[[str], ImageDefinition | None]
 ) -> list[tuple[str, int]]:
-    """Return the name of each scale set and how many addresses it needs, as far as that is known."""
+    """Return the name of each scale set and how many addresses it needs, where that is known."""
     needed: dict[str, tuple[str, int]] = {}
     for scale_set in scale_sets:
         hosts, pods = _counts(scale_set.variables, define(scale_set.image), CAPACITY, PODS)
         if _is_count(hosts) and _is_count(pods):
-            # Hosts of one scale set may be in different groups besides.
+            # Hosts of one scale set may also be in different groups.
             name, before = needed.get(scale_set.key, (scale_set.name, 0))
             needed[scale_set.key] = name, max(before, _needed(hosts, pods))
     return list(needed.values())
 
 
 def _counts(pool: Mapping[str, Any], definition: ImageDefinition | None, *names: str) -> list[Any]:
-    """Return variables of a pool, or else of its image; nodes have as many pods as their kubelet allows."""
+    """Return variables of a pool, or else of its image; by default nodes have as many pods as their kubelet allows."""
     defaults = {PODS: "{{ kubelet_max_pods }}", **resolved_variables(definition)} if definition else None
     return list(evaluated_variables(pool, *names, defaults=defaults))
 

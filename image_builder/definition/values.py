@@ -1,9 +1,9 @@
 """Values of an inventory as plain JSON, their places in it, and the variables that a piece of code can read.
 
-A layer's id covers exactly the variables that ``referenced_names`` finds, so a missed one would be a stale image. It is
-a pure over-approximation by words: any occurrence of a name as a word counts, comments and strings included. A name
-that is put together at run time (``lookup('vars', …)``, ``hostvars[…]``) escapes: where one is, all variables count
-(see ``reading``).
+A layer's id covers exactly the variables that ``referenced_names`` finds, so a missed one would result in a stale
+image. The search is a pure over-approximation by words: any occurrence of a name as a word counts, including in
+comments and strings. It misses names that are composed at run time (``lookup('vars', …)``, ``hostvars[…]``); where
+there is one, all variables count (see ``reading``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from image_builder.canonical import JSON
 
-# A vaulted value is replaced by {VAULT_KEY: sha256 of its ciphertext}: a change shows, the secret does not. One of a
-# vaulted file may be a template: the names of variables in it stand under the other key, and the words by which it may
-# reach more than it names.
+# A vaulted value is replaced by {VAULT_KEY: sha256 of its ciphertext}: a change is visible, the secret isn't. A value
+# in a vaulted file may be a template: the other key then lists the names of variables in it, and the words by which it
+# may reach more than it names.
 VAULT_KEY = "__vault__"
 _NAMED_KEY = "__named__"
 _REACHING = frozenset({"lookup", "query", "q", "vars", "hostvars", "groups"})
@@ -32,7 +32,7 @@ _LOOKUP = re.compile(r"\b(?:lookup|query|q)\s*\(")
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A line of a file; ``line`` is 0 where only the file is known."""
+    """A line of a file; ``line`` is 0 if only the file is known."""
 
     path: str
     line: int = 0
@@ -45,30 +45,30 @@ class Place:
 
 
 def is_vaulted(value: JSON) -> bool:
-    """Tell whether ``value`` is, holds, or was made from the stand-in of a vaulted value."""
+    """Return whether ``value`` is, contains, or was made from the stand-in of a vaulted value."""
     return any(VAULT_KEY in text for text in strings(value))
 
 
 def stand_in(ciphertext_digest: str, secret: JSON, names: Collection[str]) -> dict[str, JSON]:
-    """Return what stands in for a value of a vaulted file: of the secret no more than which ``names`` it speaks of."""
+    """Return the stand-in for a value of a vaulted file, which reveals only which ``names`` the secret mentions."""
     named = {word for text in strings(secret) if is_template(text) for word in words(text)}
     digest: dict[str, JSON] = {VAULT_KEY: ciphertext_digest}
     return digest | ({_NAMED_KEY: sorted(named.intersection({*names, *_REACHING}))} if named else {})
 
 
 def is_open(value: JSON) -> bool:
-    """Tell whether ``value`` is the stand-in of a template that may reach more variables or files than it names."""
+    """Return whether ``value`` is the stand-in of a template that may reach more variables or files than it names."""
     named = value.get(_NAMED_KEY) if isinstance(value, Mapping) else None
     return isinstance(named, list) and not _REACHING.isdisjoint(named)
 
 
 def is_template(value: JSON) -> bool:
-    """Tell whether ``value`` holds Jinja anywhere, keys included."""
+    """Return whether ``value`` contains Jinja anywhere, including in keys."""
     return any(_TEMPLATE.search(text) for text in strings(value))
 
 
 def strings(value: JSON) -> Iterator[str]:
-    """Yield every string in ``value``, keys of mappings included."""
+    """Yield every string in ``value``, including keys of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -86,7 +86,7 @@ def words(text: str) -> frozenset[str]:
 
 
 def join_path(parts: Sequence[str | int]) -> str:
-    """Return ``image_base.components[0]`` for its parts."""
+    """Return the text of a path, such as ``image_base.components[0]``, from its parts."""
     text = ""
     for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -106,12 +106,12 @@ def referenced_names(texts: Iterable[str], variables: Mapping[str, JSON]) -> fro
 
 
 def vaulted_names(variables: Mapping[str, JSON]) -> frozenset[str]:
-    """Return the variables that are vaulted, or whose templates name such a one, over others too."""
+    """Return the variables that are vaulted, or whose templates name one that is, directly or through others."""
     return _made_from({name for name, value in variables.items() if is_vaulted(value)}, variables)
 
 
 def looked_up_names(variables: Mapping[str, JSON]) -> frozenset[str]:
-    """Return the variables whose templates call a lookup, or name such a one, over others too."""
+    """Return the variables whose templates call a lookup, or name one that does, directly or through others."""
     called = {
         name
         for name, value in variables.items()
@@ -135,7 +135,7 @@ def _made_from(sources: set[str], variables: Mapping[str, JSON]) -> frozenset[st
 
 
 def lookup_calls(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the plugin's name, if it is written there, and the text of every call of a lookup."""
+    """Yield, for every lookup call, the plugin's name (empty if it isn't a literal) and the call's text."""
     for match in _CALL.finditer(text):
         depth, quote = 0, ""
         for at in range(text.index("(", match.start()), len(text)):

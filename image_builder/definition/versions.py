@@ -1,6 +1,6 @@
-"""Kubernetes' rules of versions: an image's kubelet, the API servers of the pools that run it, and its cgroups.
+"""Kubernetes' version rules: for an image's kubelet, the API servers of the pools that run it, and its cgroups.
 
-A pool says by ``pool_api_server_versions`` what its API servers are; during an upgrade they are of two versions.
+A pool lists the versions of its API servers in ``pool_api_server_versions``; during an upgrade there are two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from image_builder.definition.pools import API_SERVERS, IMAGE, evaluated_variabl
 from image_builder.errors import Problem
 
 _VERSION = re.compile(r"1\.(\d+)(\.\d+)?")
-# Minor versions that a kubelet may be older than its API server (kubernetes.io, "Version Skew Policy").
+# How many minor versions a kubelet may be older than its API server (kubernetes.io, "Version Skew Policy").
 _OLDER, _OLDER_BEFORE_1_25 = 3, 2
 # The first kubelet that doesn't start with cgroup v1 unless it is told to.
 _CGROUP_V2 = 35
@@ -26,7 +26,7 @@ _CGROUP_V1 = re.compile(r"systemd\.unified_cgroup_hierarchy=(0|n|no|f|false|off)
 
 
 def version_problems(definition: ImageDefinition, variables: HostVariables, source: Source) -> list[Problem]:
-    """Return what an image's kubelet can't work with: API servers of its pools, or the cgroups of its kernel."""
+    """Return what an image's kubelet can't work with: API servers of its pools, or the kernel's cgroup version."""
     resolved = resolved_variables(definition)
     kubelet = str(resolved.get("kubelet_version", ""))
     if not (found := _VERSION.fullmatch(kubelet)):
@@ -43,7 +43,7 @@ def version_problems(definition: ImageDefinition, variables: HostVariables, sour
 
 
 def unknown_api_servers(definition: ImageDefinition, source: Source) -> list[Problem]:
-    """Return the pools whose API servers nobody compares with an image's kubelet: they don't say their versions."""
+    """Return the pools that don't list the versions of their API servers to compare with an image's kubelet."""
     resolved = resolved_variables(definition)
     kubelet = resolved.get("kubelet_version")
     if not kubelet or resolved.get("kubelet_mode") != "cluster":
@@ -61,7 +61,7 @@ def unknown_api_servers(definition: ImageDefinition, source: Source) -> list[Pro
 
 
 def _skew(image: str, kubelet: str, minor: int, servers: JSON) -> list[str]:
-    """Return why API servers and a kubelet are too far apart: those of a pool may be of several versions."""
+    """Return why a kubelet and a pool's API servers, which may have several versions, are too far apart."""
     listed = servers if isinstance(servers, list) else [servers]
     texts = [text for text in listed if isinstance(text, str) and _VERSION.fullmatch(text)]
     versions = {int(text.split(".")[1]): text for text in texts}

@@ -1,4 +1,4 @@
-"""``image-builder pool``: plan a rollout, run it, look at one, and what is needed beside it."""
+"""``image-builder pool``: plan a rollout, run it, look at one, and what else that requires."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from image_builder.cluster.broker.config import Config
     from image_builder.node.net.kube import Client
 
-# A node waits ten seconds for an answer; a request to the API server must be over before.
+# A node waits ten seconds for an answer; a request to the API server must be over before that.
 _CLUSTER_SECONDS = 8.0
 _AGENT = "image-builder-broker"
 

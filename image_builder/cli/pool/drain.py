@@ -1,5 +1,5 @@
-"""``pool drain``, ``pool free`` and ``pool why``: empty hosts without losing a job, give them back, and what is in the
-way."""
+"""``pool drain``, ``pool free`` and ``pool why``: empty hosts without losing a job, release them, show what they wait
+for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 _AGENT = "image-builder-drain"
-# Who has taken a host: a person by this command, unless --run names another.
+# The run that has cordoned a host: a person's, through this command, unless --run names another.
 _RUN = "manual"
 # The longest pause while the API server is in trouble, and how long it may refuse what it allowed before.
 _TROUBLE_SECONDS, _REFUSAL_SECONDS = 60.0, 120.0
@@ -106,7 +106,10 @@ def drain(
 
 
 def _policy(file: Path | None, **options: Any) -> Policy:
-    """Return the policy of a file, with the options that were given. Raises DefinitionError, UsageError."""
+    """Return the policy of a file, overridden by the options that were given.
+
+    Raises DefinitionError if the file is invalid, UsageError if an option is.
+    """
     from pydantic import ValidationError
 
     from image_builder.drain.policy import Policy
@@ -122,7 +125,7 @@ def _policy(file: Path | None, **options: Any) -> Policy:
 
 
 def _check(client: Client, *, evicts: bool) -> None:
-    """Ask the API server what it has: one that isn't there now isn't waited for, as it is later."""
+    """Check what the API server supports. If it can't be reached now, it isn't waited for, unlike later."""
     if not client.serves_evictions() and evicts:
         raise PoolError(
             "the API server has no eviction API of policy/v1", hint="Kubernetes 1.22 or later has"
@@ -130,9 +133,9 @@ def _check(client: Client, *, evicts: bool) -> None:
 
 
 def _work(work: Drain, run: str, over: threading.Event) -> None:
-    """Go round until all hosts are done, or until ``over``; hosts that are not empty are given back in any ending.
+    """Take turns until all hosts are done, or until ``over``; in either case release hosts that aren't empty.
 
-    Raises PoolError with the hosts that can't be given back, KubeError where the API server refuses.
+    Raises PoolError with the hosts that can't be released, KubeError if the API server refuses.
     """
     from image_builder.node.net.kube import KubeError
     from image_builder.node.net.retry import backoff
@@ -144,8 +147,8 @@ def _work(work: Drain, run: str, over: threading.Event) -> None:
                 work.turn()
                 failures, pause, allowed = 0, work.pause, time.monotonic()
             except KubeError as error:
-                # An API server that has just started refuses everything until it has read the roles; all else is waited
-                # out, and nothing is decided meanwhile.
+                # An API server that has just started refuses everything until it has read the roles; all other errors
+                # are waited out, and nothing is decided in the meantime.
                 is_refusal = error.status in (401, 403)
                 if error.is_hopeless or (is_refusal and time.monotonic() - allowed > _REFUSAL_SECONDS):
                     raise
@@ -228,7 +231,7 @@ def why(
 
 @contextmanager
 def _answered(kubeconfig: Path | None) -> Iterator[Client]:
-    """Yield a connection; raises ImageBuilderError where the API server can't be asked, or refuses."""
+    """Yield a connection. Raises ImageBuilderError if the API server can't be reached, or refuses."""
     try:
         with connect(kubeconfig, _AGENT) as client:
             yield client

@@ -151,7 +151,7 @@ def slice_(
     if not known_hosts.is_file():
         raise UsageError(f"no such file: {known_hosts}")
     configurations = read_configurations(node_configs, chosen.hosts) if node_configs else {}
-    # The key isn't read: whoever runs the slice brings it.
+    # The key isn't read: the engine that runs the slice supplies it.
     access = Access(Pinned(known_hosts.absolute()), user, Path("-"))
     with writing(out):
         out.mkdir(parents=True)

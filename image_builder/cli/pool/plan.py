@@ -152,13 +152,13 @@ def plan(
 
 
 def _check_version(to: str | None, of_rolls: Mapping[str, object]) -> None:
-    """Raise UsageError for an option that is only for rolls, without a version to roll to."""
+    """Raise UsageError if an option that is only for rolls is given without a version to roll to."""
     if to is None and (given := [option for option, value in of_rolls.items() if value]):
         raise UsageError(f"{given[0]} is for a roll", hint="give its version with --to")
 
 
 def _rolling(policy: Policy, deadline: str) -> Policy:
-    """Return the policy of a roll; raises UsageError for a deadline that is none."""
+    """Return the policy of a roll. Raises UsageError if the deadline isn't a valid time."""
     from pydantic import ValidationError
 
     from image_builder.pool.plan.policy import Roll
@@ -176,7 +176,7 @@ def _rolling(policy: Policy, deadline: str) -> Policy:
 
 
 def _calls(rollout_plan: Plan, endpoint: str | None) -> list[Call]:
-    """Return the requests of a roll's run; raises FetchError."""
+    """Return the requests of a roll's run. Raises FetchError."""
     from image_builder.pool.scale_set.client import open_client
     from image_builder.pool.show.calls import calls
 
@@ -212,7 +212,7 @@ def summary(out: Path, rollout_plan: Plan, fleet: Fleet) -> dict[str, Any]:
 
 
 def _rights(rollout_plan: Plan) -> dict[str, Any]:
-    """Return what the run of a roll needs to be allowed, nothing for another plan."""
+    """Return the rights that the run of a roll needs, or nothing for any other plan."""
     from image_builder.pool import rights
 
     target, roll = rollout_plan.target, rollout_plan.policy.rolls
@@ -244,7 +244,7 @@ def _rights_text(rights: Mapping[str, Any]) -> str:
 
 
 class Proof(NamedTuple):
-    """What the command line says of why a version may be rolled."""
+    """What the command line gives as proof that a version may be rolled, or as the reason without one."""
 
     public_key: Path | None
     statement: Path | None
@@ -260,7 +260,7 @@ def _target(
     kubeconfig: Path | None,
     warn: Callable[[str], object],
 ) -> Target | None:
-    """Return what hosts are rolled to; raises UsageError, DefinitionError with all that is against it."""
+    """Return what hosts are rolled to. Raises UsageError, or DefinitionError with everything that prevents it."""
     if to is None:
         if policy.mode == "roll":
             raise UsageError("a roll needs a target version", hint="give it with --to")
@@ -286,14 +286,14 @@ def _target(
         is_forced = policy.rolls is not None and policy.rolls.force_ephemeral
         read = partial(read_target, client, hosts, to, prove=prove, force_ephemeral=is_forced, warn=warn)
         if faults.problems:
-            # What else is against it is told as well, as far as it can be read.
+            # Everything else that prevents it is reported too, as far as it can be read.
             faults.collect("--to", read)
             raise faults.all()
         return read().model_copy(update={"unproven": proof.unproven})
 
 
 def _statement(version: Version, key: Path, file: Path | None) -> str:
-    """Return the statement that a key signed about a version; raises PublishError."""
+    """Return the statement that a key signed about a version. Raises PublishError if there is no valid one."""
     from image_builder.gallery import statement as statements
     from image_builder.gallery.journal import journal_of, statement_of
     from image_builder.pool.scale_set.target import require_proof
@@ -308,7 +308,7 @@ def _statement(version: Version, key: Path, file: Path | None) -> str:
 
 
 def keep_begun(out: Path, new_plan: Plan) -> None:
-    """Raise UsageError where another plan of that name has a run: without it that run could not be resumed."""
+    """Raise UsageError if another plan in this file has a run, which couldn't be resumed without that plan."""
     from image_builder.pool.run.journal import journal_of, read_journal
     from image_builder.pool.run.resume import past
 
@@ -323,7 +323,7 @@ def keep_begun(out: Path, new_plan: Plan) -> None:
 
 
 def _policy(path: Path | None) -> Policy:
-    """Return the policy in a file, the default one without; raises DefinitionError with all problems."""
+    """Return the policy in a file, or the default one. Raises DefinitionError with all problems."""
     from image_builder import strict_yaml as settings_file
     from image_builder.pool.plan.policy import Policy
 
@@ -428,7 +428,7 @@ def report(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Replace a file in one step; raises UsageError where it can't be one, OSError."""
+    """Replace a file in one step. Raises UsageError if the path can't be a file, OSError for other failures."""
     from image_builder.node import files
 
     with writing(path):
@@ -437,7 +437,7 @@ def _write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Write what the command line names; raises UsageError where that can't be there."""
+    """Run a block that writes to a path from the command line. Raises UsageError if it can't be written there."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
@@ -445,7 +445,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def read_run(path: Path) -> tuple[Progress, list[Record], dict[str, Any]]:
-    """Return the state, the records and the report of the run whose journal lies beside a plan."""
+    """Return the state, the records and the report of the run whose journal is next to a plan."""
     from image_builder.pool.plan import plan as plans
     from image_builder.pool.run.journal import in_use, journal_of, read_journal
     from image_builder.pool.run.resume import past

@@ -1,4 +1,4 @@
-"""``pool repair``: reboot or reimage, through Azure, the nodes for which the gate asks that."""
+"""``pool repair``: reboot or reimage, through Azure, the nodes for which the gate requests that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pool rollback``: plan the way back of a roll."""
+"""``pool rollback``: plan the way back from a roll."""
 
 from __future__ import annotations
 

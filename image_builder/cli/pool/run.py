@@ -1,6 +1,6 @@
 """The commands that reach hosts: run a planned rollout, resume it, abort it, verify hosts that are up.
 
-Their options are written once, as dataclasses: ``expanded`` makes a command's parameters of them.
+Their options are defined once, as dataclasses: ``expanded`` turns them into a command's parameters.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from image_builder.pool.reach.reach import Access
     from image_builder.pool.rollout import Options, Rollout
 
-# The same group of commands.
+# These belong to the same group of commands, `pool`.
 app = typer.Typer()
 
 
 @dataclass(frozen=True)
 class HostOptions:
-    """Options for reaching hosts and for what they must be."""
+    """Options for reaching hosts, and for what the hosts must match."""
 
     user: Annotated[str, typer.Option("--user", metavar="NAME", help=USER_HELP)] = ""
     key: Annotated[
@@ -81,7 +81,7 @@ class HostOptions:
     vault: VaultIds = None
 
     def request(self, plan: Path, reports: Path, **more: Any) -> Options:
-        """Return the options of a rollout; raises UsageError for a choice that is missing or double."""
+        """Return the options of a rollout. Raises UsageError if the choice of host keys is missing or ambiguous."""
         from image_builder.pool.rollout import Options
 
         return Options(
@@ -143,7 +143,7 @@ class RolloutOptions(HostOptions):
     ] = None
 
     def rollout(self, plan: Path, inventories: list[Path] | None, **more: Any) -> Options:
-        """Return the options of a rollout; raises UsageError as ``request`` does."""
+        """Return the options of a rollout. Raises UsageError as ``request`` does."""
         return self.request(
             plan,
             self.reports or plan.with_name(f"{plan.name}.reports"),
@@ -158,7 +158,7 @@ class RolloutOptions(HostOptions):
 
 
 def expanded(function: Callable[..., int]) -> Callable[..., int]:
-    """Return a command whose parameter ``hosts``, a dataclass, is one option for each of its fields."""
+    """Return a command whose parameter ``hosts``, a dataclass, is replaced by one option for each of its fields."""
     hints = get_type_hints(function, include_extras=True)
     kind = hints.pop("hosts")
     fields = get_type_hints(kind, include_extras=True)
@@ -327,7 +327,7 @@ def _abort(plan: Path, *, wait: bool, as_json: bool) -> int:
     from image_builder.pool.show.report import text
 
     progress, _, report = plan_commands.read_run(plan)
-    # It stops already: another signal would end what is in work at once.
+    # If it is already stopping, another signal would end running steps at once.
     if not (progress.stopped and report["state"] == "running"):
         ask_to_stop(journal_of(plan))
     if wait:
@@ -423,7 +423,7 @@ def _warn(prepared: Rollout) -> None:
 
 
 def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: bool) -> int:
-    """Print a report; return the status of it: 0 where every host is fine."""
+    """Print a report and return its exit status, which is 0 if every host is fine."""
     import signal
 
     from image_builder.cli import failure
@@ -443,7 +443,7 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
     if not bad:
         beside = "instances that are not in the plan have another version"
         error = PoolError(f"{report['state']}: {beside}: {outdated}", hint=PLAN_AGAIN)
-    failure.report(error, on_stdout=not as_json)  # the result was printed already
+    failure.report(error, on_stdout=not as_json)  # the result has already been printed
     return error.exit_code
 
 

@@ -1,8 +1,8 @@
 """The live progress of a run: a table on a terminal, elsewhere lines with the time of day.
 
-The driver's thread takes what is to be seen out of the state whenever that changes (``view.look``, plain and frozen);
-another one draws it. So nothing is ever drawn from a state that is being changed, and the last change is shown
-even if no other one follows.
+Whenever the state changes, the driver's thread extracts what is to be shown (``view.look``, plain and frozen); another
+thread draws it. So nothing is ever drawn from a state that is being changed, and the last change is shown even if no
+other one follows.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from image_builder.pool.show.view import (
 from image_builder.text import human_seconds, printable, short_list
 
 _REDRAWS_PER_SECOND = 2
-# Quantiles and the slowest hosts are sought this often at most: they take milliseconds, the rest microseconds.
+# Quantiles and the slowest hosts are computed at most this often: they take milliseconds, the rest microseconds.
 _SEEK_SECONDS = 1.0
-# A plain log gets a line on the wave in work this often at most, and this often where nothing happens.
+# A plain log gets a line about the wave in progress at most this often, and this often while nothing happens.
 _LINE_SECONDS = 15.0
 _SILENT_SECONDS = 60.0
 _WAVES = 12
 _UPCOMING = 2
 _PHASES = 8
 _SIGNATURES = 8
-# Columns that a terminal needs for all states of a wave side by side.
+# Columns that a terminal needs to show all states of a wave side by side.
 _WIDE, _WIDE_ROLL = 110, 135
-# A roll has more than fit: states that follow from each other are one column.
+# A roll has more states than fit: consecutive states share one column.
 ROLLING: tuple[tuple[str, tuple[State, ...]], ...] = (
     ("waiting", ("waiting",)),
     ("busy", ("deferred", "resting", "awaiting")),
@@ -62,7 +62,7 @@ _VERDICT_STYLES: Mapping[Verdict, str] = {"go": "green", "hold": "yellow", "stop
 
 
 def lines(before: View | None, after: View) -> Iterator[str]:
-    """Yield what happened between two views that is worth a line of a plain log."""
+    """Yield the events between two views that are worth a line of a plain log."""
     if before is None:
         hosts = sum(wave.hosts for wave in after.waves)
         yield f"{hosts} hosts in {len(after.waves)} waves, {after.budget} may fail, {after.state}"
@@ -86,7 +86,7 @@ def lines(before: View | None, after: View) -> Iterator[str]:
 
 
 def summary(view: View, now: float) -> str:
-    """Return how far the wave is that began last, and what the next one waits for; nothing before the first one."""
+    """Return the progress of the latest wave, and what the next one waits for; an empty string before the first one."""
     if not view.current:
         return ""
     wave = view.waves[view.current - 1]
@@ -111,7 +111,7 @@ def _totals(view: View) -> str:
 
 
 def heading(view: View, now: float) -> Text:
-    """Return the first line: state, totals, gate, and what is waited for."""
+    """Return the first line: state, totals, gate, and what the run waits for."""
     since = f" {human_seconds(max(0.0, now - view.began_at))}" if view.began_at is not None else ""
     text = Text.assemble(
         (f"{view.state}{since}", "bold"),
@@ -128,7 +128,7 @@ def heading(view: View, now: float) -> Text:
 
 
 def waves_table(view: View, now: float, *, wide: bool) -> Table:
-    """Return the waves about the current one: with all states, or with less where it isn't ``wide``."""
+    """Return the waves around the current one, with all states, or with fewer columns unless ``wide``."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("wave", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -176,7 +176,7 @@ def _seconds(quantiles: Quantiles, name: str, place: int) -> str:
 
 
 def details(view: View, now: float) -> Iterator[Table]:
-    """Yield small tables: the longest phases of the wave in work, its slowest hosts, what failed alike."""
+    """Yield small tables: the longest phases of the wave in progress, the slowest hosts, and similar failures."""
     quantiles = view.quantiles[view.current - 1] if 0 < view.current <= len(view.quantiles) else {}
     phases = {name: values for name, values in quantiles.items() if name not in STEPS[view.mode]}
     longest = sorted(phases.items(), key=lambda item: -item[1][1])[:_PHASES]
@@ -207,9 +207,9 @@ def _small(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator
 
 
 class _Lossy:
-    """A stream that may lose what is written: a run is not ended because its output is lost.
+    """A stream that may lose what is written: a run doesn't end because its output is lost.
 
-    A terminal goes away with its connection, whoever reads a pipe ends, the disk of a log is full.
+    A terminal may go away with its connection, the reader of a pipe may exit, a log's disk may be full.
     """
 
     def __init__(self, file: IO[str]) -> None:
@@ -251,7 +251,7 @@ class LiveTable:
         if self.live is None:
             self.live = is_live(self.console.is_terminal, os.environ)
         if self.live:
-            # Redirecting would carry a result that is printed meanwhile to standard error.
+            # Redirecting would send a result that is printed in the meantime to standard error.
             self._shown = Live(
                 self, console=self.console, refresh_per_second=_REDRAWS_PER_SECOND, redirect_stdout=False
             )
@@ -282,7 +282,7 @@ class LiveTable:
             self._summarise(self._view, now)
 
     def _summarise(self, view: View, now: float) -> None:
-        """Print how far it is, soon where something changed, and now and then where nothing does."""
+        """Print the run's progress, soon if something has changed, and now and then if nothing has."""
         counts = view.waves[view.current - 1].counts if view.current else {}
         wait = _SILENT_SECONDS if counts == self._reported else _LINE_SECONDS
         if view.state == "running" and now >= self._line_at + wait and (text := summary(view, now)):
@@ -290,7 +290,7 @@ class LiveTable:
             self.note(text)
 
     def _quantiles(self, progress: Progress) -> list[Quantiles]:
-        """Return each wave's quantiles; only of waves in which something happened they are computed again."""
+        """Return each wave's quantiles, recomputed only for waves in which something happened."""
         keys = [tuple(w.count(s) for s in ("joined", "verifying", "ended")) for w in progress.waves]
         previous = self._sought[0]
         quantiles = [
@@ -301,7 +301,7 @@ class LiveTable:
         return quantiles
 
     def note(self, text: str) -> None:
-        """Print a line, with the time of day, that stays."""
+        """Print a permanent line, with the time of day."""
         line = f"{time.strftime('%H:%M:%S', time.localtime(self.clock()))} {printable(text)}"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -1,7 +1,7 @@
-"""The only door to Ansible's Python API: inventories, origins of values, Vault, templates, argument specs.
+"""The only interface to Ansible's Python API: inventories, origins of values, Vault, templates, argument specs.
 
-Importing it costs about 0.3 s: commands import the definition when they run, so that ``--help`` needn't.
-Tags that carry a value's origin are internal to ansible-core 2.19; a unit test holds them in place.
+Importing it costs about 0.3 s: commands import the definition only when they run, so that ``--help`` needn't.
+Tags that carry a value's origin are internal to ansible-core 2.19; a unit test guards against changes to them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from image_builder.definition.engine import caller  # takes the caller's settings away
+from image_builder.definition.engine import caller  # removes the caller's settings
 from image_builder.settings import REPO_ROOT, ansible_config, project_root
 
-# Ansible reads its settings when it is first imported, which the modules below this package do. Children get an
-# environment of their own, plays this one with their own settings on top.
+# Ansible reads its settings when it is first imported, which the modules below this package do. Child processes get
+# their own environment; plays get this one with their own settings on top.
 os.environ["ANSIBLE_CONFIG"] = str(ansible_config((project_root(), REPO_ROOT)))
 os.environ["ANSIBLE_DUPLICATE_YAML_DICT_KEY"] = "error"
 os.environ["ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED"] = "true"
@@ -86,10 +86,10 @@ __all__ = [
     "variable_files",
 ]
 
-# Its directory for modules to run from, made on import and removed at exit: a killed process would leave it.
+# Ansible's directory for running modules, created on import and removed at exit: a killed process would leave it.
 with suppress(OSError):
     Path(settings.DEFAULT_LOCAL_TMP).rmdir()
-# Collections are the repository's own: what the caller or this machine has installed besides is none of it.
+# Only the repository's own collections count, not others that the caller or this machine has installed.
 settings.COLLECTIONS_PATHS = [str(folder) for folder in collection_folders(project_root())]
 settings.COLLECTIONS_SCAN_SYS_PATH = False
 init_plugin_loader([])

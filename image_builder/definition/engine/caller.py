@@ -1,14 +1,14 @@
-"""The caller's settings for Ansible in the environment are dropped: they count neither here nor in plays.
+"""Removal of the caller's Ansible settings from the environment: they apply neither here nor in plays.
 
-Importing this takes it away, so it comes before Ansible, which reads its settings when it is first imported. Plays get
-this process's environment.
+Importing this module removes them. It must be imported before Ansible, which reads its settings when it is first
+imported. Plays get this process's environment.
 """
 
 from __future__ import annotations
 
 import os
 
-# Where the password of vaulted values is, is not a setting.
+# The location of the vault password isn't a setting.
 _VAULT = "ANSIBLE_VAULT_PASSWORD_FILE"
 
 settings = {
@@ -18,5 +18,5 @@ settings = {
 for _name in settings:
     del os.environ[_name]
 if _VAULT in os.environ:
-    # Plays run in another directory, and the shell expands no `~` there.
+    # Plays run in another directory, and no shell expands a `~` there.
     os.environ[_VAULT] = os.path.abspath(os.path.expanduser(os.environ[_VAULT]))

@@ -1,6 +1,6 @@
 """Ansible's settings: its first import, which is this one, reads the ``ansible.cfg`` that ANSIBLE_CONFIG names.
 
-So what is wrong with that file is the user's to mend, and no failure of an import. Raises DefinitionError.
+A fault in that file is therefore reported as one for the user to fix, not as a failed import. Raises DefinitionError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ try:
     from ansible.plugins.loader import init_plugin_loader
 except ImportError:
     raise
-except Exception as error:  # its own classes, which are not to be had then
+except Exception as error:  # Ansible's own classes, which can't be imported then
     _reason = " ".join(str(error).split())
     _file = Place(os.environ["ANSIBLE_CONFIG"])
     raise DefinitionError([Problem(str(_file), "ansible.cfg", _reason)]) from error

@@ -1,4 +1,4 @@
-"""What a play would stop at, known before it: files to send that there are not, handlers that it does not have."""
+"""Faults that would stop a play, known before it runs: missing files to send, and missing handlers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fault = tuple[str, str]
 
 
 class Faults:
-    """Notes the faults of a play's tasks. Only what is wrong for sure counts: a play knows more."""
+    """Records the faults of a play's tasks. Only certain faults count, because a play knows more."""
 
     def __init__(self, rounds: Rounds) -> None:
         self.rounds = rounds
@@ -26,12 +26,12 @@ class Faults:
         self._notified: dict[str, str] = {}
 
     def missing_file(self, item: Any, source: str, variables: Mapping[str, Any]) -> None:
-        """Note that there is no file that a task sends, unless it may not run, or may fail."""
+        """Record that a file that a task sends doesn't exist, unless the task may not run, or is allowed to fail."""
         if self.rounds.surely_runs(item, variables) and not _may_fail(item):
             self._files.add((_place(item), f"no such file on the machine that builds: `{source}`"))
 
     def task(self, item: Any) -> None:
-        """Note whom a task notifies, or by what names a handler is known."""
+        """Record the handlers that a task notifies, or the names by which a handler is known."""
         if isinstance(item, Handler):
             names = (item.get_name(include_role_fqcn=full) for full in (False, True))
             self._handlers.update(str(name) for name in (item.name, *names, *(item.listen or [])))
@@ -39,7 +39,7 @@ class Faults:
             self._notified.setdefault(str(name), _place(item))
 
     def found(self, *, certain: bool) -> frozenset[Fault]:
-        """Return all faults; none where it isn't ``certain`` what else the play does."""
+        """Return all faults, or none if it isn't ``certain`` what else the play does."""
         if not certain:
             return frozenset()
         is_open = any(is_template(name) for name in self._handlers)

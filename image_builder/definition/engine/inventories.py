@@ -1,4 +1,4 @@
-"""Inventories, read by Ansible's own rules, with what in them is vaulted."""
+"""Inventories, read by Ansible's own rules, including their vaulted parts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from image_builder.settings import VaultId
 
 @dataclass
 class VaultedFiles:
-    """What the loader met: SHA-256 of each vaulted file's ciphertext, and the files it could not decrypt."""
+    """The vaulted files that the loader found: the SHA-256 of each ciphertext, and the files it couldn't decrypt."""
 
     digests: dict[str, str] = field(default_factory=dict)
     failures: dict[Place, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class _Loader(DataLoader):  # type: ignore[misc]
 
 
 def _overlaid(scopes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return variables of several scopes, weakest first, each with the key that sets it: its place is the key's."""
+    """Merge the variables of several scopes, weakest first, each under the key that sets it: the key has its place."""
     variables: dict[str, Any] = {}
     for key, value in (item for scope in scopes for item in scope.items()):
         variables.pop(key, None)  # a dictionary would keep the first key
@@ -81,7 +81,7 @@ def _overlaid(scopes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Source:
-    """An inventory that was read, by Ansible's own rules."""
+    """An inventory that has been read by Ansible's own rules."""
 
     loader: Any
     manager: Any
@@ -114,7 +114,7 @@ class Source:
             keys[str(key)] = place_of(key) or place_of(value) or Place("-e")
         ours = {k: merged[k] for k in keys if k in merged and k not in ("inventory_file", "inventory_dir")}
         for key, value in ours.items():
-            # Two files of one group's directory are merged before we see them; then the value knows better.
+            # Two files of one group's directory are merged before we see them; then the value's own place is right.
             if (at := place_of(value)) and at.path != keys[key].path:
                 keys[key] = at
         return ours, keys
@@ -124,46 +124,46 @@ class Source:
         return [*self._group_scopes(host.get_groups()), host.vars, self._beside(host)]
 
     def _group_scopes(self, groups: Iterable[Any]) -> list[Mapping[str, Any]]:
-        """Return every mapping that sets variables in some of a host's groups, weakest first, as Ansible has it."""
+        """Return every mapping that sets variables in some of a host's groups, weakest first, in Ansible's order."""
         ordered = sorted(groups, key=lambda g: (g.depth, g.priority, g.name))
         return [*(g.get_vars() for g in ordered), *(self._files_of(g) for g in ordered)]
 
     def _files_of(self, group: Any) -> Mapping[str, Any]:
-        """Return what the files of a group set. They are looked for once, for all images and their checks."""
+        """Return what the files of a group set. They are searched for once, for all images and their checks."""
         if group.name not in self._group_files:
             self._group_files[group.name] = self._beside(group)
         return self._group_files[group.name]
 
     def _beside(self, entity: Any) -> Mapping[str, Any]:
-        """Return what the files of a group or a host set: beside the inventories, and beside the playbooks."""
+        """Return what the files of a group or a host set, both next to the inventories and next to the playbooks."""
         variables = get_vars_from_inventory_sources(self.loader, self.manager._sources, [entity], "task")
         beside = get_vars_from_path(self.loader, self.loader.get_basedir(), [entity], "task")
         return {**variables, **beside}
 
     def group(self, name: str) -> list[str] | None:
-        """Return the hosts of a group, in the inventory's order, or None where there is no such group."""
+        """Return the hosts of a group, in the inventory's order, or None if there is no such group."""
         if name not in self.manager.groups:
             return None
         return [str(h.name) for h in self.manager.groups[name].get_hosts()]
 
     def own_variables(self) -> list[Mapping[str, Any]]:
-        """Return what each group sets itself, beside its hosts and in its files; groups that set nothing left out."""
+        """Return what each group itself sets, in the inventory and in its files, without groups that set nothing."""
         own = (_overlaid(self._group_scopes([group])) for group in self.manager.groups.values())
         return [variables for variables in own if variables]
 
     def inherited_variables(self) -> list[Mapping[str, Any]]:
-        """Return what the groups of a host set together, once for all hosts of the same groups.
+        """Return what the groups of a host set together, once for all hosts in the same groups.
 
-        What hosts set themselves is left out. A group without groups or hosts below it counts as if it had a host: a
-        pool may have none yet.
+        What hosts set themselves is left out. A group without groups or hosts below it counts as if it had a host,
+        because a pool may not have any yet.
         """
         return [_overlaid(self._group_scopes(chain)) for chain in self._chains()]
 
     def inherited_variables_by_group(self, variable: str) -> list[tuple[tuple[str, ...], Mapping[str, Any]]]:
-        """Return ``inherited_variables`` that have a variable, each with the names of the groups that it is from.
+        """Return the ``inherited_variables`` that include a variable, each with the names of the groups it comes from.
 
-        These are the lowest groups of a host that have it, their own or from above, and all its lowest groups where
-        none has: a host may be in others too, such as one for its rack.
+        These are a host's lowest groups that set or inherit it, or all of its lowest groups if none does: a host may
+        be in others too, such as one for its rack.
         """
         found: list[tuple[tuple[str, ...], Mapping[str, Any]]] = []
         for chain in self._chains():
@@ -178,7 +178,7 @@ class Source:
         return found
 
     def _chains(self) -> list[list[Any]]:
-        """Return the groups of each host with those above them, once for all hosts of the same groups."""
+        """Return the groups of each host with those above them, once for all hosts in the same groups."""
         groups = self.manager.groups.values()
         chains = [host.get_groups() for host in self.manager.hosts.values()]
         chains += [[*g.get_ancestors(), g] for g in groups if not g.child_groups and not g.hosts]
@@ -189,7 +189,7 @@ class Source:
         return sorted(str(g.name) for g in self.manager.get_host(host).get_groups() if g.name != "all")
 
     def magic(self, host: str) -> dict[str, Any]:
-        """Return the variables that Ansible makes for a host, whatever the play."""
+        """Return the variables that Ansible itself sets for a host, whatever the play."""
         of_host = self.manager.get_host(host)
         own = of_host.vars
         version = [int(part) for part in __version__.split(".")[:3]]
@@ -210,7 +210,7 @@ class Source:
         return [str(h.name) for h in self.manager.get_hosts(pattern)]
 
     def host_place(self, name: str) -> Place:
-        """Return the place of a host. Ansible knows its inventory file; the line is searched for."""
+        """Return the place of a host. Ansible knows its inventory file; the line is found by a search."""
         file = Path(str(self.manager.get_host(name).vars.get("inventory_file") or self.manager._sources[0]))
         text = file.read_text(errors="replace") if file.is_file() else ""
         entry = re.compile(rf"\s*[\"']?{re.escape(name)}[\"']?(\s|:|$)")
@@ -221,15 +221,15 @@ class Source:
 def read_inventory(
     paths: Sequence[Path], vault: Sequence[VaultId], playbooks: Path, extra: Sequence[str] = ()
 ) -> Source:
-    """Read inventories. ``extra`` are variables as Ansible's ``-e`` takes them.
+    """Read inventories. ``extra`` are variables in the form that Ansible's ``-e`` accepts.
 
-    Raises UnreadableError, and VaultError for a password file that can't be read. Files that can't be decrypted are
-    noted in the result's ``vaulted``.
+    Raises UnreadableError if an inventory can't be read, and VaultError if a password file can't. Files that can't be
+    decrypted are recorded in the result's ``vaulted``.
     """
     _forget_directories()
     vaulted = VaultedFiles()
     loader = _Loader(vaulted)
-    # group_vars beside the playbooks count in a play, so they count here.
+    # The group_vars next to the playbooks apply to a play, so they apply here.
     loader.set_basedir(str(playbooks))
     passwords = _secrets(loader, vault)
     loader.set_vault_secrets(passwords)
@@ -243,14 +243,14 @@ def read_inventory(
         variables._extra_vars = _extra_variables(loader, extra)
     except AnsibleError as error:
         if vaulted.failures:
-            return Source(loader, manager, variables, vaulted)  # whose reader reports them
+            return Source(loader, manager, variables, vaulted)  # whose caller reports them
         failure = unreadable(error)
         raise UnreadableError(failure.place or Place("-e"), failure.reason) from error
     return Source(loader, manager, variables, vaulted)
 
 
 def _parse_failure(paths: Sequence[Path], loader: Any) -> UnreadableError | None:
-    """Return what is wrong with an inventory's YAML: Ansible says only that it can't be parsed."""
+    """Return what is wrong with an inventory's YAML; Ansible itself says only that it can't be parsed."""
     for path in paths:
         for file in [path] if path.is_file() else sorted(path.iterdir()):
             if file.is_file() and file.suffix in (".yml", ".yaml", ".json"):
@@ -262,7 +262,7 @@ def _parse_failure(paths: Sequence[Path], loader: Any) -> UnreadableError | None
 
 
 def _secrets(loader: Any, vault: Sequence[VaultId]) -> list[tuple[str, Any]]:
-    """Read the passwords: those of the ``ansible.cfg`` first, as Ansible has it, then those that were given."""
+    """Read the passwords: first those of the ``ansible.cfg``, as in Ansible, then those that were given."""
     secrets = []
     for vault_id in (*_configured_vault(), *vault):
         try:
@@ -277,7 +277,7 @@ def _secrets(loader: Any, vault: Sequence[VaultId]) -> list[tuple[str, Any]]:
 
 
 def _extra_variables(loader: Any, texts: Sequence[str]) -> dict[str, Any]:
-    """Return what ``-e`` gives, read by Ansible's own function, which takes it from the command line."""
+    """Return the variables of ``-e``, read by Ansible's own function, which takes them from the command line."""
     before = context.CLIARGS
     context.CLIARGS = ImmutableDict(extra_vars=tuple(map(TrustedAsTemplate().tag, texts)))
     load_extra_vars.extra_vars = None

@@ -1,4 +1,4 @@
-"""Origins of values by Ansible's tags: files read with tags, places of values, and plain data without tags."""
+"""Origins of values, from Ansible's tags: files read with tags, places of values, and plain data without tags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VAULTED = (
     "is vaulted as a whole, which only files of variables may be, and files that tasks send: "
     "encrypt its values instead (ansible-vault encrypt_string)"
 )
-# Of the inventory that was read last.
+# Those of the inventory that was read last.
 _passwords: list[tuple[str, Any]] = []
 
 
@@ -35,7 +35,7 @@ class UnreadableError(Exception):
 
 
 def unreadable(error: AnsibleError) -> UnreadableError:
-    """Return Ansible's error with the place that it names."""
+    """Return an UnreadableError for an error of Ansible's, with the place that it names."""
     origin: Origin | None = None
     cause: BaseException | None = error
     while cause and not (origin and origin.path):
@@ -51,7 +51,7 @@ _parsed: dict[Path, tuple[int, int, Any]] = {}
 
 
 def use_passwords(passwords: Sequence[tuple[str, Any]]) -> None:
-    """Decrypt files of roles and layers with these from now on."""
+    """Use these passwords from now on to decrypt files of roles and layers."""
     _passwords[:] = passwords
 
 
@@ -63,14 +63,14 @@ def vault_reason(passwords: object) -> str:
 
 
 def ciphertext_digest(path: Path) -> str:
-    """Return the SHA-256 of a file that is vaulted as a whole, nothing for any other; raises OSError."""
+    """Return the SHA-256 of a file that is vaulted as a whole, an empty string for any other. Raises OSError."""
     with path.open("rb") as file:
         is_vaulted = is_encrypted(file.read(32))
     return hashlib.sha256(path.read_bytes()).hexdigest() if is_vaulted else ""
 
 
 def decrypted_text(path: Path) -> str:
-    """Return what a vaulted file says; raises VaultError."""
+    """Return the text of a vaulted file. Raises VaultError if it can't be decrypted."""
     try:
         return str(VaultLib(_passwords).decrypt(path.read_bytes()).decode("utf-8", "replace"))
     except AnsibleVaultError as error:
@@ -79,7 +79,10 @@ def decrypted_text(path: Path) -> str:
 
 
 def vaulted_variables(path: Path) -> list[str]:
-    """Return the names of the variables in a vaulted file; raises VaultError, UnreadableError for any other content."""
+    """Return the names of the variables in a vaulted file.
+
+    Raises VaultError if it can't be decrypted, UnreadableError if its content is anything else.
+    """
     content = DataLoader().load(decrypted_text(path), str(path))
     if not isinstance(content, Mapping):
         raise UnreadableError(Place(str(path), 1), _VAULTED)
@@ -87,9 +90,10 @@ def vaulted_variables(path: Path) -> list[str]:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return a YAML file's content with its tags, parsed once while unchanged; raises UnreadableError, VaultError.
+    """Return a YAML file's content with its tags, parsed only once while it is unchanged.
 
-    The variables of a file that is vaulted as a whole have stand-ins.
+    The variables of a file that is vaulted as a whole have stand-ins. Raises UnreadableError if the file can't be read
+    or parsed, VaultError if it can't be decrypted.
     """
     try:
         stat = path.stat()
@@ -109,7 +113,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_untagged_yaml(path: Path) -> Any:
-    """Return a YAML file's content without tags, ten times as quickly; raises UnreadableError."""
+    """Return a YAML file's content without tags, ten times as fast. Raises UnreadableError if it can't be read."""
     try:
         return yaml.load(path.read_bytes(), _QUICK)  # noqa: S506 (a safe one)
     except (OSError, yaml.YAMLError):
@@ -117,7 +121,7 @@ def read_untagged_yaml(path: Path) -> Any:
 
 
 def place_of(value: Any) -> Place | None:
-    """Return where a value was written, where Ansible knows (not for booleans and null)."""
+    """Return where a value was written, if Ansible knows (it doesn't for booleans and null)."""
     origin = Origin.get_tag(value)
     return Place(origin.path, origin.line_num or 0) if origin and origin.path else None
 
@@ -138,7 +142,7 @@ def place_in(value: Any, path: Sequence[str | int]) -> Place | None:
 
 
 def untagged(value: Any) -> JSON:
-    """Return a scalar as Python's own type; what is neither a number nor a truth value is a string."""
+    """Return a scalar as Python's own type; anything that isn't a number, a boolean or None becomes a string."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
@@ -151,7 +155,7 @@ def untagged(value: Any) -> JSON:
 def plain(value: Any) -> JSON:
     """Return a value as JSON without tags, each inline vaulted string replaced by its stand-in.
 
-    A string marked ``!unsafe`` is not a template; it is wrapped in ``{% raw %}``, so that it stays none.
+    A string marked ``!unsafe`` isn't a template; it is wrapped in ``{% raw %}`` so that it isn't evaluated as one.
     """
     if ciphertext := VaultHelper.get_ciphertext(value, with_tags=False):
         return {VAULT_KEY: hashlib.sha256(ciphertext.encode()).hexdigest()}

@@ -1,4 +1,4 @@
-"""A play as Ansible loads it: the files that it opens, the roles that it brings, and what only a run can tell."""
+"""A play as Ansible loads it: the files that it opens, the roles that it brings in, and what only a run can tell."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from image_builder.definition.values import Place, is_template, lookup_calls, st
 from image_builder.settings import CONFIGURATION
 
 _TASKS = frozenset({"pre_tasks", "tasks", "post_tasks", "handlers"})
-# As `Role` and `RoleDefinition` of ansible-core 2.19 have them.
+# The same as in `Role` and `RoleDefinition` of ansible-core 2.19.
 _EXTENSIONS = (".yml", ".yaml", ".json")
 _KEYWORDS = frozenset({*RoleInclude.fattributes, "role"})
 _ANSIBLE = Path(settings.__file__).parent
@@ -45,11 +45,11 @@ _SET_FOR_PLAYS = frozenset({"COLLECTIONS_PATHS", "DEFAULT_ROLES_PATH", "DEFAULT_
 
 @dataclass
 class PlayReading:
-    """What a play reads: ``files``, ``roles`` (the names of those it brings beside its list), and what isn't known.
+    """What a play reads: ``files``, ``roles`` (the names of those whose files it reads), and what isn't known.
 
-    ``sent`` are files that reach the image as they are. The strings of ``followed`` files of tasks were looked at.
-    ``lookups`` are those of the program's own that are called. ``unknown`` are sentences, each with the place that it
-    is about.
+    ``sent`` are files that reach the image unchanged. ``followed`` are files of tasks whose strings have already been
+    examined. ``lookups`` are the program's own lookups that are called. ``unknown`` are sentences, each with the place
+    that it is about.
     """
 
     files: set[Path] = field(default_factory=set)
@@ -68,10 +68,10 @@ def read_play(
     extra: Mapping[str, JSON],
     own_lookups: frozenset[str],
 ) -> PlayReading:
-    """Load the one play of a playbook and follow all that it includes; raises UnreadableError.
+    """Load the one play of a playbook and follow everything that it includes.
 
     ``roles`` are the directories of roles, ``variables`` those of the host, ``extra`` those that win over all others.
-    What ``own_lookups`` give is known elsewhere.
+    The results of ``own_lookups`` are known elsewhere. Raises UnreadableError if Ansible can't load the play.
     """
     reads = Reads()
     loader = NotingLoader(playbook.parent, reads)
@@ -90,19 +90,19 @@ def read_play(
 
 
 def use_plugins_beside(folders: Iterable[Path]) -> None:
-    """Have Ansible find plugins that are in roles, or beside a playbook, as it does while it loads them."""
+    """Make Ansible find plugins that are in roles or next to a playbook, as it does when it loads them."""
     for folder in folders:
         add_all_plugin_dirs(str(folder))
 
 
 def variable_files(folder: Path) -> list[Path]:
-    """Return what Ansible loads by itself of a role's ``defaults`` or ``vars``: ``main``, a file or a directory."""
+    """Return the files that Ansible itself loads of a role's ``defaults`` or ``vars``: ``main``, file or directory."""
     found = DataLoader().find_vars_files(str(folder), "main", [*_EXTENSIONS, ""]) if folder.is_dir() else []
     return [Path(file) for file in found]
 
 
 def role_parameters(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables that stand in a role's entry beside its keywords; they win over those under ``vars``."""
+    """Return the variables in a role's entry next to its keywords; they win over those under ``vars``."""
     return {key: value for key, value in entry.items() if key not in _KEYWORDS}
 
 
@@ -119,14 +119,14 @@ def configured_roles(config: Path) -> list[Path]:
 
 
 def collection_folders(root: Path) -> list[Path]:
-    """Return where a repository's collections are: what its ``ansible.cfg`` names, else ``collections``."""
+    """Return where a repository's collections are: the paths in its ``ansible.cfg``, or else ``collections``."""
     config = root / CONFIGURATION
     configured = _named("COLLECTIONS_PATHS", config) if config.is_file() else []
     return configured or [root / "collections"]
 
 
 def configured_inventories() -> list[Path]:
-    """Return the inventories that the ``ansible.cfg`` names which counts."""
+    """Return the inventories that the ``ansible.cfg`` in effect names."""
     config = Path(settings.CONFIG_FILE)
     return _named("DEFAULT_HOST_LIST", config)
 
@@ -146,7 +146,7 @@ _configs: dict[Path, tuple[int, int]] = {}
 
 
 def _forget_changed(config: Path) -> None:
-    """Have Ansible read a configuration again that has changed since."""
+    """Make Ansible reread a configuration file that has changed since it was last read."""
     stat = config.stat()
     state = (stat.st_mtime_ns, stat.st_size)
     if _configs.setdefault(config, state) != state:
@@ -157,7 +157,7 @@ def _forget_changed(config: Path) -> None:
 
 @contextlib.contextmanager
 def _roles_in(folders: Sequence[Path]) -> Iterator[None]:
-    """Have Ansible look for roles in ``folders``, as a bake's plays do."""
+    """Make Ansible look for roles in ``folders``, as a bake's plays do."""
     before = settings.DEFAULT_ROLES_PATH
     settings.DEFAULT_ROLES_PATH = [str(folder) for folder in folders]
     try:
@@ -172,7 +172,7 @@ def _load(
     written = loader.load_from_file(str(playbook), trusted_as_template=True)[0]
     manager = VariableManager(loader=loader)
     manager._extra_vars = {name: concealed(value) for name, value in extra.items()}
-    # Above the defaults of roles and below all that the play has, as those of an inventory are.
+    # They win over role defaults and lose to everything in the play, like variables of an inventory.
     of_host = {name: concealed(value) for name, value in variables.items()}
     play = Play.load(
         {**written, "vars": {**of_host, **(written.get("vars") or {})}},
@@ -229,21 +229,21 @@ class _Walk:
                     try:
                         include(self.in_round(item, variables), variables)
                     except AnsibleError as error:
-                        if not unreadable(error).place:  # what there isn't has none
+                        if not unreadable(error).place:  # errors about missing files have none
                             error.obj = item.get_ds()
                         raise
             else:
                 self.task(item)
 
     def in_round(self, item: Any, variables: Mapping[str, Any]) -> Any:
-        """Return an include as one round of its loop has it: what it includes sees the loop's variable."""
+        """Return an include as it is in one round of its loop: what it includes sees the loop's variable."""
         copy = item.copy(exclude_parent=True)
         copy._parent = item._parent
         copy.vars = {**item.vars, **{name: variables[name] for name in self.rounds.loop_names(item)}}
         return copy
 
     def is_new(self, item: Any, name: str) -> bool:
-        """Note that something is included; tell whether it wasn't before, with the same variables."""
+        """Record an include; return whether it is the first one with the same variables."""
         key = f"{name} {item.get_vars()} {self.rounds.state()}"
         new = key not in self.included
         self.included.add(key)
@@ -310,13 +310,13 @@ class _Walk:
 
 
 def _texts(item: Any) -> list[str]:
-    """Return what is written of a task, or around it, and calls lookups."""
+    """Return the strings in a task, or around it, that call lookups."""
     written = [item.get_ds(), item.get_vars(), item.when, item.environment]
     return [text for text in dict.fromkeys(strings(written)) if any(lookup_calls(text))]
 
 
 def _is_elsewhere(item: Any) -> bool:
-    """Tell whether a task may act on another machine than the image, itself or by a plugin of somebody's own."""
+    """Return whether a task may act on a machine other than the image, by itself or through a third-party plugin."""
     local = (
         item.connection == "local" or is_template(item.connection) or "ansible_connection" in item.get_vars()
     )

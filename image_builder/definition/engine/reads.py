@@ -1,7 +1,7 @@
-"""Ansible's reads while it evaluates: the files that it opens, and lookups whose answer no file holds.
+"""Ansible's reads while it evaluates: the files that it opens, and lookups whose result isn't in any file.
 
-A lookup of Ansible's own that reads files is run, and its files are noted. Any other one (``env``, ``pipe``, ``url``, a
-plugin of one's own) is never run here: only the play knows what it returns.
+Ansible's own lookups that read files are run, and their files are recorded. Any other lookup (``env``, ``pipe``,
+``url``, a third-party plugin) is never run here: only the play knows what it returns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2 import FileSystemLoader
 
 from image_builder.definition.engine.origins import ciphertext_digest, vaulted_variables
 
-# Their answers follow from variables and settings, or from files that the loader opens.
+# Their results depend only on variables and settings, or on files that the loader opens.
 _PREDICTABLE = frozenset(
     {
         *(
@@ -40,7 +40,7 @@ _PREDICTABLE = frozenset(
     }
 )
 _NAMES_OF_FILES = frozenset({"fileglob", "first_found"})
-# No plugin's name. What is made from such a lookup comes to nothing: only the play knows it.
+# Not the name of a plugin. A value made from this lookup can't be evaluated: only the play knows it.
 PLAY = "the play"
 UNKNOWN = trust_as_template(f"{{{{ lookup('{PLAY}') }}}}")
 
@@ -53,8 +53,8 @@ class UnpredictableError(AnsibleError):  # type: ignore[misc]
 class Reads:
     """The ``files`` that were opened or found, and the ``lookups`` that were not run, by plugin name.
 
-    With an ``answer`` no lookup is run: it is what each gives, to see what depends on them. The program's ``own``
-    lookups give nothing, and those that were met are in ``own_met``.
+    With an ``answer``, no lookup is run: each one returns the answer, which shows what depends on lookups. The
+    program's ``own`` lookups return nothing, and those that were called are in ``own_met``.
     """
 
     files: set[Path] = field(default_factory=set)
@@ -69,7 +69,7 @@ _current: ContextVar[Reads | None] = ContextVar("reads", default=None)
 
 @contextlib.contextmanager
 def noting(reads: Reads) -> Iterator[None]:
-    """Until the block ends, note in ``reads`` which lookups are met, and run only those that are predictable."""
+    """Within the block, run only predictable lookups, and record the others in ``reads``."""
     token = _current.set(reads)
     try:
         yield
@@ -96,7 +96,7 @@ class NotingLoader(DataLoader):  # type: ignore[misc]
         if path.is_file() and ciphertext_digest(path):
             self.reads.files.add(path)
             return dict.fromkeys(vaulted_variables(path), UNKNOWN)
-        # Without the copy that guards the loader's cache: nothing here changes what was loaded.
+        # This skips the copy that protects the loader's cache: nothing here changes loaded data.
         return super().load_from_file(file_name, cache=cache, unsafe=True, **more)
 
     def path_dwim_relative_stack(
@@ -107,17 +107,17 @@ class NotingLoader(DataLoader):  # type: ignore[misc]
         return path
 
     def sent_path(self, paths: list[str], dirname: str, source: str) -> Path:
-        """Return what ``path_dwim_relative_stack`` does, and don't note it."""
+        """Return the same path as ``path_dwim_relative_stack``, without recording it."""
         return Path(super().path_dwim_relative_stack(paths, dirname, source))
 
 
 def plugin_name(name: str) -> str:
-    """Return the short name of one of Ansible's own plugins, any other name as it is."""
+    """Return the short name of one of Ansible's own plugins, and any other name unchanged."""
     return name.removeprefix("ansible.builtin.").removeprefix("ansible.legacy.")
 
 
 def is_predictable(lookup: str) -> bool:
-    """Tell whether a lookup is one that can be run before the play."""
+    """Return whether a lookup can be run before the play."""
     return plugin_name(lookup) in _PREDICTABLE
 
 
@@ -142,12 +142,12 @@ def _guarded(*, plugin_name: str, lookup_terms: list[Any], lookup_kwargs: dict[s
     return result
 
 
-# Every way to a lookup in a template ends here, in this process only: plays run in a process of their own.
+# Every lookup in a template ends up here, in this process only: plays run in their own process.
 _jinja_plugins._invoke_lookup = _jinja_plugins._DirectCall.mark(_guarded)
 
 
 def loop_items(templar: Templar, lookup: str, terms: list[Any]) -> Any:
-    """Return the items of a task's ``with_LOOKUP``, as Ansible asks for them."""
+    """Return the items of a task's ``with_LOOKUP``, obtained as Ansible does it."""
 
     @_jinja_plugins._DirectCall.mark  # type: ignore[untyped-decorator]
     def ask() -> Any:
@@ -165,7 +165,7 @@ _get_source = FileSystemLoader.get_source
 
 
 def _noted_source(loader: FileSystemLoader, environment: Any, template: str) -> Any:
-    """Note what a template includes, which doesn't pass through Ansible's loader."""
+    """Record what a template includes, which doesn't pass through Ansible's loader."""
     source = _get_source(loader, environment, template)
     if reads := _current.get():
         reads.files.add(Path(source[1]))

@@ -1,7 +1,7 @@
-"""The rounds of a task's loop as far as they are known before the play: the variables of each, and what they come to.
+"""The rounds (iterations) of a task's loop, as far as they are known before the play: each one's variables and values.
 
-What only the play can tell (facts, what a task registers or sets, vaulted values) is a variable that can't be
-evaluated, so nothing that is made from it is taken for known, ``default()`` or not.
+Whatever only the play can determine (facts, what a task registers or sets, vaulted values) becomes a variable that
+can't be evaluated, so nothing derived from it counts as known, with ``default()`` or without.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from image_builder.definition.values import VAULT_KEY, is_template
 
 
 class UnknownError(Exception):
-    """Only the play can tell what a template comes to; ``lookups`` are those that were met and not run."""
+    """Only the play can determine a template's value; ``lookups`` are those that it calls and that weren't run."""
 
     def __init__(self, lookups: Iterable[str] = ()) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class UnknownError(Exception):
 
 
 def concealed(value: JSON) -> Any:
-    """Return a variable of the host as a play has it, vaulted values unknown."""
+    """Return a variable of the host as a play has it, with vaulted values unknown."""
     if isinstance(value, Mapping):
         return UNKNOWN if VAULT_KEY in value else {k: concealed(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -37,7 +37,7 @@ def concealed(value: JSON) -> Any:
 
 
 class Rounds:
-    """What tasks of a play see, in the order in which they run."""
+    """The variables that a play's tasks see, in the order in which the tasks run."""
 
     def __init__(self, play: Any, loader: NotingLoader, own_lookups: frozenset[str]) -> None:
         self.play, self.loader = play, loader
@@ -51,7 +51,7 @@ class Rounds:
         return str(self._set)
 
     def variables(self, item: Any) -> dict[str, Any]:
-        """Return what a task sees, or the play where there is none."""
+        """Return the variables that a task sees, or the play if there is no task."""
         variables: dict[str, Any] = self.manager.get_vars(play=self.play, task=item)
         variables |= self._set
         variables |= item.get_include_params() if item else {}
@@ -79,7 +79,7 @@ class Rounds:
         return [scope for scope in rounds if self._condition(item, scope) is not False]
 
     def loop_names(self, item: Any) -> list[str]:
-        """Return the variables that a task's loop sets: the item's, and the number's if there is one."""
+        """Return the names of the variables that a task's loop sets: the item's, and the index's if there is one."""
         if item.loop is None:
             return []
         control = item.loop_control
@@ -96,11 +96,11 @@ class Rounds:
         return values
 
     def surely_runs(self, item: Any, variables: Mapping[str, Any]) -> bool:
-        """Tell whether a task runs in a round, as far as its conditions say."""
+        """Return whether a task is certain to run in a round, judging by its conditions."""
         return self._condition(item, variables) is True
 
     def _condition(self, item: Any, variables: Mapping[str, Any]) -> bool | None:
-        """Return what a task's conditions come to, None where that isn't known."""
+        """Return the result of a task's conditions, or None if it isn't known."""
         result: bool | None = True
         for condition in item.when:
             try:
@@ -111,13 +111,13 @@ class Rounds:
         return result
 
     def evaluate(self, written: Any, variables: Mapping[str, Any]) -> Any:
-        """Return what a template comes to; raises UnknownError."""
+        """Return the value of a template. Raises UnknownError if only the play can determine it."""
         if not is_template(written):
             return written
         return self._noted(lambda: self._templar(variables).template(written))
 
     def evaluate_call(self, call: str, variables: Mapping[str, Any]) -> None:
-        """Evaluate a lookup call of a text, for what it reads; raises UnknownError."""
+        """Evaluate a lookup call in a text to record what it reads. Raises UnknownError if that can't be known."""
         self._noted(lambda: self._templar(variables).template(trust_as_template("{{ " + call + " }}")))
 
     def _templar(self, variables: Mapping[str, Any]) -> Templar:
@@ -140,18 +140,18 @@ class Rounds:
         return value
 
     def sets_unknown_names(self, item: Any) -> bool:
-        """Tell whether it isn't known which variables a task sets."""
+        """Return whether a task sets variables whose names aren't known."""
         names = item.args if _is_set_fact(item) else {}
         return any(name in ("_raw_params", "_variable_params") or is_template(name) for name in names)
 
     def finish(self, item: Any) -> None:
-        """Note what a task sets: what comes after it sees that in place of what was known."""
+        """Record what a task sets: later tasks see these variables as unknown."""
         names = [item.register] if item.register else []
         names += item.args if _is_set_fact(item) else []
         self._set |= dict.fromkeys(names, UNKNOWN)
 
     def include(self, item: Any, variables: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-        """Note the variables that ``include_vars`` brings: known if it surely runs, and once."""
+        """Record the variables that ``include_vars`` loads: they are known if it is certain to run, and only once."""
         once = item.loop is None and self._condition(item, variables) and "hash_behaviour" not in item.args
         name = item.args.get("name")
         content = {name: content} if name else content

@@ -1,4 +1,4 @@
-"""The files of the machine that builds which a task's module, its lookups and its templates read."""
+"""The files on the build machine that a task's module, its lookups and its templates read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from image_builder.definition.engine.rounds import Rounds, UnknownError
 from image_builder.definition.values import is_template, lookup_calls
 from image_builder.system.trees import files_in
 
-# Modules that read a file or a directory of the machine that builds, the arguments that name it, and where in a role it
-# is looked for.
+# Modules that read a file or a directory on the build machine, the arguments that name it, and the directory of a role
+# where it is searched for.
 _MODULES = {
     "assemble": (("src",), "files"),
     "copy": (("src",), "files"),
@@ -36,7 +36,7 @@ _DELIMITERS = tuple(
 
 
 class Sources:
-    """Notes in ``sent`` and in the loader's reads what tasks read, and by ``unknown`` what can't be known."""
+    """Records in ``sent`` and in the loader's reads what tasks read, and through ``unknown`` what can't be known."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Sources:
         self.faults = faults
 
     def has(self, item: Any) -> bool:
-        """Tell whether a task's module reads files."""
+        """Return whether a task's module reads files."""
         return _module(item) in _MODULES
 
     def note(self, item: Any, variables: Mapping[str, Any]) -> None:
-        """Note what a task's module reads in one round."""
+        """Record what a task's module reads in one round."""
         module = _module(item)
         if module not in _MODULES:
             return
@@ -63,7 +63,7 @@ class Sources:
         if self._is_remote(module, arguments, variables):
             return
         for written in (arguments[name] for name in names if arguments.get(name)):
-            # The arguments of a script name no file.
+            # A script's arguments don't name files.
             name = written if module != "script" or is_template(_first(written)) else _first(written)
             try:
                 source = self.rounds.evaluate(name, variables)
@@ -75,7 +75,7 @@ class Sources:
                 self._note_file(item, module, folder, path, variables)
 
     def _arguments(self, item: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a task's arguments as they are written, the play's defaults for its module included."""
+        """Return a task's arguments as they are written, including the play's defaults for its module."""
         module = _module(item)
         written = dict(item.args)
         layers = [
@@ -95,7 +95,7 @@ class Sources:
         return arguments | written
 
     def _is_remote(self, module: str, arguments: Mapping[str, Any], variables: Mapping[str, Any]) -> bool:
-        """Tell whether what a module reads lies in the image."""
+        """Return whether what a module reads is in the image."""
         try:
             copied = self.rounds.evaluate(arguments.get("copy", True), variables)
             remote = self.rounds.evaluate(arguments.get("remote_src", module == "assemble"), variables)
@@ -107,7 +107,7 @@ class Sources:
         self, item: Any, module: str, folder: str, source: str, variables: Mapping[str, Any]
     ) -> None:
         if module == "include_vars" and "dir" in item.args and item._role is None:
-            folder = ""  # beside the file of tasks
+            folder = ""  # next to the file of tasks
         try:
             path = self.loader.sent_path(item.get_search_path(), folder, source)
         except AnsibleError:
@@ -131,7 +131,7 @@ class Sources:
             self.rounds.include(item, variables, content)
 
     def _template(self, item: Any, path: Path, variables: Mapping[str, Any], visited: set[Path]) -> None:
-        """Note what a template includes and looks up; its own loops are not run."""
+        """Record what a template includes and looks up; its own loops aren't run."""
         visited.add(path)
         try:
             text = self.loader.get_text_file_contents(str(path))
@@ -150,13 +150,13 @@ class Sources:
                 self._template(item, included, variables, visited)
 
     def _beside(self, variables: Mapping[str, Any], template: Path, name: str) -> Path | None:
-        """Return where Ansible finds what a template includes."""
+        """Return where Ansible finds a file that a template includes."""
         folders = [Path(folder) for folder in (*variables["ansible_search_path"], template.parent)]
         places = [place for folder in folders for place in (folder / "templates" / name, folder / name)]
         return next((place for place in places if place.is_file()), None)
 
     def lookups(self, item: Any, text: str, variables: Mapping[str, Any]) -> None:
-        """Note what the lookups in a text read, if there are any."""
+        """Record what the lookups in a text read, if there are any."""
         calls = list(lookup_calls(text))
         if not calls:
             return
@@ -164,7 +164,7 @@ class Sources:
             try:
                 self.rounds.evaluate(text, variables)
             except UnknownError:
-                pass  # by another part of it, maybe
+                pass  # maybe because of another part of the text
             else:
                 return
         for _, call in calls:
@@ -196,7 +196,7 @@ def _first(command: str) -> str:
 
 
 def _included(text: str, delimiters: Mapping[str, str]) -> Iterator[str | None]:
-    """Yield the names of what a template includes or imports, None for one that it makes up."""
+    """Yield the names of the files that a template includes or imports, None for a name that it computes."""
     if text.startswith("#jinja2:") and "_string" in text.partition("\n")[0]:
         yield None  # other delimiters
         return

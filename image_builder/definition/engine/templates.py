@@ -23,11 +23,11 @@ class EvaluationError(Exception):
 
 
 class UnpredictableValueError(EvaluationError):
-    """A template's value is known only while a play runs: it is made by a lookup that is not run before."""
+    """A template's value is known only while a play runs: it comes from a lookup that isn't run before then."""
 
 
 def trusted(value: JSON) -> Any:
-    """Return a value whose strings Ansible takes for templates."""
+    """Return a value whose strings Ansible treats as templates."""
     if isinstance(value, str):
         return trust_as_template(value)
     if isinstance(value, Mapping):
@@ -38,11 +38,11 @@ def trusted(value: JSON) -> Any:
 
 
 class Evaluator:
-    """Evaluates templates over a set of variables, themselves templates, as a play would.
+    """Evaluates templates over a set of variables, which may be templates themselves, as a play would.
 
     Lookups find files relative to ``basedir``, a playbook's directory, and to the variable ``ansible_search_path``.
-    What they read is noted in ``reads``. With ``any_lookup`` those are run, too, that ask programs or the network;
-    with an ``answer`` none is, and that is what each gives.
+    What they read is recorded in ``reads``. With ``any_lookup``, lookups that query programs or the network are run
+    too; with an ``answer``, no lookup is run, and each one returns the answer.
     """
 
     def __init__(
@@ -62,7 +62,10 @@ class Evaluator:
         )
 
     def evaluate(self, value: JSON) -> JSON:
-        """Return ``value`` with every template in it evaluated; raises EvaluationError, UnpredictableValueError."""
+        """Return ``value`` with every template in it evaluated.
+
+        Raises UnpredictableValueError if only a play can evaluate it, EvaluationError if it can't be evaluated.
+        """
         if not is_template(value):
             return value
         met = Reads(answer=self._answer)
@@ -73,7 +76,7 @@ class Evaluator:
             if met.lookups:
                 names = ", ".join(f"`{name}`" for name in sorted(met.lookups))
                 raise UnpredictableValueError(f"made by the lookup {names}, known only to a play") from error
-            # How deep, and how that is worded, is Python's own affair.
+            # The depth and the wording of this error are Python's and may vary.
             reason = str(error.message).partition(": maximum recursion")[0]
             raise EvaluationError(" ".join(reason.split())) from error
         finally:
@@ -81,15 +84,15 @@ class Evaluator:
             self.reads.lookups |= met.lookups
 
     def settle(self, name: str, value: JSON) -> None:
-        """Give a variable its final value, which is not a template: others that use it needn't evaluate it."""
+        """Set a variable's final value, which isn't a template, so that others that use it needn't evaluate it."""
         self._templar.available_variables[name] = value
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What variables come to: ``values``, and by name why there is none.
+    """The results of variables: ``values``, or by name the reason why there is none.
 
-    ``failures`` are those that can't be evaluated, ``unpredictable`` those that only a play can.
+    ``failures`` are for variables that can't be evaluated, ``unpredictable`` for those that only a play can evaluate.
     """
 
     values: Mapping[str, JSON]
@@ -105,9 +108,10 @@ def evaluate_all(
     any_lookup: bool = False,
     answer: str | None = None,
 ) -> Evaluation:
-    """Evaluate the ``wanted`` variables; the other parameters are those of ``Evaluator``.
+    """Evaluate the variables in ``names``; the other parameters are those of ``Evaluator``.
 
-    Each is evaluated after those that it names, so none twice: a template costs a millisecond to compile.
+    Each is evaluated after those that it names, so that none is evaluated twice: a template takes a millisecond to
+    compile.
     """
     evaluator = Evaluator(variables, basedir, any_lookup=any_lookup, answer=answer)
     values: dict[str, JSON] = {}
@@ -147,5 +151,5 @@ def _result(value: Any) -> JSON:
 def argument_faults(name: str, option: Mapping[str, Any], value: JSON) -> list[str]:
     """Return what an argument spec rejects in a value, as Ansible checks it before a role runs."""
     result = ArgumentSpecValidator({name: dict(option)}).validate({name: value})
-    # Ansible lists valid booleans in the order of a set: another one in each run.
+    # Ansible lists valid booleans in the order of a set, which differs from run to run.
     return [str(e).partition(" Valid booleans include")[0] for e in result.error_messages]

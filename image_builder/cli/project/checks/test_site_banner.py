@@ -12,5 +12,5 @@ from testinfra.host import Host
 @booted
 @needs("site")
 def test_banner_names_the_owner(host: Host, v: dict[str, Any]) -> None:
-    """The message of the day names the owner that the inventory has."""
+    """The message of the day names the owner that the inventory sets."""
     assert read(host, "/etc/motd") == f"This machine belongs to {v['site_banner_owner']}.\n"
