@@ -11,11 +11,11 @@ from tests.support.images.builds import Workplace
 
 @pytest.fixture
 def workplace(copies: Callable[[Workplace], Workplace], minimal: Workplace) -> Workplace:
-    """A copy of the small image's store."""
+    """Return a copy of the small image's store."""
     return copies(minimal)
 
 
 @pytest.fixture
 def published(workplace: Workplace, minimal: Workplace) -> dict[str, str]:
-    """An artefact of an earlier, good build."""
+    """Provide an earlier, good build's artifact."""
     return workplace.take_artefact(minimal)

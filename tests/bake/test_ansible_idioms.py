@@ -1,7 +1,7 @@
-"""A user's repository means to a plan what it means to Ansible, idiom by idiom.
+"""A user's repository means the same to a plan as to Ansible, idiom by idiom.
 
-Each idiom is a variable of a role. Three programs say what it comes to, each started as a user would: the plan,
-``ansible-playbook`` with the same inventories and options, and the play of a bake.
+Each idiom is a variable of a role. Three programs report its resulting value, each started as a user would start it:
+the plan, ``ansible-playbook`` with the same inventories and options, and the play of a bake.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from image_builder.settings import REPO_ROOT
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
-# What is written, by the file that it is in. `first` and `second` are two inventories of one command line.
+# The contents of the repository, by file. `first` and `second` are two inventories of one command line.
 FILES = {
     "ansible.cfg": """
 [defaults]
@@ -163,7 +163,7 @@ PLAY = """
   ansible.builtin.debug:
     msg: "seen {{ %s | to_json | b64encode }} seen"
 """
-# What the plan and the bake's play come to, of the repository in the working directory.
+# The values in the plan and in the bake's play, for the repository in the working directory.
 OURS = """
 import json, sys
 from pathlib import Path
@@ -194,7 +194,7 @@ print(json.dumps([dict(role.values), {**role.failures, **role.unpredictable}]))
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with every idiom, in a place whose name needs quotes."""
+    """Make a repository with every idiom, in a directory whose name needs quoting."""
     place = tmp_path / "images of the büro"
     for name, text in FILES.items():
         file = place / name
@@ -221,7 +221,7 @@ def succeed(argv: list[str], place: Path, **more: str) -> str:
 
 
 def seen_by(output: str) -> dict[str, object]:
-    """Return what a play's debug task says that it sees."""
+    """Return the values that a play's debug task shows."""
     text = re.sub(r"\s", "", output)
     (encoded,) = set(re.findall(r"seen([A-Za-z0-9+/=]+)seen", text))
     values: dict[str, object] = json.loads(base64.b64decode(encoded))
@@ -231,7 +231,7 @@ def seen_by(output: str) -> dict[str, object]:
 def compared(
     place: Path, work: Path, *, vault: tuple[str, ...] = (), **more: str
 ) -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
-    """Return what ``ansible-playbook`` says, what the plan says, and what the play of a bake says."""
+    """Return the values seen by ``ansible-playbook``, by the plan, and by the play of a bake."""
     inventories = ["first", "second"]
     arguments = [word for inventory in inventories for word in ("-i", inventory)]
     arguments += [word for text in EXTRA for word in ("-e", text)]

@@ -1,4 +1,4 @@
-"""Bad days of a build: a clear error with its own exit code, nothing published, what was there intact."""
+"""Bad days for a build: a clear error with its own exit code, nothing published, existing data intact."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _assert_untouched(workplace: Workplace, before: dict[str, str]) -> None:
 
 
 def _forget_packages_of_others(workplace: Workplace) -> None:
-    """Leave only what the image's lock names: the downloads of all images are many times as many bytes."""
+    """Leave only the packages in the image's lock: the downloads of all images together are many times larger."""
     groups = json.loads(workplace.lock.read_text())["groups"].values()
     locked = {package["sha256"] for group in groups for package in group["packages"]}
     for path in (workplace.store / "debs").iterdir():
@@ -72,9 +72,9 @@ def test_a_locked_package_is_gone_from_the_mirror(workplace: Workplace, publishe
 def test_the_disk_fills_up_in_the_middle(
     workplace: Workplace, published: dict[str, str], tmp_path: Path
 ) -> None:
-    """Store and artefacts on a filesystem of their own; another program takes the rest of it while a stage runs."""
+    """Put store and artifacts on a separate filesystem; another program takes the rest of it while a stage runs."""
     source = workplace
-    # All but the tools is built anew, and need not be copied.
+    # Everything but the tools is rebuilt, and doesn't need to be copied.
     source.forget("base", "system", "seal", "verify", "disk", "convert")
     _forget_packages_of_others(source)
     image = source.store.parent / "small.ext4"
@@ -109,7 +109,7 @@ def test_the_disk_fills_up_in_the_middle(
     assert "No space left" in told["stderr"], told
     assert "Traceback" not in told["stderr"]
     assert told["staging"] == []
-    # Nothing was added to the earlier artefact, and no byte of it has changed.
+    # Nothing was added to the earlier artifact, and not a byte of it has changed.
     assert told["published"] == published
     assert told["latest"] == source.artefact.name
     assert told["again"] == 0, told
@@ -149,7 +149,7 @@ print(json.dumps({"status": status, "stderr": "".join(lines)[-4000:], "staging":
 """
 
 
-# What the role installs besides: a kernel and its initramfs take longer than all the rest, and nothing here boots.
+# What else the role installs: a kernel and its initramfs take longer than all the rest, and nothing here boots.
 TO_BOOT = {"dosfstools", "initramfs-tools", "linux-image-cloud-amd64", "zstd"}
 TO_BOOT |= {"grub-efi-amd64-signed", "shim-signed"}
 FOR_PEOPLE = {"ethtool", "iputils-ping", "less"}
@@ -191,7 +191,7 @@ def test_a_package_whose_postinst_fails(
     )
 
 
-# By what is wrong: what the inventory says, and what the command tells.
+# By fault: the inventory's text, and what the command reports.
 WRONG = {
     "unknown variable": ("system_sysctrl: {a: 1}", "did you mean `system_sysctl`"),
     "wrong type": ("system_swap_off: 3", "system_swap_off"),
@@ -204,7 +204,7 @@ WRONG = {
 
 
 def test_a_wrong_definition(workplace: Workplace, published: dict[str, str], tmp_path: Path) -> None:
-    """Refused before anything is touched, so that one store and one earlier artefact serve all cases."""
+    """Each is refused before anything is touched, so one store and one earlier artifact serve all cases."""
     for what, (text, told) in WRONG.items():
         folder = tmp_path / what
         folder.mkdir()
@@ -213,12 +213,12 @@ def test_a_wrong_definition(workplace: Workplace, published: dict[str, str], tmp
         for word in (told, f"host_vars/{IMAGE}.yml:"):
             assert word in done.stderr, f"{what}: {done.stderr}"
         assert "Traceback" not in done.stderr
-    # Whichever of them had touched anything, it is seen at the end: all bytes are hashed once.
+    # If any of them had touched anything, it would show at the end: all bytes are hashed once.
     _assert_untouched(workplace, published)
 
 
 def _vaulted(password: Path, secret: str) -> str:
-    """Return the inventory text of a variable with a vaulted value."""
+    """Return the inventory text for a variable with a vaulted value."""
     program = Path(sys.executable).parent / "ansible-vault"
     argv: list[str | Path] = [program, "encrypt_string", "--vault-password-file", password]
     argv += ["--name", "site_secret", secret]
@@ -288,7 +288,7 @@ def test_two_builds_at_once_share_the_work(workplace: Workplace) -> None:
     one, two = (e.result for e in ended)
     assert one["build_id"] == two["build_id"]
     assert one["artefact"] == two["artefact"]
-    # Every stage was run by exactly one of the two.
+    # Exactly one of the two ran each stage.
     for first, second in zip(one["stages"], two["stages"], strict=True):
         ran = [not first["cached"], not second["cached"]]
         assert sum(ran) == (1 if first["name"] in ("seal", "verify", "disk", "convert") else 0), first

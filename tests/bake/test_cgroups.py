@@ -1,4 +1,4 @@
-"""The kernel's own control groups: what a running bake has just made stays, whoever else starts."""
+"""The kernel's real control groups: what a running bake has just made stays, no matter who starts another one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_another_builds_start_takes_no_empty_group_away() -> None:
     with cgroups.held():
         for top in cgroups._hierarchies(Path("/sys/fs/cgroup")):
             group = top / cgroups.PARENT.lstrip("/") / "container"
-            with suppress(OSError):  # cpuset's, where it has no processors yet, or one that is read-only
+            with suppress(OSError):  # cpuset's, if it doesn't have any processors yet, or a read-only one
                 group.mkdir(parents=True)
                 groups.append(group)
         assert groups

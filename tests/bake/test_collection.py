@@ -23,7 +23,7 @@ pytestmark = pytest.mark.root
 
 ROLES = sorted(path.name for path in (REPO / "roles").iterdir() if path.is_dir())
 PROGRAM = "/usr/local/sbin/node-agent"
-# Both are of the collection: the lookup that the role node_agent calls, and the module.
+# Both are in the collection: the lookup that the role node_agent calls, and the module.
 PLAY = """\
 - hosts: nodes
   roles:
@@ -42,7 +42,7 @@ def galaxy(*argv: str | Path, home: Path) -> None:
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The collection as it is published."""
+    """Build the collection as it is published; return its archive."""
     folder = tmp_path_factory.mktemp("built")
     galaxy("build", REPO, "--output-path", folder, home=folder)
     return folder / f"image_builder-node-{__version__}.tar.gz"
@@ -50,7 +50,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def collections(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty directory that it was installed in."""
+    """Install the collection in an empty directory; return that."""
     folder = tmp_path_factory.mktemp("collections")
     galaxy("install", "--offline", "-p", folder, archive, home=folder)
     return folder
@@ -58,7 +58,7 @@ def collections(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def host(minimal: Workplace, tmp_path: Path) -> Iterator[BootedHost]:
-    """A booted host of the small image, with the packages of that."""
+    """Boot a host from the small image, with access to that image's packages."""
     with (
         offered_packages(minimal) as packages,
         booted(minimal.trees("seal"), tmp_path / "host", {repository.MOUNT_POINT: packages}) as host,
@@ -67,7 +67,7 @@ def host(minimal: Workplace, tmp_path: Path) -> Iterator[BootedHost]:
 
 
 def play(host: BootedHost, collections: Path, *argv: str | Path) -> int:
-    """Run a playbook with the collection and nothing else of this repository; return the number of changes."""
+    """Run a playbook with the collection and nothing else from this repository; return the number of changes."""
     done = host.play(*argv, ANSIBLE_COLLECTIONS_PATH=os.fspath(collections))
     assert done.status == 0, done.output
     return done.changed
@@ -96,7 +96,7 @@ def test_archive_has_what_the_roles_need_and_nothing_else(archive: Path) -> None
 
 
 def documented(kind: str, names: Sequence[str], collections: Path) -> dict[str, Any]:
-    """Return what ansible-doc says of roles or plugins of the collection, by their full names."""
+    """Return ansible-doc's output for roles or plugins of the collection, by their full names."""
     paths = {"HOME": os.fspath(collections), "ANSIBLE_COLLECTIONS_PATH": os.fspath(collections)}
     full = [f"image_builder.node.{name}" for name in names]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Collections of a user's repository: locked by content, installed by ``ansible-galaxy``, and baked with."""
+"""Collections in a user's repository: locked by content, installed by ``ansible-galaxy``, and used in a bake."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BASE = {
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository as `init` makes it, whose role needs a collection of a Galaxy server."""
+    """A repository as `init` makes it, whose role needs a collection from a Galaxy server."""
 
     path: Path
     galaxy: Galaxy

@@ -1,4 +1,4 @@
-"""Shells complete what is typed: bash, zsh and fish at a terminal, set up as docs/how-to/install.md has it."""
+"""Shells complete what is typed: bash, zsh and fish at a terminal, set up as docs/how-to/install.md describes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from image_builder.settings import LAUNCHER, REPO_ROOT
 
 pytestmark = pytest.mark.root
 
-# For every shell, and then for zsh.
+# First for every shell, then for zsh.
 SET_UP = re.findall(
     "^```sh\n(.*)\n```$",
     (REPO_ROOT / "docs/how-to/install.md").read_text().partition("\n## Shell completion\n")[2],
@@ -46,7 +46,7 @@ TAB, HOME, END, ENTER = "\t", "\x01", "\x05", "\r"
 
 
 class Shell(NamedTuple):
-    """An interactive shell at a terminal, with a home of its own."""
+    """An interactive shell at a terminal, with a home directory of its own."""
 
     process: subprocess.Popen[str]
     home: Path
@@ -58,7 +58,7 @@ class Shell(NamedTuple):
         self.process.stdin.flush()
 
     def wait_for(self, file: str) -> str:
-        """Return what a command wrote to a file of the home."""
+        """Return what a command wrote to a file in the home directory."""
         deadline = time.monotonic() + 120
         while not (text := (self.home / file).read_text() if (self.home / file).exists() else ""):
             assert self.process.poll() is None and time.monotonic() < deadline, f"{file} remains empty"
@@ -68,7 +68,7 @@ class Shell(NamedTuple):
 
 @contextmanager
 def interactive(shell: str, home: Path) -> Iterator[Shell]:
-    """Start a shell; it ends with the block."""
+    """Start a shell that ends with the block."""
     environment = {"HOME": os.fspath(home), "PATH": f"{home}/bin:{os.environ['PATH']}", "TERM": "xterm"}
     with subprocess.Popen(
         ["script", "--quiet", "--return", "--command", f"{shell} -i", "/dev/null"],
@@ -93,7 +93,7 @@ def test_a_shell_completes(shell: str, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/image-builder").symlink_to(LAUNCHER)
     (tmp_path / "inventory.yml").write_text(INVENTORY)
-    # Else zsh asks a new user questions, and fish reads all manual pages in the background.
+    # Otherwise, zsh asks a new user questions, and fish reads all manual pages in the background.
     (tmp_path / ".zshrc").touch()
     (tmp_path / ".local/share/fish/generated_completions").mkdir(parents=True)
     with interactive(shell, tmp_path) as first:

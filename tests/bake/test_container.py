@@ -1,4 +1,4 @@
-"""The program in a container, made of Debian's archive and a package index only: it builds, or names what it lacks."""
+"""The program in a container of only Debian's archive and a package index: it builds, or names what is missing."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from image_builder.settings import REPO_ROOT
 from tests.support.images.builds import Workplace
 from tests.support.installed import build_wheel
 
-# pip and apt fill two minutes of a run.
+# pip and apt take two minutes of a run.
 pytestmark = [pytest.mark.root, pytest.mark.nightly]
 IMAGE, BASE = "localhost/image-builder", "localhost/base"
 RIGHTS = ("--cap-add", "SYS_ADMIN,MKNOD")
-# Some machines that run tests may not raise limits, which Podman does.
+# Some machines that run tests may not raise limits, as Podman does.
 LIMITS = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
 
 
 @dataclass(frozen=True)
 class Containers:
-    """Podman and Buildah with a storage of their own."""
+    """Podman and Buildah with their own storage."""
 
     folder: Path
 
@@ -35,7 +35,7 @@ class Containers:
         return [program, *places, "--storage-driver", "vfs", *argv]
 
     def start(self, *options: str | Path, argv: tuple[str | Path, ...]) -> subprocess.CompletedProcess[str]:
-        """Run the image with these options of ``podman run`` and this command line of the program's."""
+        """Run the image with these ``podman run`` options and this command line for the program."""
         how = ("--runtime", "runc", "--cgroup-manager", "cgroupfs", "run", "--rm", "--network", "host")
         return subprocess.run(
             self.command("podman", *how, *LIMITS, *options, IMAGE, *argv),
@@ -47,7 +47,7 @@ class Containers:
 
 @pytest.fixture(scope="module")
 def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
-    """The image of packaging/Containerfile, as docs/how-to/install.md has it made, on a base of Debian's archive."""
+    """Build packaging/Containerfile as docs/how-to/install.md describes, on a base from Debian's archive."""
     folder = tmp_path_factory.mktemp("containers")
     containers, context, base = Containers(folder), folder / "context", folder / "base.tar"
     subprocess.run(["mmdebstrap", "--quiet", "--variant=minbase", "trixie", base], check=True)
@@ -56,7 +56,7 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]
         (context / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO_ROOT / name, context / name)
     build_wheel(context / "dist")
-    # The host's pip knows its package index, and whom to trust for that; the container's gets files.
+    # The host's pip knows its package index and which CA to trust for it; the container's gets files.
     pip: list[str | Path] = [
         sys.executable,
         "-m",
@@ -95,7 +95,7 @@ def test_without_rights_they_are_named(containers: Containers, tmp_path: Path) -
 
 
 def test_a_store_on_an_overlay_is_refused(containers: Containers, tmp_path: Path) -> None:
-    """As the container's own root is where Podman keeps its containers in overlays."""
+    """The store is on an overlay, as is the container's own root where Podman keeps its containers in overlays."""
     for name in ("lower", "upper", "work", "merged"):
         (tmp_path / name).mkdir()
     overlay = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work"
@@ -110,7 +110,7 @@ def test_a_store_on_an_overlay_is_refused(containers: Containers, tmp_path: Path
 
 
 def test_an_image_is_built(containers: Containers, minimal: Workplace, tmp_path: Path) -> None:
-    """With two capabilities and a volume, by another Python than the checkout's; the base is in the store already."""
+    """Two capabilities, a volume and a different Python are enough; the base is already in the store."""
     volumes = (
         *("--volume", f"{minimal.store}:/var/lib/image-builder"),
         *("--volume", f"{tmp_path}:/work/output"),

@@ -1,7 +1,7 @@
-"""The golden renderings of the role container_runtime, shown to the programs that read them.
+"""The golden renderings of the role container_runtime, given to the programs that read them.
 
-Run for the versions that Debian's archive has: Docker 20.10 and 26.1, containerd 1.6 and 1.7. Their packages
-are unpacked into a scratch directory, and the daemons run in namespaces of their own, without a network.
+This covers the versions in Debian's archive: Docker 20.10 and 26.1, containerd 1.6 and 1.7. Their packages are
+unpacked into a scratch directory, and the daemons run in namespaces of their own, without a network.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ docker info --format '{{json .}}'
 
 @dataclass(frozen=True)
 class Engines:
-    """Programs of one Debian release, and the names of the renderings that are for them."""
+    """The programs of one Debian release, and the names of the renderings for them."""
 
     tree: Path
     docker: str
@@ -96,7 +96,7 @@ def test_programs_are_of_the_versions_that_are_rendered(engines: Engines) -> Non
 
 
 def test_containerd_takes_every_setting(engines: Engines) -> None:
-    """The effective configuration holds all that was rendered: no key was unknown or ignored."""
+    """The effective configuration has every rendered setting: no key was unknown or ignored."""
     dump = process.run(
         ["containerd", "--config", engines.config_toml, "config", "dump"], env=engines.env
     ).stdout
@@ -106,7 +106,7 @@ def test_containerd_takes_every_setting(engines: Engines) -> None:
 
 
 def test_a_setting_that_containerd_does_not_know_would_be_found(engines: Engines, tmp_path: Path) -> None:
-    """containerd 1.x says nothing about a key that it ignores, hence the comparison above."""
+    """containerd 1.x silently ignores unknown keys, hence the comparison above."""
     wrong = tmp_path / "config.toml"
     text = engines.config_toml.read_text()
     wrong.write_text(text.replace("max_concurrent_downloads", "max_concurrent_download"))
@@ -115,7 +115,7 @@ def test_a_setting_that_containerd_does_not_know_would_be_found(engines: Engines
 
 
 def test_docker_accepts_its_configuration(engines: Engines, tmp_path: Path) -> None:
-    if engines.docker == "20.10":  # as the role's table says; the test below starts it instead
+    if engines.docker == "20.10":  # as in the role's table; the test below starts it instead
         assert "--validate" not in process.run(["dockerd", "--help"], env=engines.env).stdout
         return
     process.run(["dockerd", "--validate", f"--config-file={engines.daemon_json}"], env=engines.env)
@@ -152,7 +152,7 @@ def test_the_daemons_run_as_configured(engines: Engines, tmp_path: Path) -> None
 
 
 def _missing(wanted: Mapping[str, Any], found: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Name every setting of ``wanted`` that ``found`` lacks or has otherwise."""
+    """Name every setting in ``wanted`` that is missing from ``found`` or differs there."""
     for key, value in wanted.items():
         other = found.get(key)
         if isinstance(value, Mapping) and isinstance(other, Mapping):

@@ -1,4 +1,4 @@
-"""A credential helper as the Docker client calls it: its answer is used, its failure is told without a secret."""
+"""A credential helper as the Docker client calls it: its answer is used, its failure reported without secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECRET = "s3cret-canary"
 
 @pytest.fixture
 def helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A helper called `lab` for registry.example; what it says is up to the test."""
+    """Configure a helper called `lab` for registry.example; the test decides what it answers."""
     program = tmp_path / "docker-credential-lab"
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -1,8 +1,8 @@
-"""A kubelet of today pulls private images with what a credential provider gets by the azure.json that joining wrote.
+"""Today's kubelets pull private images with a credential provider that uses the azure.json written by joining.
 
-The provider is a stand-in for Azure's (tests/data/credential-provider.py): the kubelet's own protocol, the metadata
-service's documented answers, a registry that wants a login. One kubelet has a pod for each way that a provider goes
-wrong, and all of them at once.
+The provider is a stand-in for Azure's (tests/data/credential-provider.py): it uses the kubelet's own protocol, the
+metadata service's documented answers, and a registry that requires a login. One kubelet has a pod for each way in
+which a provider fails, all at once.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ CLIENT = "2b9a3f1e-3a5e-4b57-9d5a-0a7b4f6d8c11"
 AZURE = {"tenant_id": "72f988bf-86f1-41af-91ab-2d7cd011db47", "client_id": CLIENT}
 PROGRAM = "acr-credential-provider"
 PROVIDER = {"name": PROGRAM, "match_images": [HOST], "args": ["/etc/kubernetes/azure.json"]}
-# What Azure's registry calls who has a token.
+# The user name that Azure's registry expects with a token.
 LOGIN = ("00000000-0000-0000-0000-000000000000", joins.IDENTITY["access_token"])
-# What a kubelet says of a provider, and then of the pod's image.
+# The kubelet's messages about a provider, and then about the pod's image.
 SAID = {
     "fails": "exit status 1: the metadata service gives no identity to this machine",
     "foreign": "actual apiVersion:credentialprovider.kubelet.k8s.io/v9",
@@ -52,13 +52,13 @@ SAID = {
 HANGING = {
     "hangs": "error execing credential provider plugin acr-credential-provider .*: context deadline exceeded"
 }
-# A kubelet ends a provider after so long (pkg/credentialprovider/plugin, pluginExecTimeout).
+# The time after which a kubelet ends a provider (pkg/credentialprovider/plugin, pluginExecTimeout).
 PROVIDER_SECONDS = 60
 _SECONDS = 30
 
 
 def install(here: Node, rendered: Rendered, azure: bytes) -> None:
-    """Put the provider and its configuration where the role has them, and ``azure.json`` where joining does."""
+    """Put the provider and its configuration where the role puts them, and ``azure.json`` where joining does."""
     kubernetes = here.root.path / "etc/kubernetes"
     kubernetes.mkdir(parents=True, exist_ok=True)
     (kubernetes / "credential-providers.yaml").write_text(rendered.file("credential-providers.yaml.j2"))
@@ -70,9 +70,9 @@ def install(here: Node, rendered: Rendered, azure: bytes) -> None:
 
 
 def pull(lab: Lab, path: str, seconds: str) -> Result:
-    """Join, then have pods of images that the registry only gives to the machine's identity.
+    """Join, then start pods of images that the registry only gives to the machine's identity.
 
-    ``seconds`` is how long a provider that hangs is waited for.
+    ``seconds`` is how long to wait for a provider that hangs.
     """
     images = {name: private(lab, name) for name in ("right", *SAID, "hangs")}
     pause, preloaded = runnable(lab, "pause"), private(lab, "preloaded")
@@ -105,14 +105,14 @@ def pull(lab: Lab, path: str, seconds: str) -> Result:
 
 
 def private(lab: Lab, name: str) -> LockedImage:
-    """Push an image that is like no other: an engine calls equal ones by one name."""
+    """Push a unique image: an engine uses one name for equal images."""
     tree = lab.folder("tree")
     (tree / name).touch()
     return runnable(lab, f"team/{name}", tree)
 
 
 def is_refused(running: Kubelet, image: LockedImage) -> bool:
-    """Tell whether the kubelet says of a pod that its image isn't to be had."""
+    """Return whether the kubelet reports that a pod's image can't be pulled."""
     return any("ErrImagePull" in line and image.ref in line for line in running.complaints())
 
 
@@ -120,7 +120,7 @@ def is_refused(running: Kubelet, image: LockedImage) -> bool:
 def test_a_provider_reads_what_joining_wrote(worker: Workplace, tmp_path: Path, seconds: int) -> None:
     found = isolated(pull, worker, NEWER_ENGINE, os.fspath(program(VERSION, tmp_path)), str(seconds))
     assert found["joined"] == 0 and found["problems"] == []
-    # One that hangs keeps no other pod waiting.
+    # A provider that hangs doesn't delay any other pod.
     assert found["runs"] and found["runs_preloaded"]
     assert found["images"] == [f"{HOST}/team/{name}:1" for name in ("preloaded", "right")]
     assert found["identities"] and all(f"client_id={CLIENT}" in one for one in found["identities"])

@@ -1,4 +1,4 @@
-"""Checks of what the lab's images don't declare can fail, too: the roles configure it, and each gets its mutations.
+"""Checks of settings that the lab's images don't declare can also fail: the roles apply them, and each is mutated.
 
 See ``tests/support/images/declarations.py``.
 """
@@ -19,7 +19,7 @@ from tests.support.images.fixtures import WHOLE
 pytestmark = pytest.mark.root
 
 
-# What each is applied to. A kubelet of a repository takes the place of another one.
+# The image that each is applied to. A kubelet from a repository replaces an existing one.
 _BELOW = {"containerd": WHOLE, "docker": "worker"}
 
 

@@ -1,4 +1,4 @@
-"""The values that a definition comes to without a play are those that a play sees."""
+"""The values that a definition resolves without a play are those that a play sees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from image_builder.system import process
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
-# What a role's tasks are replaced by: no task of a role runs, only its variables are written down.
+# Replaces a role's tasks: no task of a role runs, only its variables are written down.
 TASKS = """
 - name: Write down what this role sees
   ansible.builtin.copy:
@@ -56,7 +56,7 @@ def test_values_are_those_of_a_play(image: str, tmp_path: Path) -> None:
 
 
 def _together(definition: ImageDefinition) -> list[list[str]]:
-    """Return the layers, in their order, in as few runs of Ansible as none of which has a role twice."""
+    """Return the layers, in order, in the fewest runs of Ansible in which no role occurs twice."""
     runs: list[list[str]] = []
     names: set[str] = set()
     for layer in definition.layers:
@@ -70,13 +70,13 @@ def _together(definition: ImageDefinition) -> list[list[str]]:
 
 
 def _write_down(root: Path, role: EvaluatedRole) -> None:
-    """Replace a role's tasks by one that writes down what the role sees."""
+    """Replace a role's tasks with one that writes down what the role sees."""
     tasks = root / "roles" / role.use.name / "tasks"
     shutil.rmtree(tasks)
     tasks.mkdir()
     pairs = ", ".join(f"'{n}': {n}" for n in sorted(role.values) if n not in ("role_path", "role_name"))
     text = TASKS.format(out=root, role=role.use.name, pairs=pairs)
-    # A table beside vars/main.yml is read by a task in the real role.
+    # In the real role, a task reads any table next to vars/main.yml.
     for file in sorted((root / "roles" / role.use.name / "vars").glob("*.yml")):
         if file.name != "main.yml":
             text = f"- ansible.builtin.include_vars: {file.name}\n" + text

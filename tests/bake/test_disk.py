@@ -1,6 +1,6 @@
-"""Disks of a small tree: what is on them, twice the same bytes, and what is refused.
+"""Disks made from a small tree: their contents, identical bytes on every run, and what is refused.
 
-``IMAGE_BUILDER_TOOLS_TREE`` names a tools tree; without it the one of a build is taken.
+``IMAGE_BUILDER_TOOLS_TREE`` names a tools tree; without it, that of a build is used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def tools(request: pytest.FixtureRequest) -> Path:
 
 
 def _tree(path: Path, *, order: int = 1) -> Path:
-    """Make a tree with all that a filesystem can hold; ``order`` is the order in which names are made."""
+    """Make a tree with everything a filesystem can hold; ``order`` is the order in which names are created."""
     files: dict[str, bytes] = {
         **dict.fromkeys((*LOADERS, GRUB), test_pe.build()),
         KERNEL: test_pe.build(b"kernel" * 1000),
@@ -114,7 +114,7 @@ def _context(
 
 
 def _isolated(work: Callable[[], None]) -> None:
-    """Run ``work`` as a stage is run, in a child: a process can enter new namespaces but once."""
+    """Run ``work`` as a stage is run, in a child: a process can enter new namespaces only once."""
 
     def guarded() -> int:
         work()
@@ -166,9 +166,9 @@ def _with_tools(base: Path, tools: Path, work: Callable[[Root], None], **binds: 
 
 
 def test_the_same_tree_gives_the_same_disk(tmp_path: Path, tools: Path) -> None:
-    """Made at another time, in another place, from names that were made in another order."""
+    """Made at another time, in another place, from names created in a different order."""
     first = _make_disk(tmp_path / "a", tools, _tree(tmp_path / "one"))
-    time.sleep(2.1)  # FAT counts in steps of two seconds
+    time.sleep(2.1)  # FAT has a resolution of two seconds
     second = _make_disk(tmp_path / "b", tools, _tree(tmp_path / "two", order=-1))
     assert sparse.sha256(first) == sparse.sha256(second)
     assert first.stat().st_blocks * 512 < first.stat().st_size / 4
@@ -216,7 +216,7 @@ def test_the_disk_holds_the_tree_and_boots_it(tmp_path: Path, tools: Path) -> No
             key: value.strip() for key, _, value in (line.partition(":") for line in header.splitlines())
         }
         assert "has_journal" in fields["Filesystem features"]
-        # Programs of before e2fsprogs 1.47, as rescue machines have them, refuse a disk with it.
+        # Programs older than e2fsprogs 1.47, as on rescue systems, refuse a disk with it.
         assert "orphan_file" not in fields["Filesystem features"]
         share = int(fields["Reserved block count"]) / int(fields["Block count"])
         assert round(100 * share, 1) == 1.0, "a full disk leaves root a hundredth"
@@ -263,7 +263,7 @@ def test_secure_boot_is_proven_or_refused(tmp_path: Path, tools: Path) -> None:
 
 
 def _self_made(name: str) -> tuple[bytes, str]:
-    """Return a key and its certificate, both in PEM, that anybody can make under any name."""
+    """Return a key and its certificate, both in PEM, which anyone can make under any name."""
     key = rsa.generate_private_key(65537, 2048)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)

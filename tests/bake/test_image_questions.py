@@ -1,4 +1,4 @@
-"""The suite's shorter ways to an answer: on a real image they lead where the program's own does."""
+"""The suite's shortcuts to an answer: on a real image, they give the same result as the program itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.images.builds import Workplace
 pytestmark = pytest.mark.root
 
 D = "etc/cloud/cloud.cfg.d"
-# Files beside cloud.cfg, and whether cloud-init itself has to be asked then.
+# Files next to cloud.cfg, and whether cloud-init itself then has to be asked.
 CONFIGURATIONS: tuple[tuple[dict[str, str], bool], ...] = (
     ({}, False),
     (
@@ -47,7 +47,7 @@ CONFIGURATIONS: tuple[tuple[dict[str, str], bool], ...] = (
 
 
 def on_image(place: Workplace, work: Path, look: Callable[[Path, dict[str, ModuleType]], None]) -> None:
-    """Run ``look`` with the root of an image that may be written to, and the suite's modules."""
+    """Run ``look`` with a writable root of an image, and the suite's modules."""
 
     def isolated() -> int:
         names = ("answers", "cloud_config", "questions")
@@ -60,9 +60,9 @@ def on_image(place: Workplace, work: Path, look: Callable[[Path, dict[str, Modul
 
 
 def enter(root: Path) -> Host:
-    """Return a host of which nothing was asked yet."""
+    """Return a host that hasn't been asked anything yet."""
     host: Host = testinfra.get_host(os.fspath(root), connection="chroot")
-    vars(host).pop("answers", None)  # testinfra has one host for a root
+    vars(host).pop("answers", None)  # testinfra has one host for each root
     return host
 
 
@@ -133,7 +133,7 @@ def test_answers_together_are_those_of_each_question(minimal: Workplace, tmp_pat
 
 
 def test_an_answer_follows_the_files_that_it_comes_from(minimal: Workplace, tmp_path: Path) -> None:
-    """Drop-ins count by their names, and an empty one in /etc hides that of /usr/lib."""
+    """Drop-ins override by name, and an empty one in /etc hides that in /usr/lib."""
 
     def look(root: Path, suite: dict[str, ModuleType]) -> None:
         asked, packages = suite["questions"], importlib.import_module("test_packages")
@@ -171,5 +171,5 @@ def test_an_answer_follows_the_files_that_it_comes_from(minimal: Workplace, tmp_
 
 
 def lines(text: str) -> list[str]:
-    """Return a configuration's lines without comments and blank ones."""
+    """Return a configuration's lines without comments and blank lines."""
     return [line for line in text.splitlines() if line.strip() and line[0] != "#"]

@@ -1,4 +1,4 @@
-"""A repository of the user's own is started where there is nothing yet, and nothing is written elsewhere."""
+"""A user's own repository is created only where nothing exists yet, and nothing is written elsewhere."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_ci_is_shown_the_file_and_the_line(tmp_path: Path) -> None:
 def test_a_reader_that_has_gone_is_neither_a_bug_nor_the_error(
     tmp_path: Path, options: Sequence[str]
 ) -> None:
-    """As in `image-builder images | true`, also where the result is an error."""
+    """As in `image-builder images | true`, even if the result is an error."""
     assert run("init", "mine", cwd=tmp_path).returncode == 0
     reader, writer = os.pipe()
     os.close(reader)

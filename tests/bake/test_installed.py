@@ -1,4 +1,4 @@
-"""The program as it is installed from its wheel: it builds in an empty directory what a checkout builds."""
+"""The program installed from its wheel: in an empty directory, it builds what a checkout builds."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-sys_admin,-mknod")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder = tmp_path_factory.mktemp("installed")
     for parent in (folder, *folder.parents[:2]):
-        parent.chmod(0o755)  # pytest's own are closed to others
+        parent.chmod(0o755)  # pytest's own directories are closed to others
     return install(build_wheel(folder / "dist"), folder / "venv")
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """An empty directory that an ordinary user may write to."""
+    """Make an empty directory that an ordinary user may write to."""
     place = tmp_path / "place"
     place.mkdir()
     for parent in (tmp_path, *tmp_path.parents[:2]):
@@ -41,7 +41,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def test_ids_are_those_of_a_checkout(installed: Installed, minimal: Workplace, place: Path) -> None:
-    """With the same lock nothing is built again: what a checkout made is taken from the store."""
+    """With the same lock, nothing is rebuilt: what a checkout made is taken from the store."""
     where = ("--store", minimal.store, "--output", place / "output")
     built = installed.run("build", "minimal", "--locked", minimal.lock, *where, "--json", cwd=place)
     assert built.returncode == 0, built.stderr
@@ -127,7 +127,7 @@ def test_the_checks_of_this_project_are_only_in_a_checkout(installed: Installed,
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_commands(installed: Installed, place: Path, shell: str) -> None:
-    """From the wheel and from the launcher; the script that a shell reads calls the command as it was typed."""
+    """Test both the wheel and the launcher; the script that a shell reads calls the command as it was typed."""
     for program in (installed.program, LAUNCHER):
 
         def run(instruction: str, program: Path = program, **variables: str) -> str:
@@ -156,5 +156,5 @@ def test_the_manual_page_is_installed_and_without_faults(installed: Installed) -
         ["groff", "-man", "-ww", "-Tutf8", page], capture_output=True, text=True, check=True
     )
     assert shown.stderr == ""
-    text = re.sub(".\x08", "", shown.stdout)  # bold letters are struck twice
+    text = re.sub(".\x08", "", shown.stdout)  # bold letters are overstruck
     assert "EXIT STATUS" in text and "--stop-after STAGE" in text

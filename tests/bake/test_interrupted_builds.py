@@ -1,4 +1,4 @@
-"""Ctrl-C, or the SIGTERM of a CI, in any stage: the build ends at once, and nothing of it is left, staging included."""
+"""Ctrl-C, or a CI's SIGTERM, in any stage: the build ends at once and leaves nothing behind, not even in staging."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.images.fixtures import WHOLE
 
 pytestmark = [pytest.mark.root, pytest.mark.image(WHOLE)]
 
-# In seconds, for all programs of a build: two are for clearing away (namespace._GRACE_SECONDS), then the kernel ends
-# them. The command removes what is left of the staging area after that, for as long as its files take.
+# In seconds, for all programs of a build: two for cleanup (namespace._GRACE_SECONDS), then the kernel ends them.
+# After that, the command removes what is left in the staging area, however long its files take.
 AT_MOST = 5.0
 
 
@@ -43,14 +43,14 @@ def small(copies: Callable[[Workplace], Workplace], minimal: Workplace) -> Workp
 
 @pytest.fixture
 def silent_mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A mirror that takes connections and never answers."""
+    """Serve a mirror that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("IMAGE_BUILDER_MIRROR", f"http://127.0.0.1:{server.getsockname()[1]}/debian")
         yield
 
 
 def _control_groups() -> set[Path]:
-    """Return the builds' control groups that no process holds: what others are baking at the same time is theirs."""
+    """Return the builds' control groups that no process holds, which leaves out those of concurrent bakes."""
     groups = {p for p in Path("/sys/fs/cgroup").glob("**/image-builder-*") if p.is_dir()}
     return {group for group in groups if not _is_held(cgroups._LOCKS / group.name)}
 
@@ -65,7 +65,7 @@ def _is_held(lock: Path) -> bool:
 
 
 def _tree(root: int) -> list[int]:
-    """Return a process and all that it started, by way of others too."""
+    """Return a process and all its descendants."""
     pids = [root]
     for pid in pids:
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -83,7 +83,7 @@ def _interrupt(
     locked: bool = True,
     to_all: bool = False,
 ) -> None:
-    """Send a build a signal ``delay`` seconds after a line of a stage; it must end as told, and clean.
+    """Send a build a signal ``delay`` seconds after a line of a stage; it must end with the right status, and clean.
 
     ``to_all`` sends it to every process of the build at once, as a service manager does.
     """
@@ -117,7 +117,7 @@ def test_in_every_stage_of_a_small_image(small: Workplace, minimal: Workplace) -
         (signal.SIGINT, "base", 1.0),
         (signal.SIGTERM, "system", 2.0),
         (signal.SIGINT, "seal", 0.3),
-        # The checks run beside it, in a thread.
+        # The checks run at the same time, in a thread.
         (signal.SIGTERM, "disk", 0.5),
         (signal.SIGINT, "convert", 0.1),
     ):
@@ -128,11 +128,11 @@ def test_in_every_stage_of_a_small_image(small: Workplace, minimal: Workplace) -
 
 
 def test_while_the_mirror_is_silent(small: Workplace, silent_mirror: None) -> None:
-    """Threads wait for a package that never comes, and hear of no signal; so does apt."""
+    """Threads wait for a package that never arrives, and don't notice signals; neither does apt."""
     small.forget("base", "system", "seal", "verify", "disk", "convert")
     package = json.loads(small.lock.read_text())["groups"]["base"]["packages"][0]
     (small.store / "debs" / package["sha256"]).unlink()
-    # What is there is hashed first.
+    # Existing packages are hashed first.
     _interrupt(small, signal.SIGTERM, " fetch started", 3.0)
     small.lock.unlink()
     _interrupt(small, signal.SIGINT, " lock started", 1.0, locked=False)
@@ -142,7 +142,7 @@ def test_while_the_mirror_is_silent(small: Workplace, silent_mirror: None) -> No
 def test_in_the_stages_of_a_worker(workplace: Workplace, whole: Workplace) -> None:
     workplace.forget("preload", "preload_store", "rehearsal", "seal", "verify", "disk", "convert")
     for number, stage, line, delay in (
-        # It serves the lab's images to itself before.
+        # Before that, it serves the lab's images to itself.
         (signal.SIGTERM, "preload", " preload pulling", 1.0),
         (signal.SIGINT, "preload_store", " preload_store started", 0.2),
         (signal.SIGTERM, "rehearsal", " rehearsal started", 0.5),
@@ -150,7 +150,7 @@ def test_in_the_stages_of_a_worker(workplace: Workplace, whole: Workplace) -> No
         _interrupt(workplace, number, line, delay, "--stop-after", "rehearsal")
         workplace.restore(whole, stage)
     workplace.restore(whole, "seal")
-    # The disk is made in the main thread meanwhile, from which on no signal reached what runs beside it.
+    # Meanwhile, the main thread makes the disk; from there, signals once failed to reach the parallel work.
     _interrupt(workplace, signal.SIGINT, " verify started", 2.0)
 
 
@@ -176,7 +176,7 @@ def test_in_the_stages_that_compile(
 def test_while_an_archive_is_packed(
     copies: Callable[[Workplace], Workplace], pulled_worker: Workplace, tmp_path: Path
 ) -> None:
-    """What was pulled is taken over, so that packing begins at once. Docker's takes a while."""
+    """Existing pulls are taken over, so that packing begins at once. Docker's takes a while."""
     workplace = copies(pulled_worker)
     inventory = tmp_path / "inventory.yml"
     refs = ("registry.lab.internal/software:1.0", "registry.lab.internal/pause:1.0")
@@ -184,6 +184,6 @@ def test_while_an_archive_is_packed(
     hosts = f"    {workplace.image}:\n      image_preload:\n{preload}"
     inventory.write_text(f"images:\n  hosts:\n{hosts}", encoding="utf-8")
     inventories = ("-i", os.fspath(Path("inventories/lab").absolute()), "-i", inventory)
-    # Nothing is missing, so the archive is packed at once; a log tells only some of what a stage does.
+    # Nothing is missing, so the archive is packed at once; a log shows only part of what a stage does.
     line, delay = "preload pulling 0 of 2 images", 1.0
     _interrupt(workplace, signal.SIGTERM, line, delay, *inventories, "--stop-after", "preload")

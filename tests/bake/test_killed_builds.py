@@ -1,4 +1,4 @@
-"""SIGKILL of the outermost process at any moment: nothing left but staging, and the next build just works."""
+"""SIGKILL of the outermost process at any moment: nothing is left but staging, and the next build just works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.images.builds import Workplace, is_drained, network_state, wa
 pytestmark = [pytest.mark.root, pytest.mark.alone]
 
 STAGES = ("tools", "base", "system", "seal", "verify", "disk", "convert")
-# Those that only a worker has, and what stands on them.
+# The stages that only a worker has, and those that build on them.
 WORKER_STAGES = (
     "lab_images",
     "build_root",
@@ -30,7 +30,7 @@ WORKER_STAGES = (
     "kubernetes",
 )
 LAST = ("seal", "verify", "disk", "convert")
-# The moments of a run that failed, once more: the number that it printed.
+# To repeat the moments of a failed run: the number that it printed.
 SEED = int(os.environ.get("IMAGE_BUILDER_KILL_SEED") or random.randrange(1 << 32))
 RANDOM_KILLS = int(os.environ.get("IMAGE_BUILDER_RANDOM_KILLS", "8"))
 
@@ -40,17 +40,17 @@ def _tree(path: Path) -> set[str]:
 
 
 def _outside(workplace: Workplace) -> set[str]:
-    """Return what is where a build must leave nothing: the store beside staging, and temporary directories."""
+    """Return everything where a build must leave nothing: the store outside staging, and temporary directories."""
     found = {p for p in _tree(workplace.store) if not p.startswith(("staging", "objects"))}
-    # Which stages a build needs is remembered before it is published, so that nobody collects them.
+    # The stages that a build needs are recorded before it is published, so that they aren't collected.
     found = {p for p in found if not re.fullmatch(r"locks/[^.][^/]*\.builds", p)}
-    # The files that locks are held on are empty, and stay.
+    # Lock files are empty, and stay.
     found = {p for p in found if (workplace.store / p).is_dir() or (workplace.store / p).stat().st_size}
     return found | {os.fspath(p) for folder in ("/tmp", "/var/tmp") for p in Path(folder).iterdir()}
 
 
 def _kill_when(workplace: Workplace, line: Callable[[str], bool], delay: float, *argv: str | Path) -> bool:
-    """Start a build, SIGKILL it ``delay`` seconds after the wanted line; False when it ended before."""
+    """Start a build, SIGKILL it ``delay`` seconds after the wanted line; return False if it ended before that."""
     network = network_state()
     outside = _outside(workplace)
     child = workplace.start(*argv)
@@ -69,7 +69,7 @@ def _kill_when(workplace: Workplace, line: Callable[[str], bool], delay: float, 
 
 
 def _killed_in(workplace: Workplace, stage: str, delay: float, *argv: str) -> bool:
-    """Kill a build of the lock that its stages are of: what the archive has published since is not its matter."""
+    """Kill a build with the lock of its stages: what the archive has published since doesn't matter."""
     return _kill_when(workplace, _starts(stage), delay, "--locked", workplace.lock, *argv)
 
 
@@ -98,7 +98,7 @@ def test_killed_in_every_stage_of_a_worker(
     workplace = copies(whole_worker)
     workplace.forget(*WORKER_STAGES, "seal")
     for stage in WORKER_STAGES:
-        # No disk is to be made: a machine need not have room for a whole image once more.
+        # No disk is made: a machine may not have room for another whole image.
         assert _killed_in(workplace, stage, 1.0, "--stop-after", "seal"), stage
         workplace.restore(whole_worker, stage)
 
@@ -110,7 +110,7 @@ def test_killed_at_random(workplace: Workplace) -> None:
     killed = tries = 0
     while killed < RANDOM_KILLS:
         workplace.forget(*LAST)
-        # Every fourth build asks the archive first, which takes as long as the stages that are to be met.
+        # Every fourth build queries the archive first, which takes as long as the stages that are to be hit.
         locked = ("--locked", workplace.lock) if tries % 4 else ()
         killed += _kill_when(workplace, lambda _line: True, chance.uniform(0.0, 8.0), *locked)
         tries += 1

@@ -1,4 +1,4 @@
-"""The role kubelet's module: what it makes, what it leaves alone, what it refuses, and that looking changes nothing."""
+"""The role kubelet's module: what it makes, leaves alone and refuses, and that check mode changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def files() -> ModuleType:
 
 
 def entry(dest: Path, **more: Any) -> dict[str, Any]:
-    """Return an entry as the module gets it, all options there."""
+    """Return an entry as the module gets it, with all options present."""
     return {
         "dest": str(dest),
         "mode": "0600",
@@ -40,7 +40,7 @@ def entry(dest: Path, **more: Any) -> dict[str, Any]:
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Map every path to its mode, owner and content (of a link: its target)."""
+    """Map every path to its mode, owner and content (for a link, its target)."""
     found = {}
     for path in sorted(folder.rglob("*")):
         info = path.lstat()

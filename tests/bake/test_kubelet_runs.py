@@ -1,7 +1,7 @@
-"""Every kubelet of today runs pods of preloaded images with what the role renders for it, by a real containerd.
+"""Today's kubelets run pods of preloaded images with what the role renders for each, on a real containerd.
 
-Nothing is pulled: the images are seeded on a blank disk, and the registry hears of no request. Each kubelet is run with
-a series of containerd that the role's table has for it: Debian's, and a newer one.
+Nothing is pulled: the images are seeded on a blank disk, and the registry gets no request. Each kubelet runs with a
+containerd series that the role's table has for it: Debian's, and a newer one.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def use_a_private_image(lab: Lab, version: str, path: str) -> Result:
-    """Start a pod without a secret, of a preloaded image whose registry wants one, under each policy."""
+    """Start a pod without a secret, from a preloaded image whose registry requires one, under each policy."""
     pause, private = runnable(lab, "pause"), runnable(lab, "team/private", trees(lab)[2])
     baked = bake(lab, [pause, private])
     lab.proxy.tokens = Tokens(("user", "secret"), 60)
@@ -154,7 +154,7 @@ def use_under_policy(here: Node, path: str, rendered: Rendered, image: LockedIma
         wait_until(lambda: image.ref in running_images(here) or is_asked(), 60)
         runs = running.runs(image, 3)
         complaints = running.complaints()
-    # What it noted about pulls that it tried.
+    # Its records of attempted pulls.
     shutil.rmtree(here.root.path / "var/lib/kubelet/image_manager", ignore_errors=True)
     return [rendered.problems, runs, is_asked(), complaints]
 
@@ -176,7 +176,7 @@ def test_a_preloaded_private_image_needs_a_secret_only_where_the_policy_says_so(
 
 
 def collect(lab: Lab, version: str, path: str) -> Result:
-    """Have a kubelet delete unused images, as where the disk is full."""
+    """Have a kubelet delete unused images, as on a full disk."""
     below, above, other = trees(lab)
     pause, one, two = runnable(lab, "pause"), runnable(lab, "one", below, above), runnable(lab, "two", other)
     baked = bake(lab, [pause, one, two], pins=[pause.ref, one.ref])
@@ -188,7 +188,7 @@ def collect(lab: Lab, version: str, path: str) -> Result:
             before = image_names(here)
             with kubelet(here, Path(path), role(here, version, pause.ref, **full)):
                 wait_until(lambda: two.ref not in ctr(here, "images", "ls", "-q").split(), 90)
-                # It looks every ten seconds, and takes all that it may.
+                # It checks every ten seconds, and deletes everything that it may.
                 time.sleep(15)
             result: Result = {"before": before, "after": image_names(here)}
         result["store"] = differences(store, listing(here.store))
@@ -211,7 +211,7 @@ def test_a_kubelet_deletes_unpinned_images_and_no_others(
 
 
 def upgrade(lab: Lab, version: str, path: str, package: str) -> Result:
-    """Install a newer containerd over the one that the disk was seeded for, while a pod runs; then boot."""
+    """Install a newer containerd over the one that the disk was seeded for, while a pod runs; then reboot."""
     below, above, other = trees(lab)
     pause, one, two = runnable(lab, "pause"), runnable(lab, "one", below, above), runnable(lab, "two", other)
     baked = bake(lab, [pause, one, two], pins=[one.ref])
@@ -237,7 +237,7 @@ def upgrade(lab: Lab, version: str, path: str, package: str) -> Result:
         with containerd_with_cri(here, pause.ref), kubelet(here, Path(path), new) as running:
             running.start_pod("two", two)
             result["runs_after_boot"] = running.runs(two)
-        # A blank disk is not given to an engine that may keep its data in another way.
+        # A blank disk isn't seeded for an engine that may store its data differently.
         here.blank()
         section = here.seed()
         result["blank"] = [section["state"], section.get("code"), links_in(here)]
@@ -266,7 +266,7 @@ case $CNI_COMMAND in ADD) echo '{"cniVersion":"0.4.0","ips":[{"version":"4","add
 
 
 def isolate_users(lab: Lab, version: str, path: str) -> Result:
-    """Run a pod with users of its own, before and after the promotion; return who owns a file, as the host sees it."""
+    """Run a pod in a user namespace, before and after the promotion; return who owns a file, as the host sees it."""
     below, above, _ = trees(lab)
     pause, one = runnable(lab, "pause"), runnable(lab, "one", below, above)
     baked = bake(lab, [pause, one])
@@ -317,7 +317,7 @@ def test_pods_with_users_of_their_own_work_once_all_is_promoted(worker: Workplac
 
 # -- a network of the image's own ---------------------------------------------------------------------------------
 
-# Debian's plugins in place of Azure's, whose names they have here: what runs can only be what was baked.
+# Debian's plugins instead of Azure's, under the names of Azure's: whatever runs must have been baked.
 _PLUGINS = {"azure-vnet": "bridge", "azure-vnet-ipam": "host-local"}
 _BAKED = """---
 kubelet_cni: baked
@@ -337,7 +337,7 @@ kubelet_cni_conf:
 
 
 def plugins_archive(plugins: Path, target: Path) -> str:
-    """Pack Debian's plugins under the names of Azure's, and what comes with those; return the archive's SHA-256."""
+    """Pack Debian's plugins under the names of Azure's, plus what comes with those; return the archive's SHA-256."""
     with tarfile.open(target, "w:gz") as tar:
         for name, program_of in _PLUGINS.items():
             tar.add(plugins / program_of, arcname=name)
@@ -349,7 +349,7 @@ def plugins_archive(plugins: Path, target: Path) -> str:
 def bake_network(
     copies: Callable[[Workplace], Workplace], worker_current: Workplace, tmp_path: Path
 ) -> Callable[[Sequence[str]], tuple[Workplace, Ended]]:
-    """Build the layer `kubernetes` with some plugins of an archive."""
+    """Return a function that builds the layer `kubernetes` with some plugins from an archive."""
     directory, inventory = tmp_path / "programs", tmp_path / "inventory"
     directory.mkdir()
     assert programs.DIRECTORY
@@ -393,7 +393,7 @@ def use_a_baked_network(lab: Lab, trees_of_layer: str) -> Result:
         ):
             running.start_pod("one", one, hostNetwork=False)
             result: Result = {"runs": running.runs(one), "given": given()}
-            # Nothing listens there: who refuses is the pod.
+            # Nothing listens there, so it is the pod that refuses.
             result["answers"] = [refuses(address) for address in result["given"]]
             result["complaints"] = running.complaints()
             result["ended"] = running.end_pods() and wait_until(lambda: not given(), 30)
@@ -401,7 +401,7 @@ def use_a_baked_network(lab: Lab, trees_of_layer: str) -> Result:
 
 
 def refuses(address: str) -> bool:
-    """Return whether a machine that is there refuses a connection."""
+    """Return whether there is a machine at this address that refuses a connection."""
     try:
         socket.create_connection((address, 9), 5).close()
     except ConnectionRefusedError:

@@ -1,9 +1,9 @@
-"""The golden renderings of the role kubelet, shown to real kubelets.
+"""The golden renderings of the role kubelet, given to real kubelets.
 
-A kubelet has no dry run, so each one is started: it reads its flags and configuration, says its version, and
-then ends, since it finds no cgroups that it can use or, in cluster mode, nothing to join with.
+A kubelet has no dry run, so each one is started: it reads its flags and configuration, reports its version, and then
+exits, since it finds no cgroups that it can use or, in cluster mode, nothing to join with.
 
-That of the lab's worker is built by a bake. Those of today are in the directory that IMAGE_BUILDER_PROGRAMS names.
+The kubelet of the lab's worker is built by a bake. Today's are in the directory that IMAGE_BUILDER_PROGRAMS names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.root, pytest.mark.nightly]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "golden" / "kubelet"
 
-# Nothing it does reaches the host: no network, no cgroups, no old state. $1 is a scratch directory, $2 "v2" for cgroups
-# of version 2.
+# Nothing it does reaches the host: no network, no cgroups, no old state. $1 is a scratch directory, $2 "v2" for
+# cgroup version 2.
 _START = """
 mount -t tmpfs tmpfs /sys/fs/cgroup
 # From 1.35 on, one that finds no version 2 ends before it says anything.
@@ -35,9 +35,9 @@ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -subj /CN=c
   -keyout "$scratch/key" -out "$scratch/ca" 2>/dev/null
 exec "$@" --root-dir="$scratch/root" --cert-dir="$scratch/pki" --client-ca-file="$scratch/ca" --v=1
 """
-# What a kubelet says once flags and configuration are read and found valid.
+# What a kubelet logs once it has read flags and configuration and found them valid.
 _STARTED = re.compile(r"Version: v1|kubeletVersion=")
-# What a kubelet complains of here, and why that is not the rendering's fault.
+# What a kubelet complains about here, and why that isn't the rendering's fault.
 _EXPECTED = {
     "Flag --client-ca-file has been deprecated": "given by the test",
     "unable to load bootstrap kubeconfig": "nothing to join with",
@@ -64,13 +64,13 @@ def _cgroups(kubelet: Path) -> str:
 
 
 def start(kubelet: Path, scenario: Path, scratch: Path, *more: str) -> str:
-    """Start a kubelet as the scenario's unit does, for a moment, and return what it said."""
+    """Start a kubelet as the scenario's unit does, for a moment, and return its output."""
     unit = (scenario / "kubelet.service").read_text(encoding="utf-8")
     words = unit.split("ExecStart=")[1].split("\nRestart=")[0].replace("\\\n", " ").split()
     files = {"--config": "kubelet.yaml", "--image-credential-provider-config": "credential-providers.yaml"}
     for name, file in files.items():
         words = [f"{name}={scenario / file}" if w.startswith(f"{name}=") else w for w in words]
-    # As systemd does it where the node has no node.env.
+    # As systemd does if the node has no node.env.
     flags = [re.sub(r"\$\{\w+\}", "", w) for w in words[1:] if not w.startswith("$")]
     isolate = "unshare --mount --net --pid --fork --kill-child --mount-proc --propagation private timeout 20"
     argv = [
@@ -111,7 +111,7 @@ todays = pytest.mark.parametrize(
 
 @todays
 def test_todays_kubelets_complain_of_nothing(kubelet: Path, tmp_path: Path) -> None:
-    """No flag or field is deprecated, and nothing that the role writes is warned of."""
+    """No flag or field is deprecated, and there are no warnings about anything that the role writes."""
     for scenario in scenarios(kubelet):
         said = start(kubelet, scenario, tmp_path)
         assert _STARTED.search(said), f"{scenario.name}: {said[-3000:]}"
@@ -143,7 +143,7 @@ def test_the_check_sees_a_wrong_field(kubelet: Path, tmp_path: Path) -> None:
 
 
 def test_a_rendering_for_another_version_is_not_accepted(kubelet: Path, tmp_path: Path) -> None:
-    """The oldest kubelet does not know the newest fields, and the other way round."""
+    """The oldest kubelet doesn't know the newest fields, and vice versa."""
     other = "1.36-containerd" if series(kubelet) == "1.20" else "1.20-docker"
     said = start(kubelet, GOLDEN / other, tmp_path)
     assert re.search("lenient|unknown field|unknown flag", said)

@@ -1,7 +1,7 @@
 """The launcher: what it refuses before it changes anything, and the venv that it makes.
 
-A copy of the launcher stands in a checkout of its own; its lock names nothing, so that making a venv takes
-seconds and no network. The real lock is installed by whoever runs these tests.
+A copy of the launcher is in a checkout of its own; its lock is empty, so making a venv takes seconds and no network.
+Anyone who runs these tests has already installed the real lock.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Checkout:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter that makes a venv by copying one: `python -m venv` takes seconds for pip alone."""
+    """Provide an interpreter that makes a venv by copying one: `python -m venv` takes seconds for pip alone."""
     folder = tmp_path_factory.mktemp("python")
     subprocess.run(["/usr/bin/python3", "-m", "venv", folder / "venv"], check=True)
     script = folder / "python3"
@@ -75,8 +75,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkout(tmp_path: Path, python: Path) -> Checkout:
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)  # pytest's own are closed to others
-    path = tmp_path / "check out"  # a space on purpose
+        parent.chmod(0o755)  # pytest's own directories are closed to others
+    path = tmp_path / "check out"  # with a space on purpose
     for folder in ("cli", "system"):
         (path / "image_builder" / folder).mkdir(parents=True)
     shutil.copy(REPO_ROOT / "image-builder", path)
@@ -112,7 +112,7 @@ def test_a_second_start_adds_little(checkout: Checkout) -> None:
     python: list[str | Path] = [checkout.venv / "bin/python", "-P", "-m", "image_builder.cli"]
 
     def best(argv: list[str | Path]) -> float:
-        """Return the seconds of a processor that a start needs, however busy the machine is."""
+        """Return the CPU seconds that a start takes, however busy the machine is."""
         seconds = []
         for _ in range(5):
             before = os.times()
@@ -218,7 +218,7 @@ def test_root_by_sudo_keeps_the_arguments_and_what_matters_of_the_environment(ch
     sudo.write_text('#!/bin/sh\nprintf "[%s]" "$@"\necho "${DOCKER_CONFIG-none}" >&2\n')
     sudo.chmod(0o755)
     launcher = checkout.path / "image-builder"
-    # This host may lack what a build needs, which is not the question here.
+    # This host may lack packages that a build needs, which doesn't matter here.
     table = checkout.path / TABLE
     table.write_text("".join(re.findall("^system .*\n", table.read_text(), re.MULTILINE)))
     done = checkout.start("verify", "--store", "/a b", "/tree", uid=NOBODY, path=str(checkout.bin))
@@ -230,7 +230,7 @@ def test_root_by_sudo_keeps_the_arguments_and_what_matters_of_the_environment(ch
     folder.mkdir()
     (folder / "config.json").touch()
     done = checkout.start("verify", "/tree", uid=NOBODY, path=str(checkout.bin), HOME=str(checkout.bin))
-    assert done.stderr == f"{folder}\n"  # what the caller logged in to, root pulls from
+    assert done.stderr == f"{folder}\n"  # root pulls with the caller's logins
     mine = checkout.bin / "store"
     mine.mkdir()
     mine.chmod(0o777)
@@ -259,7 +259,7 @@ def test_every_variable_that_the_program_reads_gets_through_sudo() -> None:
 
 
 def _without_packages(checkout: Checkout, *names: str) -> None:
-    """Let the launcher look for files that no host has, for these packages."""
+    """Make the launcher look for files that no host has, for these packages."""
     table = checkout.path / TABLE
     lines = [line.split(" ") for line in table.read_text().splitlines()]
     for line in lines:

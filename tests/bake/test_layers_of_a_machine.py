@@ -1,8 +1,9 @@
-"""A running machine is made a worker: it has booted the small image, which has none of the layers of one.
+"""A running machine becomes a worker: it has booted the small image, which has none of a worker's layers.
 
-Its inventory declares it a worker of today, plain ansible-playbook applies every layer over SSH; it is rebooted, and
-``verify ssh://`` holds it to that declaration. It isn't declared to have what only a bake can give it: images in a
-preload store. `join` needs a cluster to verify: test_roles_alone.py applies that layer, tests/e2e/join.py lets it join.
+Its inventory declares it one of today's workers, and plain ansible-playbook applies every layer over SSH; it is
+rebooted, and ``verify ssh://`` checks it against that declaration. The declaration leaves out what only a bake can
+provide: images in a preload store. `join` needs a cluster to verify: test_roles_alone.py applies that layer,
+tests/e2e/join.py lets it join.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ pytestmark = [
 ]
 
 LAYERS = ["system", "container_runtime", "node", "kubernetes", "gate"]
-# How QEMU's guests reach 127.0.0.1 of this host.
+# How QEMU guests reach this host's 127.0.0.1.
 HERE = "10.0.2.2"
-# An emulated machine on a busy host.
+# For an emulated machine on a busy host.
 _SHUTDOWN_SECONDS = 600
 
 
@@ -61,7 +62,7 @@ class _Files(http.server.SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(folder: Path, **directories: Path) -> Iterator[str]:
-    """Serve directories by their names; yield the address for guests."""
+    """Serve directories by name; yield the address for guests."""
     folder.mkdir()
     for name, directory in directories.items():
         (folder / name).symlink_to(directory)
@@ -72,7 +73,7 @@ def served(folder: Path, **directories: Path) -> Iterator[str]:
 
 @contextmanager
 def running(image: str, disk: Path, folder: Path) -> Iterator[Vm]:
-    """Boot a disk beside a blank local one."""
+    """Boot a disk with a blank local disk attached."""
     folder.mkdir()
     size = virtual_size(disk) + GROWTH_BYTES
     options = VmOptions(image, disk, extra_disks=(LOCAL_DISK,), secure_boot=True, disk_size=size)
@@ -82,7 +83,7 @@ def running(image: str, disk: Path, folder: Path) -> Iterator[Vm]:
 
 
 def declare(inventory: Path, image: str, address: str) -> None:
-    """Write an inventory above the lab's, in which an image is a worker of today with programs from ``address``."""
+    """Write an inventory on top of the lab's that makes an image a worker of today with programs from ``address``."""
     declared = {
         "image_layers": LAYERS,
         "image_preload": [],
@@ -93,7 +94,7 @@ def declare(inventory: Path, image: str, address: str) -> None:
 
 
 def facts_of(machine: Workplace, inventory: Path, worker: Workplace) -> dict[str, Any]:
-    """Return what the machine must be: what is declared, with a worker's packages; its build is the one it booted."""
+    """Return the expected facts: what is declared, with a worker's packages, and the build that the machine booted."""
     definition = load_inventory([REPO / "inventories/lab", inventory]).define(machine.image)
     build_id = json.loads((machine.artefact / "facts.json").read_bytes())["build_id"]
     packages = json.loads((worker.artefact / "facts.json").read_bytes())["packages"]
@@ -115,7 +116,7 @@ def test_layers_make_a_running_machine_a_worker(
         expected = facts_of(minimal, inventory, worker)
         write_facts(facts, expected)
         apply_layers(vm, inventory, f"{address}/packages", tmp_path)
-        # Their units act at boot, and the local disk hides what an engine has until then at its mount point.
+        # Their units act at boot, and from then on the local disk hides what an engine had at its mount point.
         vm.shutdown(_SHUTDOWN_SECONDS)
         vm.power_on()
         assert wait_for_system(vm.wait_for_ssh()) == "running"
@@ -131,9 +132,9 @@ def test_layers_make_a_running_machine_a_worker(
 
 
 def apply_layers(vm: Vm, inventory: Path, packages: str, folder: Path) -> None:
-    """Apply every layer, with packages from there and nowhere else."""
+    """Apply every layer, with packages only from this source."""
     ssh = vm.target
-    # The image has no sources of its own.
+    # The image has no package sources of its own.
     sources = "/etc/apt/sources.list"
     ssh.run(["sh", "-euc", f"echo 'deb [trusted=yes] {packages} ./' >{sources}; apt-get update"])
     booted.write_inventory(folder, vm.options.name, ssh.address)
@@ -145,7 +146,7 @@ def apply_layers(vm: Vm, inventory: Path, packages: str, folder: Path) -> None:
                 *("-i", REPO / "inventories/lab", "-i", inventory, "-e", "target_hosts=nodes"),
                 ANSIBLE_ROLES_PATH=os.fspath(REPO / "roles"),
                 ANSIBLE_SSH_CONTROL_PATH_DIR=sockets,
-                # In memory: its default is the user's home, where the suite finds it.
+                # In memory: the default is the user's home, where the suite would find it.
                 ANSIBLE_REMOTE_TMP="/tmp/.ansible",
             )
             assert done.status == 0, done.output

@@ -1,4 +1,4 @@
-"""A lock that is made after another one differs from it as little as what is asked for does; with real apt."""
+"""A lock made from an earlier one differs from it only as much as the request requires; with real apt."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_neither_mirror_nor_store_has_is_resolved_again(
     monkeypatch: pytest.MonkeyPatch,
     replaced: tuple[str, ...],
 ) -> None:
-    """A lock without a build, a security update, one more package: what apt can't know must not be left out."""
+    """A lock without a build, a security update, one more package: nothing that apt can't know of may be left out."""
     first = _lock(tmp_path, repository, ("curl",), None)
     made, _ = repository
     for name in replaced:
@@ -145,7 +145,7 @@ def test_nothing_is_asked_of_a_mirror_for_what_is_known(
 
 
 def test_the_archives_date_is_that_of_the_base(tmp_path: Path, repository: tuple[Repository, str]) -> None:
-    """Another date would make every layer anew."""
+    """Another date would rebuild every layer."""
     first = _lock(tmp_path, repository, ("curl",), None)
     later = first.model_copy(update={"source_date_epoch": first.source_date_epoch + 3600})
     made, _ = repository
@@ -167,7 +167,7 @@ def test_the_archives_date_is_that_of_the_base(tmp_path: Path, repository: tuple
 def test_a_mirror_that_serves_an_old_state_is_a_warning(
     tmp_path: Path, repository: tuple[Repository, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Signed and not expired, as all of Debian's stable is for ever."""
+    """It is signed and hasn't expired, as all of Debian stable stays forever."""
     made, mirror = repository
     definition = _definition(made.keyring)
     settings = Settings(store=tmp_path / "store", mirror=mirror)

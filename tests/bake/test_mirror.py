@@ -144,7 +144,7 @@ def test_all_missing_files_are_named_at_once(tmp_path: Path) -> None:
 
 
 class _Endless(http.server.BaseHTTPRequestHandler):
-    """Gives ``/small`` at once, and of all else a megabyte a second for minutes."""
+    """Sends ``/small`` at once, and everything else at a megabyte a second for minutes."""
 
     def do_GET(self) -> None:
         small = self.path == "/small"
@@ -156,7 +156,7 @@ class _Endless(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(b"x" if small else bytes(1 << 16))
                 time.sleep(0.06)
         except OSError:
-            return  # who asked has gone
+            return  # the client has disconnected
 
     def log_message(self, format: str, *args: object) -> None:
         pass

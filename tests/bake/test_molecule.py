@@ -1,8 +1,8 @@
-"""Molecule scenarios of roles, on the trees of a real image: converge, idempotence, check mode, its own tests.
+"""Molecule scenarios of roles, on the trees of a real image: converge, idempotence, check mode, the role's own tests.
 
-Each takes half a minute or more, so every commit runs one and the night all. The scenario of `nvidia` has the trees of
-the GPU image and a stand-in for the container toolkit (tests/support/images/toolkits.py), that of `container_runtime`
-Debian's engines, and all others the small image and the packages of today's worker.
+Each takes half a minute or more, so every commit runs one and the nightly run all. The scenario of `nvidia` has the
+trees of the GPU image and a stand-in for the container toolkit (tests/support/images/toolkits.py), that of
+`container_runtime` Debian's engines, and all others the small image and the packages of today's worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.images.fixtures import WHOLE
 pytestmark = pytest.mark.root
 
 EVERY_COMMIT = "network_accounting"
-# The image whose packages a scenario gets, besides its trees'.
+# The image whose packages a scenario gets in addition to those of its trees.
 PACKAGES = {EVERY_COMMIT: "minimal", "container_runtime": "worker"}
 ROLES = [
     pytest.param(path.name, marks=[] if path.name == EVERY_COMMIT else pytest.mark.nightly)
@@ -42,7 +42,7 @@ def paths(trees: Iterable[Path]) -> str:
 
 @pytest.fixture
 def surroundings(request: pytest.FixtureRequest, role: str, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """What a scenario is told of where it runs: the trees, and the packages where it installs some."""
+    """Yield the variables that describe a scenario's environment: the trees, and the packages if it installs any."""
     if role != "nvidia":
         trees = [*request.getfixturevalue("minimal").trees("system")]
         if role == "kubelet":
@@ -77,13 +77,13 @@ def test_scenario(role: str, surroundings: dict[str, str]) -> None:
 
 @pytest.mark.nightly
 def test_scenario_of_a_users_role(minimal: Workplace, tmp_path: Path) -> None:
-    """As `image-builder init` writes it, in a repository of its own."""
+    """The scenario is as `image-builder init` writes it, in its own repository."""
     shutil.copytree(init.TEMPLATE, tmp_path / "images")
     run(tmp_path / "images/roles/site_banner", {"IMAGE_BUILDER_TREES": paths(minimal.trees("system"))})
 
 
 def run(role: Path, surroundings: dict[str, str]) -> str:
-    """Run a role's scenario to its end; return what it printed."""
+    """Run a role's scenario to its end; return its output."""
     done = subprocess.run(
         [sys.executable, REPO / ".config/molecule/run", role, "test"],
         env={**os.environ, **surroundings},

@@ -1,8 +1,8 @@
 """Every verification check can fail: each gets a good image with one thing broken, and must turn red.
 
-The image is today's worker and, in the night, the others, built when they aren't yet. Or a tree alone:
-``IMAGE_BUILDER_SEALED_TREE`` has its layers, topmost first, separated by colons, ``IMAGE_BUILDER_FACTS`` its
-facts.json.
+The image is today's worker and, at night, the others, which are built if needed. A bare tree works too:
+``IMAGE_BUILDER_SEALED_TREE`` lists its layers, topmost first, separated by colons, and ``IMAGE_BUILDER_FACTS`` names
+its facts.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.root]
 
 @pytest.fixture(params=whole_workers("worker_current", "worker_current_docker", "whole_worker"))
 def sealed(request: pytest.FixtureRequest) -> tuple[tuple[Path, ...], Path]:
-    """The layers of a sealed image, topmost first, and its facts."""
+    """Return the layers of a sealed image, topmost first, and the path of its facts."""
     if "IMAGE_BUILDER_SEALED_TREE" in os.environ:
         layers = os.environ["IMAGE_BUILDER_SEALED_TREE"].split(":")
         return tuple(Path(layer).resolve() for layer in layers), Path(os.environ["IMAGE_BUILDER_FACTS"])

@@ -1,4 +1,4 @@
-"""The suite's question to name servers, put to real sockets: only one that answers it counts."""
+"""The suite's query to name servers, sent to real sockets: only a server that answers it counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWERS, IS_SILENT, MISTAKES, IS_AWAY = (f"127.0.3.{number}" for number in range
 
 @contextmanager
 def servers() -> Iterator[int]:
-    """Have name servers at the addresses, all at one port: one is silent, one answers another question."""
+    """Run name servers at the addresses, all on one port: one is silent, one answers a different query."""
     with ExitStack() as stack:
         sockets = {
             address: stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
@@ -49,7 +49,7 @@ def servers() -> Iterator[int]:
 
 
 def _serve(server: socket.socket, flaw: int) -> None:
-    """Answer until nothing is asked."""
+    """Answer until an empty datagram arrives."""
     query, client = server.recvfrom(512)
     while query:
         server.sendto(bytes([query[0] ^ flaw]) + query[1:2] + b"\x81\x80" + query[4:], client)

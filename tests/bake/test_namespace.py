@@ -1,4 +1,4 @@
-"""Nothing outlives the outermost process: not a process, not a mount, whatever signal ends it."""
+"""Nothing outlives the outermost process: no process, no mount, whatever signal ends it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ print(*[namespace.run_isolated(work) for _ in range(20)])
 
 
 def test_a_signal_is_passed_on_from_the_first_moment() -> None:
-    """The work runs before PID 1 came to its own next line, with one processor nearly always."""
+    """With one processor, the work nearly always runs before PID 1 gets to its next line."""
     done = subprocess.run(
         [sys.executable, "-c", _SIGNALLED_AT_ONCE], cwd=REPO, capture_output=True, text=True, timeout=300
     )
@@ -211,13 +211,13 @@ def _beside(
         try:
             status = child.wait(timeout=50)
         finally:
-            child.kill()  # where it has not ended: to leave this block is to wait for that
+            child.kill()  # if it hasn't ended: leaving this block waits for that
         return status, time.monotonic() - started, child.stdout.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_what_a_thread_waits_for(tmp_path: Path, number: int) -> None:
-    """And what that started, in whatever session; what would begin then doesn't."""
+    """So does what that started, in whatever session; nothing new is started after that."""
     status, _, said = _beside(tmp_path, "waits", (0, number))
     assert status == 128 + number
     assert said.splitlines() == ["not started, the work is ending: true", "ended by itself"]
@@ -252,7 +252,7 @@ def test_what_a_killed_program_left_mounted_goes_with_the_mount_below_it(tmp_pat
     ],
 )
 def test_what_the_kernel_refuses_is_known_before_any_work(prefix: tuple[str, ...], refusal: str) -> None:
-    """Root of a user namespace has all capabilities in there, and may mount, but makes no device nodes."""
+    """Root of a user namespace has all capabilities in it, and may mount, but can't make device nodes."""
     code = (
         "from image_builder.errors import HostError\n"
         "from image_builder.system import namespace\n"

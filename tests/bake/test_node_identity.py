@@ -1,6 +1,6 @@
-"""Nobody becomes a node but the machine that is to be: broker, gate and today's Kubernetes, against who tries.
+"""Only the right machine becomes a node: broker, gate and today's Kubernetes, against everyone who tries.
 
-API server and controller manager are 1.36.2, with the rights that the documentation says to give.
+API server and controller manager are 1.36.2, with the permissions that the documentation says to grant.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ USAGES = ("digital signature", "client auth")
 
 
 class Gate:
-    """The gate's process. ``lines`` are what it says."""
+    """The gate's process. ``lines`` holds its output."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.lines: queue.Queue[str] = queue.Queue()
@@ -77,7 +77,7 @@ class Gate:
             self.lines.put(line)
 
     def says(self, *words: str) -> bool:
-        """Wait until it has said a line with all of these words."""
+        """Wait until it has logged a line with all of these words."""
 
         def heard() -> bool:
             while not self.lines.empty():
@@ -124,14 +124,14 @@ def gate(world: World) -> Iterator[Gate]:
 
 
 def as_token(world: World, token: str) -> Client:
-    """Return a connection of whoever has a bootstrap token."""
+    """Return a connection of a client that has a bootstrap token."""
     admin = kubeconfig.load(world.cluster.kubeconfig("lab:admin"))
     assert wait_until(lambda: bool(whoami(world, token)))
     return Client(Access(admin.server, admin.authority, token=Pem(token)))
 
 
 class Asked:
-    """A signing request of whoever has a token, and what became of it."""
+    """A signing request of a client that has a token, and its outcome."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Asked:
         return dict(found.get("status") or {})
 
     def certificate(self) -> x509.Certificate:
-        """Wait for what was signed."""
+        """Wait for the signed certificate."""
         assert wait_until(lambda: bool(self.status.get("certificate"))), self.status
         return x509.load_pem_x509_certificate(base64.b64decode(self.status["certificate"]))
 
@@ -259,18 +259,18 @@ def test_a_node_that_is_ready_is_nobody_elses_until_it_is_gone(
     become_ready(admin, node, "boot")
     asked = Asked(world, broker.ask(node, OTHER_VM).text, "taken", f"system:node:{node}")
     assert gate.says("taken", "waits", "is Ready") and asked.is_pending
-    # The same request is approved as soon as the name is free: a machine that was made anew need not ask again.
+    # The same request is approved as soon as the name is free: a machine that was rebuilt doesn't have to ask again.
     admin.request("DELETE", f"/api/v1/nodes/{node}")
     assert asked.certificate()
 
 
 def test_a_machine_that_is_a_node_becomes_no_second_one(world: World, broker: Broker, gate: Gate) -> None:
-    """A pod that got through to its machine's metadata service has a document of that machine alone."""
+    """A pod that got through to its machine's metadata service only has a document for that machine."""
     vm, node = "0a0b0c0d-1111-4222-8333-444455556666", "vmss-h100-a000003"
     admin = world.cluster.admin
     admin.request("POST", "/api/v1/nodes", new_node(node))
     become_ready(admin, node, "boot")
-    # As the firmware of older machines has it: the first parts the other way round.
+    # As the firmware of older machines reports it: with the first parts byte-swapped.
     swapped = {"status": {"nodeInfo": {"systemUUID": "0D0C0B0A-1111-2242-8333-444455556666"}}}
     admin.request("PATCH", f"/api/v1/nodes/{node}/status", swapped, "application/merge-patch+json")
     asked = Asked(world, broker.ask("vmss-h100-a000004", vm).text, "second", "system:node:vmss-h100-a000004")
@@ -283,7 +283,7 @@ def test_a_document_is_good_once_for_its_machine_and_its_node(world: World, brok
     assert broker.post("vmss-h100-a000006", document=document)[2]["error"] == "document.nonce"
     assert broker.post(node, OTHER_VM, document)[2]["error"] == "document.machine"
     assert broker.post(node, document=document)[0] == 200
-    # Again, and at another broker, which knows nothing of the first one.
+    # Again, and at another broker, which knows nothing about the first one.
     status, after, told = broker.post(node, document=document)
     assert (status, told["error"]) == (409, "document.used") and 1 <= int(after) <= 60
     with brokering(world) as other:
@@ -345,7 +345,7 @@ OTHER_SECRETS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("parts", OTHER_SECRETS.values(), ids=OTHER_SECRETS)
 def test_the_broker_makes_no_other_secret(world: World, parts: dict[str, Any]) -> None:
     client = world.cluster.client(SERVICE_ACCOUNT, "system:serviceaccounts")
-    # The policy is in force a moment after it is there.
+    # The policy takes effect a moment after its creation.
     assert wait_until(lambda: _status(client, bootstrap(type="Opaque", name="probe")) == 422)
     found = refusal(lambda: client.request("POST", SECRETS, bootstrap(**parts)))
     assert found["status"] == 422 and "image-builder-broker" in found["message"], found
@@ -367,7 +367,7 @@ def test_the_broker_reads_and_changes_and_deletes_nothing(world: World) -> None:
     world.cluster.admin.request("POST", SECRETS, opaque)
     for method, where in (("GET", SECRETS), ("GET", path), ("DELETE", path), ("DELETE", SECRETS)):
         assert refusal(partial(client.request, method, where))["status"] == 403
-    # Whatever else a role gives it: the policy holds without one.
+    # Whatever else a role grants it, the policy still holds.
     _give_more(world.cluster.admin)
     assert wait_until(lambda: _can_read(client, others))
     patch = {"stringData": {"a": "b"}}

@@ -20,7 +20,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(tmp_path: Path, repo_root: Path) -> Run:
-    """Run pytest as we do, on files of the test's own."""
+    """Run pytest as we do, on the test's own files."""
     folder = tmp_path / "tests"
     (folder / "unit").mkdir(parents=True)
     for path in (repo_root / "tests").glob("*.*"):
@@ -47,7 +47,7 @@ def run(tmp_path: Path, repo_root: Path) -> Run:
     return start
 
 
-# What the run under test is given to refuse, as below in a whole module: nothing of ours is skipped here.
+# Given to the run under test to be refused, as below in a whole module: none of our own tests are skipped here.
 SKIP = {"unit/test_a.py": "import pytest\ndef test_it(): pytest.skip('no such device')\n"}
 
 
@@ -116,7 +116,7 @@ def test_parts_run_in_order_and_stop_at_a_failure(
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_command_ends_on_signals(repo_root: Path, tmp_path: Path, number: int, status: int) -> None:
-    """The work is in a namespace of its own; the signal reaches it, and what it began is cleared away."""
+    """The work is in its own namespace; the signal reaches it, and what it started is cleaned up."""
     code = (
         "import sys, time; from image_builder.cli import command, main as cli\n"
         "import typer\n"
@@ -124,7 +124,7 @@ def test_a_command_ends_on_signals(repo_root: Path, tmp_path: Path, number: int,
         "@command.register(app, isolated=True)\n"
         "def wait() -> int:\n"
         "    try:\n"
-        # Python notices a signal that comes right before a sleep after it.
+        # Python notices a signal that arrives right before a sleep only after it.
         "        print('ready', flush=True)\n"
         "        for _ in range(600): time.sleep(0.1)\n"
         "    finally:\n"

@@ -1,4 +1,4 @@
-"""The pause program as the kernel runs it, also as PID 1, where unhandled signals don't even arrive."""
+"""The pause program as the kernel runs it, also as PID 1, where unhandled signals aren't even delivered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from image_builder.lab import pause
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
-# Sleeps in rt_sigtimedwait: the number of the system call that /proc tells.
+# Sleeps in rt_sigtimedwait: the number of the system call, as shown in /proc.
 _WAITING = "128"
 
 

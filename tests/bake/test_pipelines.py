@@ -1,4 +1,4 @@
-"""The pipelines that `init` writes, their commands run line by line as each service does, on blank runners."""
+"""The pipelines that `init` writes, with their commands run line by line as each service does, on blank runners."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _gitlab() -> tuple[list[str], list[str]]:
 
 @dataclass
 class Runner:
-    """A machine of a service: a checkout, a store that doesn't exist yet, and what the steps have said so far."""
+    """A machine of a service: a checkout, a store that doesn't exist yet, and the output of the steps so far."""
 
     service: str
     place: Path
@@ -102,7 +102,7 @@ class Runner:
                 self.environment[name] = os.fspath(self.place / name)
 
     def step(self, command: str) -> int:
-        """Run a command as a step of its own; return its status."""
+        """Run a command as a separate step; return its status."""
         for name, path in (("Agent.BuildDirectory", self.place), ("Build.SourcesDirectory", self.checkout)):
             command = command.replace(f"$({name})", os.fspath(path))
         done = subprocess.run(
@@ -119,7 +119,7 @@ class Runner:
         if self.service == "github":
             added = (self.place / "GITHUB_PATH").read_text().split()
         if self.service == "gitlab" and command.startswith("export PATH="):
-            added = [f"{self.checkout}/.image-builder"]  # there the next line is of the same shell
+            added = [f"{self.checkout}/.image-builder"]  # there, the next line runs in the same shell
         for path in added:
             self.environment["PATH"] = f"{path}:{self.environment['PATH']}"
         return done.returncode
@@ -129,13 +129,13 @@ class Runner:
         return (self.place / name).read_text()
 
     def records(self, patterns: list[str]) -> list[Path]:
-        """Return the files that the service is told to keep in any case."""
+        """Return the files that the service is told to keep in all cases."""
         stores = rf"^(\.store|{DEFAULT_STORE})/"
         placed = [re.sub(stores, f"{self.store}/", pattern) for pattern in patterns]
         return [Path(name) for pattern in placed for name in glob.glob(os.path.join(self.checkout, pattern))]
 
 
-# What each service's runner gives a command to.
+# The shell that each service's runner passes a command to.
 SHELLS = {
     "github": (_github, ("bash", "-ec")),
     "azure": (_azure, ("bash", "--noprofile", "--norc", "-c")),
@@ -145,7 +145,7 @@ SHELLS = {
 
 @pytest.fixture(scope="session")
 def cache(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an earlier run of the pipeline has left in the service's cache."""
+    """Provide what an earlier run of the pipeline has left in the service's cache."""
     place = tmp_path_factory.mktemp("earlier") / "images"
     shutil.copytree(init.TEMPLATE, place)
     for words in (("build", "node"), ("store", "export", "--to", EXPORT, "node")):
@@ -193,7 +193,7 @@ def test_a_blank_runner_takes_up_where_the_last_run_ended(
 
 
 def _fail_a_check(machine: Runner) -> None:
-    """Have the next push break a check: the step fails once, and its record is where the service looks."""
+    """Make the next push break a check: the step fails once, and its record is where the service looks for it."""
     check = machine.checkout / "checks/test_site_banner.py"
     check.write_text(check.read_text().replace("assert ", "assert not "))
     (build,) = (command for command in _steps(machine.service) if "build node" in command)
@@ -267,7 +267,7 @@ def test_only_a_failed_download_is_tried_again(
     runner: Callable[[str], Runner],
     tmp_path: Path,
 ) -> None:
-    """A program in the place of image-builder ends with one status after the other."""
+    """A program in place of image-builder exits with one status after another."""
     machine = runner(service)
     (tmp_path / "cache").mkdir()
     machine.prepare(tmp_path / "cache")

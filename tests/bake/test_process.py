@@ -1,4 +1,4 @@
-"""The door to other programs: what ends one ends what it started as well."""
+"""The interface to other programs: ending one also ends everything that it started."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_program_is_ended_with_what_it_started_once_it_is_to_stop(
 def test_what_outlives_its_caller_has_nothing_of_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lab's registry runs on for days, and the shell that started it may hold a registry's password."""
+    """The lab's registry keeps running for days, and the shell that started it may hold a registry's password."""
     monkeypatch.setenv("IMAGE_BUILDER_REGISTRY_AUTH", "s3cret-canary")
     assert process.detach(["env"], log=tmp_path / "log").wait(30) == 0
     told = (tmp_path / "log").read_text()

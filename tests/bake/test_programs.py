@@ -1,4 +1,4 @@
-"""A program of the directory of programs that is missing, or another one than the inventory says."""
+"""A program that is missing from the directory of programs, or isn't the one that the inventory names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An image of a user's own repository: baked with its role, held to its check, which is shown to be able to fail."""
+"""An image from a user's own repository: baked with its role, and verified by its check, which provably can fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHECK = "test_site_banner.py::test_banner_names_the_owner"
 
 @dataclass(frozen=True)
 class Project:
-    """A repository as `init` makes it, and where it is built. What it bakes is found by all of them in the store."""
+    """A repository as `init` makes it, and where it is built. What one of them bakes, all others find in the store."""
 
     path: Path
     store: Path
@@ -67,7 +67,7 @@ BECOMING = """  become: true
 def project(minimal: Workplace, tmp_path: Path) -> Project:
     path = tmp_path / "images of the büro"
     shutil.copytree(init.TEMPLATE, path)
-    # As a layer says that is applied to live hosts, too. A bake is root, and the image has no sudo.
+    # As in a layer that is also applied to live hosts. A bake runs as root, and the image has no sudo.
     layer = path / "playbooks/layers/site.yml"
     layer.write_text(layer.read_text().replace("  roles:", BECOMING + "  roles:"))
     return Project(path, minimal.store, tmp_path / "output")
@@ -93,7 +93,7 @@ def test_an_image_of_ones_own_is_baked_and_verified(project: Project) -> None:
     refused = project.run_program([*read_only, "build", "node"])
     assert refused.returncode == PublishError.exit_code and "Read-only file system" in refused.stderr
 
-    # What it is held to and what is in it are two things: the check sees that they differ.
+    # The expectation and the image's contents are separate: the check sees that they differ.
     role = "roles/site_banner/templates/motd.j2"
     project.change(role, "Nobody's machine\n")
     broken = project.build()
@@ -105,7 +105,7 @@ TUTORIAL = REPO_ROOT / "docs/tutorial/your-own-image.md"
 
 
 def follow(tmp_path: Path, minimal: Workplace, *, boots: bool) -> None:
-    """Do what the tutorial's first block says, word by word; ``plan --explain`` then says what a change costs."""
+    """Run the tutorial's first block, word for word; ``plan --explain`` then says what a change costs."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/image-builder").symlink_to(REPO_ROOT / "image-builder")
     environment = {
@@ -185,7 +185,7 @@ test_nothing_is_seen: [touch /run/any]
 @pytest.mark.nightly
 @pytest.mark.boot
 def test_a_check_that_stays_green_on_a_broken_machine_is_named(project: Project) -> None:
-    """Both are true of the machine, as the records say; that the second can fail is not shown."""
+    """Both checks pass on the machine, as the records show; that the second can fail isn't shown."""
     for file, more in (("checks/test_site_banner.py", BOOTED), ("checks/mutations.yml", BREAKAGES)):
         project.change(file, (project.path / file).read_text() + more)
     built = project.build()

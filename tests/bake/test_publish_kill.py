@@ -1,4 +1,4 @@
-"""A publisher that is killed at any moment leaves what readers see as it was."""
+"""A publisher that is killed at any moment leaves what readers see unchanged."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from image_builder.events import Monitor
 from image_builder.system import sparse
 from tests.unit.bake.manifests import DOCUMENTS, manifest, write
 
-# Needs no root, but starts processes.
+# Doesn't need root, but starts processes.
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
 REPO = Path(__file__).resolve().parents[2]
 OLD_ID, NEW_ID = "aa" * 32, "bb" * 32
 FILES = {"worker.raw": os.urandom(1 << 20) * 4, "worker.vhd": os.urandom(1 << 20) * 4}
-# Publishes again and again, each time other bytes under one id, so that every step is met, exchange included.
+# Publishes again and again, with different bytes under one ID each time, so that every step is hit, including the
+# exchange.
 _PUBLISHER = """
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ def _source(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def _assert_whole(path: Path) -> None:
-    """What is visible has a manifest, and every file that this names is there with its bytes."""
+    """Assert that what is visible has a manifest, and that every file it names is there with the right bytes."""
     told = manifests.load((path / "manifest.json").read_bytes())
     names = {f.name for f in (*told.artefacts, *told.documents)}
     assert {p.name for p in path.iterdir()} == {*names, "manifest.json"}
@@ -115,7 +116,7 @@ def test_two_publishers_of_one_build_do_not_meet(tmp_path: Path) -> None:
 
 
 def _assert_whole_while_held(path: Path) -> tuple[int, int]:
-    """One open directory is one publication, whatever happens to its name; return what tells it apart."""
+    """Assert that one open directory is one publication, whatever happens to its name; return its identity."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     info = os.fstat(fd)
     try:
@@ -125,7 +126,7 @@ def _assert_whole_while_held(path: Path) -> tuple[int, int]:
         for file in told.artefacts:
             assert os.stat(file.name, dir_fd=fd).st_size == file.bytes
     except FileNotFoundError:
-        # Only what was replaced may lose its files.
+        # Only a publication that was replaced may lose its files.
         assert path.stat().st_ino != info.st_ino
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""The runner of the recorded mutants ends what hangs, with all that it started."""
+"""The runner of the recorded mutants ends programs that hang, along with everything that they started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_program_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> 
 
 
 def _runs(process: Path) -> bool:
-    """Tell whether a process runs; one that nobody has reaped yet does not."""
+    """Return whether a process is running; one that hasn't been reaped yet isn't."""
     try:
         return "State:\tZ" not in (process / "status").read_text()
     except OSError:

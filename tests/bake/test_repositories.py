@@ -1,4 +1,4 @@
-"""Package repositories of others, before the host's own apt: flat ones, private ones, slow ones, broken promises."""
+"""Third-party package repositories, with the host's own apt: flat ones, private ones, slow ones, broken promises."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def repository(tmp_path: Path) -> Repository:
 
 
 def _make_flat(repository: Repository) -> str:
-    """Give a repository its index and its signature at the top, as flat ones have them; return its armoured key."""
+    """Give a repository its index and signature at the top level, as flat ones have them; return its armored key."""
     top = repository.path
     index = (top / "dists" / SUITE / "main/binary-amd64/Packages").read_bytes()
     (top / "Packages").write_bytes(index)
@@ -65,7 +65,7 @@ def test_a_flat_repository_is_locked_and_its_sources_file_is_one_that_apt_takes(
 def test_a_repository_in_the_directory_of_programs(
     tmp_path: Path, repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the directory's name nor its place is locked; what is wrong there is told with the inventory's line."""
+    """Neither the directory's name nor its location is locked; errors there name the inventory's line."""
     key, line = _make_flat(repository), "group_vars/current.yml:7"
     source = Source("flat", "file:debian", ("/",), (), key, place=line)
     monkeypatch.setenv(fetching.PROGRAMS, str(tmp_path / "served"))
@@ -149,7 +149,7 @@ def test_a_private_repository_opens_for_apt_and_for_what_is_fetched(
             fetch([wanted], cache, tmp_path)
     locked = package.model_dump_json()
     assert uri not in locked and password not in locked
-    # Not even for a moment: what apt was given is the name of the file.
+    # Not even for a moment: apt is only given the name of the file.
     found = subprocess.run(["grep", "-rlF", password, tmp_path / "apt"], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (1, "")
 

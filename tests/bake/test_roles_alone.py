@@ -1,8 +1,8 @@
-"""Each role alone, by plain ansible-playbook, on a host that systemd has booted: the play of its README as it stands.
+"""Each role on its own, by plain ansible-playbook, on a host booted by systemd: the play from its README, unchanged.
 
-First in check mode, then for real, then once more, when nothing is left to change. Addresses that a README makes up
-are replaced by those of packages and programs that are here. `image_seal` is for trees, and `nvidia` needs a kernel
-with its modules: their scenarios (test_molecule.py) have both.
+First in check mode, then for real, then once more, when there is nothing left to change. Addresses that a README
+makes up are replaced by those of packages and programs that are here. `image_seal` is for trees, and `nvidia` needs a
+kernel with its modules: their scenarios (test_molecule.py) have both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROLES = sorted(
 
 @pytest.fixture(scope="module")
 def binds(request: pytest.FixtureRequest) -> Iterator[dict[str, Path]]:
-    """What a host has below /run: the locked packages of a whole worker, and today's programs."""
+    """Yield a host's mounts below /run: the locked packages of a whole worker, and today's programs."""
     assert programs.DIRECTORY
     with offered_packages(request.getfixturevalue(WHOLE)) as packages:
         yield {repository.MOUNT_POINT: packages, PROGRAMS: programs.DIRECTORY}
@@ -42,7 +42,7 @@ def binds(request: pytest.FixtureRequest) -> Iterator[dict[str, Path]]:
 
 @pytest.fixture
 def host(minimal: Workplace, binds: dict[str, Path], tmp_path: Path) -> Iterator[BootedHost]:
-    """A booted host of the small image."""
+    """Boot a host from the small image."""
     with booted(minimal.trees("seal"), tmp_path / "host", binds) as host:
         yield host
 
@@ -57,18 +57,18 @@ def readme_play(role: str) -> str:
 
 
 def real_addresses() -> dict[str, Any]:
-    """Return values for what READMEs make up, of the directory of programs."""
+    """Return values for the addresses that READMEs make up, from the directory of programs."""
     variables = programs.role_variables(f"file://{PROGRAMS}")
     return {
         **variables,
-        "azure_guest_agent": False,  # its package is in no lock of the lab
-        # What the layer `kubernetes` would say.
+        "azure_guest_agent": False,  # its package isn't in any of the lab's locks
+        # What the layer `kubernetes` would set.
         "kubelet_container_runtime_version": variables["container_runtime_containerd_version"],
     }
 
 
 def settings(host: BootedHost) -> list[str]:
-    """Return the arguments of a play that name the real addresses."""
+    """Return the arguments of a play that set the real addresses."""
     (host.folder / "addresses.json").write_text(json.dumps(real_addresses()))
     return ["-e", f"@{host.folder}/addresses.json"]
 
@@ -80,7 +80,7 @@ def test_readmes_play(role: str, host: BootedHost) -> None:
 
 @pytest.mark.image("worker")
 def test_image_preload_with_docker(minimal: Workplace, worker: Workplace, tmp_path: Path) -> None:
-    """Its README's play for the other engine, of Debian's archive, as the comment there has it."""
+    """Run its README's play with the other engine, from Debian's archive, as the comment there describes."""
     play = readme_play("image_preload")
     for name, other in (
         ("container_runtime_engine: containerd", "container_runtime_engine: docker"),
@@ -100,7 +100,7 @@ def test_image_preload_with_docker(minimal: Workplace, worker: Workplace, tmp_pa
 
 
 def converge(host: BootedHost, text: str, *argv: str) -> None:
-    """Run a play in check mode, for real, and once more, when nothing is left to change."""
+    """Run a play in check mode, then for real, and once more, when there is nothing left to change."""
     play = host.folder / "play.yml"
     play.write_text(text)
     changes = []
@@ -113,7 +113,7 @@ def converge(host: BootedHost, text: str, *argv: str) -> None:
 
 @pytest.mark.parametrize("role", ["container_runtime", "kubelet", "nvidia"])
 def test_check_mode_before_a_repository(role: str, host: BootedHost) -> None:
-    """A repository that a first check mode doesn't add offers nothing yet; any other failure of apt is one."""
+    """A repository that a first check mode doesn't add offers nothing yet; any other failure of apt is an error."""
     play = host.folder / "play.yml"
     play.write_text(readme_play(role))
     absent = {
@@ -138,7 +138,7 @@ def test_check_mode_before_a_repository(role: str, host: BootedHost) -> None:
 
 
 def test_layers_of_a_worker(host: BootedHost) -> None:
-    """On a host of no image: all layers of a worker that joins a cluster, as its group of the lab has them."""
+    """On a host without an image: all layers of a worker that joins a cluster, as its groups in the lab have them."""
     groups = {
         name: {"hosts": {"host": {"container_runtime_engine": "containerd"}}}
         for name in ("current", "joining")

@@ -31,7 +31,7 @@ def test_good():
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Path:
-    """A copy of the suite's machinery without its checks."""
+    """Copy the suite's machinery without its checks."""
     folder = tmp_path / "suite"
     folder.mkdir()
     for module in SUITE.glob("*.py"):
@@ -139,7 +139,7 @@ def test_a_failing_check_fails_and_is_recorded(suite: Path) -> None:
 
 
 def test_the_command_keeps_the_record_of_what_failed(minimal: Workplace, tmp_path: Path) -> None:
-    """A tree without a single program."""
+    """The tree doesn't contain a single program."""
     (tmp_path / "tree/etc").mkdir(parents=True)
     places = (
         "--facts",
@@ -186,7 +186,7 @@ def test_a_pytest_that_dies_fails(suite: Path, end: str) -> None:
     refused(suite, HEADER + f"\n@offline\ndef test_end():\n    {end}\n")
 
 
-# Each is a check of the suite under test, which has to refuse it.
+# Each is a check in the suite under test, which has to refuse it.
 @pytest.mark.parametrize(
     "body", ["pytest.skip('not today')", "pytest.xfail('known')", "pytest.importorskip('no_such_module')"]
 )

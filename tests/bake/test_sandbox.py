@@ -1,4 +1,4 @@
-"""The sandbox: what it offers, what it keeps out, and that it leaves nothing."""
+"""The sandbox: what it offers, what it keeps out, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.root
 
 REPO = Path(__file__).resolve().parents[2]
-# A root of the host's own programs: enough to run a shell in, made without a package.
+# A root of the host's own programs: enough to run a shell in, made without any package.
 _SETUP = """
 import os, sys, json
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_there_is_no_network_and_no_inherited_environment(tmp_path: Path) -> Non
         "with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
         "    print(root.run(['sh', '-c', 'cat /proc/net/dev | wc -l; env']).stdout)\n",
     )
-    assert out.splitlines()[0].strip() == "3"  # two lines of titles, and lo
+    assert out.splitlines()[0].strip() == "3"  # two header lines, and lo
     assert "SECRET_TOKEN" not in out
 
 
@@ -89,7 +89,7 @@ def test_checks_run_in_a_root_whose_path_is_not_ascii(tmp_path: Path) -> None:
 
 
 def test_the_hosts_kernel_is_not_set_from_inside(tmp_path: Path) -> None:
-    """Neither by a sysctl, nor by what a root's own programs may ask the kernel for."""
+    """Neither by a sysctl, nor by anything that programs in a root may request from the kernel."""
     out = _run(
         tmp_path,
         "with sandbox.open_root([lower()], base / 'work', binds=HOST) as root:\n"
@@ -104,7 +104,7 @@ def test_the_hosts_kernel_is_not_set_from_inside(tmp_path: Path) -> None:
 
 
 def test_a_sysrq_key_is_not_pressed_from_inside(tmp_path: Path) -> None:
-    """Not every kernel has one, and none is to be pressed by a test: this /proc is made of files."""
+    """Not every kernel has SysRq, and a test mustn't trigger it: this /proc consists of plain files."""
     out = _run(
         tmp_path,
         "mount = sandbox._mount\n"
@@ -124,7 +124,7 @@ def test_a_sysrq_key_is_not_pressed_from_inside(tmp_path: Path) -> None:
 
 
 def test_a_play_makes_no_devices(tmp_path: Path) -> None:
-    """The number of the host's disk would be enough to write to it."""
+    """The device number of the host's disk would be enough to write to it."""
     (tmp_path / "hosts.yml").write_text("images: {hosts: {mine: }}\n")
     (tmp_path / "play.yml").write_text(
         "- hosts: images\n  gather_facts: false\n  tasks:\n"
@@ -149,7 +149,7 @@ def test_a_play_makes_no_devices(tmp_path: Path) -> None:
 
 
 def test_files_are_copied_within_the_root_wherever_its_links_lead(tmp_path: Path) -> None:
-    """A link with an absolute path means the root's own file, and never one of the build host."""
+    """A link with an absolute path refers to the root's own file, and never to one on the build host."""
     (tmp_path / "host").write_text("host")
     out = _run(
         tmp_path,
@@ -194,13 +194,13 @@ def test_a_daemon_left_in_the_root_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_program_whose_first_thread_ended_is_ended(tmp_path: Path) -> None:
-    """As a killed dockerd is for a moment: nothing of it is in the root any more but threads with open files."""
+    """Like a killed dockerd for a moment: all that is left of it in the root is threads with open files."""
     program = (
         "import ctypes, threading, time\n"
         "hold = open('/dev/null')\n"
         "threading.Thread(target=time.sleep, args=(600,)).start()\n"
         "print('ready', flush=True)\n"
-        "ctypes.CDLL(None).syscall(60, 0)\n"  # exit, of this thread alone (x86-64)
+        "ctypes.CDLL(None).syscall(60, 0)\n"  # exit of this thread only (x86-64)
     )
     (tmp_path / "program.py").write_text(program)
     _run(
@@ -227,7 +227,7 @@ def test_a_failure_inside_leaves_no_mount(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["tmpfs", "bind", "nested"])
 def test_a_tree_that_holds_a_mount_is_not_deleted(tmp_path: Path, kind: str) -> None:
-    tmp_path = tmp_path / "büro"  # the kernel's list of mounts escapes a blank, and no letter
+    tmp_path = tmp_path / "büro"  # the kernel's list of mounts escapes blanks, but not letters
     (tmp_path / "canary").mkdir(parents=True)
     (tmp_path / "canary/alive").write_text("alive")
     _run(

@@ -1,4 +1,4 @@
-"""`image-builder test` runs lanes that share a queue of files: real runs of pytest, on a project of a few tests."""
+"""`image-builder test` runs lanes that share a queue of files: real pytest runs, on a project with a few tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pytest_sessionfinish(session):
     pathlib.Path(path).write_text(json.dumps({{session.config.getoption("-m"): 1.0}}))
 """
 MARKS = ["root", "boot", "gpu", "nightly", "process", "alone", "hosts", "image"]
-# Files that run beside each other: each waits until all have begun.
+# Files that run at the same time: each waits until all have started.
 MEET = """
 import os, pathlib, tempfile, time, pytest
 HERE = pathlib.Path(__file__).parent
@@ -40,7 +40,7 @@ def test_it():
         time.sleep(0.05)
     assert {verdict}
 """
-# One that notes when it runs, and that nothing else of its kind does.
+# A test that notes when it runs, and that no other of its kind runs at the same time.
 NOTE = """
 import os, pathlib, time, pytest
 HERE = pathlib.Path(__file__).parent
@@ -55,7 +55,7 @@ def test_it(number):
         time.sleep(0.2)
         busy.rmdir()
 """
-# One has failed beside the other, and is in its next, with a program of its own, when that is interrupted.
+# One lane has had a failure and is in its next test, which has a child process, when the run is interrupted.
 SLEEPS = """
 import pathlib, subprocess, pytest
 HERE = pathlib.Path(__file__).parent
@@ -107,7 +107,7 @@ def _rest(
 ) -> tuple[list[lanes.Outcome], list[str]]:
     surroundings, lines = _surroundings(project)
     outcomes = lanes.rest(surroundings, nightly=nightly, proofs=proofs)
-    # pytest's own directory is not ours to remove.
+    # pytest's own directory isn't ours to remove.
     assert {p.name.partition("-")[0] for p in (project / "tmp").iterdir()} <= {"pytest"}
     return outcomes, lines
 
@@ -127,7 +127,7 @@ def test_all_lanes_run_at_once_and_each_tells_its_parts(project: Path) -> None:
     assert set(durations.files(project / "reports")) == {
         f"test_{name}.py" for name in ("one", "two", "three")
     }
-    # Whoever looks at what is left behind looks at the first one's directory for temporary files.
+    # The check for leftovers looks in the first lane's temporary directory.
     pids, folders = zip(
         *((project / name).read_text().split() for name in ("one", "two", "three")), strict=True
     )
@@ -168,7 +168,7 @@ def test_what_looks_at_the_whole_machine_runs_first_and_in_the_first_lane(projec
 
 
 def test_fixtures_of_the_session_last_from_file_to_file(project: Path) -> None:
-    """Also of a file that is taken while others run: a lane bakes an image once."""
+    """This includes a file taken while others run: a lane bakes an image once."""
     (project / "conftest.py").write_text(
         f"{CONFTEST}\nimport os, pytest\n"
         "@pytest.fixture(scope='session')\ndef worker(tmp_path_factory):\n"
@@ -193,14 +193,14 @@ def test_a_lane_that_dies_keeps_nobody_waiting(project: Path) -> None:
     _write(project, NOTE, "not_begun", "root", kind="ordinary")
     outcomes, lines = _rest(project)
     assert [outcome.status for outcome in outcomes] == [7, 0, 0], lines
-    # What it had taken to be next is lost, and what it had not is run by the others.
+    # What it had already taken as its next is lost; the others run what it hadn't.
     assert lanes.closing_line(outcomes, 1).startswith(
         "pytest ended without a closing line, status 7; besides "
     )
 
 
 def test_what_is_proven_runs_again_when_something_it_depends_on_changes(project: Path) -> None:
-    """Files that pass are proven; one that fails, has changed or imports what has changed is not."""
+    """Files that pass are proven; a file that fails, has changed or imports a changed one isn't."""
     subprocess.run(["git", "init", "-q", project], check=True)
     (project / ".gitignore").write_text("/cache\n/tmp\n/reports\n__pycache__\n.pytest_cache\n")
     folder = project / "tests" / "part"
@@ -222,7 +222,7 @@ def test_what_is_proven_runs_again_when_something_it_depends_on_changes(project:
     (folder / "test_failing.py").write_text(text.format("True"))
     days, closing = run()
     assert days == ["test_sound"] and " 2 passed in " in closing
-    # A comment changes nothing; what any test may read does.
+    # A comment changes nothing; a file that any test may read does.
     (folder / "test_sound.py").write_text(f"# a comment\n{text.format('True')}")
     assert len(Proofs.look_up(project / "cache/proofs", "root", project).days) == 3
     (project / "any.yml").touch()

@@ -1,4 +1,4 @@
-"""A signal at any moment is heard: right before a wait, in its middle, between two."""
+"""A signal is noticed at any moment: right before a wait, in the middle of one, between two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.images.builds import REPO
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
 MANY = 3000
-# The time until the next one is drawn from about what a turn takes, so that it comes everywhere in it.
+# The interval until the next signal is random and about as long as an iteration, so that signals hit it everywhere.
 WAIT = f"""\
 import random, signal
 from image_builder.system.signals import listening
@@ -26,7 +26,7 @@ with listening(signal.SIGALRM, signal.SIGTERM) as wait:
     wait()
 print("ended")
 """
-# As a driver waits: a lock with a deadline, and handlers of Python's.
+# As a driver waits: a lock with a deadline, and Python signal handlers.
 WAKE = f"""\
 import queue, random, signal
 from image_builder.system.signals import waking
@@ -47,7 +47,7 @@ def test_none_is_missed_and_none_is_made_up() -> None:
         assert child.stdout
         try:
             assert child.stdout.readline() == "heard\n"
-            # Another one than it listens to.
+            # A signal that it doesn't listen for.
             child.send_signal(signal.SIGCONT)
             child.send_signal(signal.SIGTERM)
             out, _ = child.communicate(timeout=60)

@@ -77,7 +77,7 @@ class _Server:
     def drop(self) -> None:
         for transport in self.transports:
             transport.close()
-            # Transport.close() leaves the socket alone when its thread has ended before.
+            # Transport.close() leaves the socket alone if its thread has already ended.
             transport.sock.close()
         self.transports.clear()
 

@@ -1,4 +1,4 @@
-"""A store goes to another machine as files of an ordinary user, whole or not at all, and a build goes on from there."""
+"""A store moves to another machine as an ordinary user's files, whole or not at all, and a build continues there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MIB = 1 << 20
 
 
 def _fill(tree: Path) -> None:
-    """Make a tree with all that a stage's may have."""
+    """Make a tree with everything that a stage's tree can have."""
     (tree / "usr/bin").mkdir(parents=True)
     (tree / "usr/bin/su").write_text("program")
     os.chown(tree / "usr/bin/su", 0, 42)
@@ -75,7 +75,7 @@ def _commit(store: Store, name: str, kind: str = "layer", **options: str) -> str
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    """A store with a build of two stages."""
+    """Make a store with a build of two stages."""
     store = Store(tmp_path / "store")
     store.prepare()
     store.record(IMAGE, [_commit(store, "system"), _commit(store, "seal", "seal")])
@@ -84,7 +84,7 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def cache(settings: Settings, tmp_path: Path) -> Path:
-    """An export of that store."""
+    """Export that store."""
     _export(settings, tmp_path / "cache")
     return tmp_path / "cache"
 
@@ -101,7 +101,7 @@ def _export(settings: Settings, directory: Path) -> exporting.Transfer:
 
 
 def _times(directory: Path) -> dict[str, tuple[int, int]]:
-    """Return which file each name is, and when it was written."""
+    """Return which file each name refers to, and when it was written."""
     return {
         os.fspath(path.relative_to(directory)): (path.stat().st_ino, path.stat().st_mtime_ns)
         for path in directory.rglob("*")
@@ -131,7 +131,7 @@ def test_a_tree_comes_back_with_all_that_it_has(settings: Settings, cache: Path,
 def test_links_that_builds_make_beside_it_change_nothing(
     settings: Settings, tmp_path: Path, blank: Store
 ) -> None:
-    """A link to a file changes its times: tar notices, though it read all of it."""
+    """A link to a file changes its times: tar notices, even though it read all of it."""
     store = Store(settings.store)
     plan = StagePlan("system", "layer", {"size": "large"})
     with store.staging() as staging:
@@ -175,7 +175,7 @@ def test_an_export_writes_what_is_new_and_drops_what_is_not_needed(settings: Set
     (system, _) = store.last_build(IMAGE).values()
     changed = _commit(store, "seal", "seal", option="changed")
     store.record(IMAGE, [system["id"], changed])
-    # As a killed export leaves it: a draft, and an archive that is cut short.
+    # As a killed export leaves it: a draft, and a truncated archive.
     (cache / "objects/.draft.tar.zst.new").touch()
     archive = next(cache.glob(f"objects/{system['id']}*"))
     archive.write_bytes(archive.read_bytes()[:-1])
@@ -227,7 +227,7 @@ def test_what_the_store_remembers_itself_stays(cache: Path, blank: Store) -> Non
 
 
 def _replace(cache: Path, change: Callable[[Path, list[tarfile.TarInfo]], None]) -> None:
-    """Put an archive of someone else's making in the place of the first one, with an index that agrees with it."""
+    """Replace the first archive with a foreign one, with an index that agrees with it."""
     index = json.loads((cache / "index.json").read_bytes())
     entry = index["objects"][0]
     work = cache.parent / "work"
@@ -314,7 +314,7 @@ FOREIGN = {
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A place outside that foreign archives aim at."""
+    """Make a directory outside that foreign archives target."""
     victim = Path(_VICTIM)
     victim.mkdir()
     (victim / "kept").write_text("kept")
@@ -373,7 +373,7 @@ def test_a_damaged_export_is_noticed_before_anything_is_unpacked(
 
 @pytest.fixture
 def runner(minimal: Workplace, tmp_path: Path) -> Iterator[Workplace]:
-    """A machine without a store."""
+    """Provide a machine without a store."""
     folder = minimal.store.parent / f"{minimal.store.name}-runner-{os.getpid()}"
     yield Workplace(folder / "store", tmp_path / "output")
     subprocess.run(["rm", "-rf", "--one-file-system", folder], check=True)
@@ -392,7 +392,7 @@ def _run(place: Workplace, *argv: str | Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def exported(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export of the small image."""
+    """Export the small image."""
     directory = tmp_path_factory.mktemp("exported") / "cache"
     assert _run(minimal, "export", "--to", directory, minimal.image)["stages"]
     return directory
@@ -403,7 +403,7 @@ def test_a_blank_runner_has_nothing_to_do(minimal: Workplace, runner: Workplace,
     assert _run(minimal, "export", "--to", exported, minimal.image)["stages"] == []
     assert _times(exported) == before
     assert _run(runner, "import", exported)["present"] == 0
-    # The mirror is out of reach: nothing is fetched.
+    # The mirror is unreachable: nothing is fetched.
     built = runner.build(env={"IMAGE_BUILDER_MIRROR": "http://127.0.0.1:9/debian"})
     assert built.status == 0, built.stderr
     assert all(stage["cached"] for stage in built.result["stages"])

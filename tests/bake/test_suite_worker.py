@@ -1,4 +1,4 @@
-"""The worker that runs the suite on a pool's hosts: a copy of it for each run, and every ending of one."""
+"""The worker that runs the suite on a pool's hosts: a forked copy for each run, and every way in which one can end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_fate():
 
 
 class Worker:
-    """A worker at work: ``begin`` starts a run, and returns the socket for its end and its log."""
+    """A running worker: ``begin`` starts a run, and returns the socket that signals its end, and its log."""
 
     def __init__(self, folder: Path, requests: socket.socket) -> None:
         self.folder, self.requests = folder, requests
@@ -130,14 +130,14 @@ def test_all_runs_end_with_the_requests(tmp_path: Path) -> None:
 def test_a_worker_that_dies_with_unread_requests_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel calls that a reset; of one that has read all, a broken pipe."""
+    """The kernel reports that as a reset; for a worker that has read everything, as a broken pipe."""
     started, python = tmp_path / "started", tmp_path / "python"
     os.mkfifo(started)
     python.write_text(f'#!/bin/sh\necho $$ > "{started}"\nexec sleep 600\n')
     python.chmod(0o700)
-    monkeypatch.setattr(process, "_STOP_SECONDS", 0.1)  # it doesn't look at its input
+    monkeypatch.setattr(process, "_STOP_SECONDS", 0.1)  # it doesn't read its input
     suite = Suite({"image": tmp_path / "facts.json"}, tmp_path, python)
-    with Runs(suite, cast("Reach", None)) as runs:  # no host is reached
+    with Runs(suite, cast("Reach", None)) as runs:  # no host is contacted
         for _ in range(2):
             runs._begin(["-q"], 0, 1, 2)
             worker = int(started.read_text())

@@ -1,7 +1,7 @@
-"""One id, one tree: stages that are made once more, later, elsewhere, by a caller with another umask.
+"""One ID, one tree: stages that are made again, later, elsewhere, by a caller with a different umask.
 
 What may differ is named here and in docs/decisions/0006 and 0007: which layers containers were seen to read in the
-rehearsal. An engine's own records and archive may, too, so its data root is the same one in all of these.
+rehearsal. An engine's own records and archive may, too, so all of these use the same data root.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REHEARSAL = "tree/opt/preload/rehearsal.json"
 
 
 class Entry(NamedTuple):
-    """What a manifest tells of a file; times after the build's date become that date, in every format of an image."""
+    """What a manifest says about a file; times after the build's date become that date, in every image format."""
 
     mode: int
     owner: int
@@ -62,7 +62,7 @@ def _sealed(store: Path, seal: str) -> dict[str, Entry]:
         for path, entry in _entries(store, stage_id, meta["options"]["source_date_epoch"]).items():
             if not path.startswith("tree/") or path in shown or hidden.intersection(_above(path)):
                 continue
-            if stat.S_ISCHR(entry.mode) and entry.device == 0:  # overlayfs: not there any more
+            if stat.S_ISCHR(entry.mode) and entry.device == 0:  # overlayfs: deleted
                 below.add(path)
                 continue
             marks = [word for word in entry.attributes.split() if word.startswith("trusted.overlay.opaque=")]
@@ -75,7 +75,7 @@ def _sealed(store: Path, seal: str) -> dict[str, Entry]:
 
 
 def _above(path: str) -> Iterator[str]:
-    """Yield a path and those above it; with a slash what is below one, and not it."""
+    """Yield a path and its ancestors; with a slash, an ancestor stands for its contents without itself."""
     yield path
     while "/" in path:
         path = path.rpartition("/")[0]
@@ -83,7 +83,7 @@ def _above(path: str) -> Iterator[str]:
 
 
 def _differences(one: dict[str, Entry], other: dict[str, Entry]) -> list[str]:
-    """Return what differs, a line each: only those lines are shown when a test fails."""
+    """Return the differences, one line each: only those lines are shown when a test fails."""
     return [
         f"{path}: {one.get(path)} / {other.get(path)}"
         for path in sorted(one.keys() | other.keys())
@@ -164,7 +164,7 @@ def test_preload_store_and_rehearsal_are_the_same_again(
 def test_a_whole_worker_is_the_same_again(
     copies: Callable[[Workplace], Workplace], whole_worker: Workplace
 ) -> None:
-    """All but what the engine pulled. Its kubelet is compiled, its initramfs made, its modules are listed once more."""
+    """Make all but the pulled data root again: compile the kubelet, make the initramfs, list the modules."""
     place = copies(whole_worker)
     _make_again(
         place,

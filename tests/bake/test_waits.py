@@ -28,9 +28,10 @@ pytestmark = [pytest.mark.root, pytest.mark.process]
 
 @contextmanager
 def trickling(head: bytes) -> Iterator[int]:
-    """Serve a port that says ``head`` and then a byte each moment; yield its number.
+    """Serve a port that sends ``head`` and then a byte at a time; yield its number.
 
-    For much longer than anybody may listen, and not for ever: who does listen fails, and doesn't hang.
+    It does so for much longer than a client may listen, but not forever: a client that keeps listening fails, and
+    doesn't hang.
     """
     over = threading.Event()
 
@@ -75,7 +76,7 @@ def test_a_peer_that_trickles_does_not_keep_a_question(head: bytes) -> None:
 def test_an_api_server_that_trickles_does_not_keep_a_request(
     head: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over plain HTTP: what is looked at is the request's own end, which TLS has no part in."""
+    """Over plain HTTP: this is about the request's own deadline, which TLS has no part in."""
     with trickling(head) as port:
         plain = http.client.HTTPConnection("127.0.0.1", port)
         monkeypatch.setattr(kube.Client, "_connect", lambda _self: plain)
@@ -87,7 +88,7 @@ def test_an_api_server_that_trickles_does_not_keep_a_request(
 
 
 def test_what_a_program_started_does_not_keep_its_caller(tmp_path: Path) -> None:
-    """It has the output open long after the program itself was killed."""
+    """It holds the output open long after the program itself was killed."""
     noted = tmp_path / "pid"
     began = time.monotonic()
     with pytest.raises(ProgramError, match="did not end within 0.5 s$") as caught:
@@ -190,7 +191,7 @@ def _is_free(path: Path) -> bool:
 
 
 def test_a_child_that_hangs_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A forked process has its parent's locks. One that can't be killed would keep all later looks out."""
+    """A forked process has its parent's locks. One that can't be killed would block all later checks."""
     path = tmp_path / "lock"
     with files.lock(path):
         child = os.fork()

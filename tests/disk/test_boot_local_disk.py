@@ -1,7 +1,7 @@
-"""A node whose power is cut, whose local disk fails, fills up or is another one: some rows of the boot matrix
+"""A node that loses power, or whose local disk fails, fills up or is replaced: some rows of the boot matrix
 (``rows.NIGHT``).
 
-For the night; the whole matrix takes most of an hour: ``.venv/bin/python -m tests.boot.matrix``.
+Runs at night; the whole matrix takes most of an hour: ``.venv/bin/python -m tests.boot.matrix``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Lab]:
         yield made
 
 
-# In their order: each stands on the one before it.
+# In order: each row depends on the one before it.
 @pytest.mark.parametrize("row", NIGHT, ids=[row.name for row in NIGHT])
 def test_row(place: Lab, row: Row) -> None:
     outcome = run_row(place, row)

@@ -1,9 +1,9 @@
-"""The published disk of a worker: its power is cut while it seeds a blank local disk, then it is booted with what that
-left. The verification suite, a static pod, a clean console, promotion to its end; then everything broken that the
-suite's booted checks are about, and the suite again.
+"""A worker's published disk: its power is cut while it seeds a blank local disk, then it is booted with what that
+left. The verification suite, a static pod, a clean console and a complete promotion; then everything covered by the
+suite's booted checks is broken, and the suite runs again.
 
-On every commit it is today's worker with containerd; for the night those with Docker. Without today's programs it is
-the worker of Debian's archive. ``IMAGE_BUILDER_ARTEFACT`` names the directory of one build of any of them.
+On every commit it is today's worker with containerd; at night also those with Docker. Without today's programs it is
+the worker from Debian's archive. ``IMAGE_BUILDER_ARTEFACT`` names the directory of a build of any one of them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from tests.support.images.fixtures import whole_workers
 pytestmark = [pytest.mark.boot, pytest.mark.root]
 
 PROMOTION_SECONDS = 1200.0
-# The suite's checks of each image when it is booted, and those of them that a sealed tree can't be asked: a check that
-# is lost is seen here.
+# The number of checks that the suite runs on each image when it is booted, and of those that can't run on a sealed
+# tree: a missing check shows up here.
 CHECKS = {"worker_current": (190, 51), "worker_current_docker": (199, 53), "worker": (199, 53)}
 
 
@@ -51,8 +51,8 @@ CHECKS = {"worker_current": (190, 51), "worker_current_docker": (199, 53), "work
 class Booted:
     """One boot: its result, where its records are, the disk's digest before, and the run on the broken machine.
 
-    ``cut`` is what the power cut before it came to, ``promoted`` what the agent told when promotion had ended,
-    ``links`` what led into the preload store then.
+    ``cut`` is the outcome of the power cut before it, ``promoted`` the agent's report after promotion had ended,
+    ``links`` the links that led into the preload store then.
     """
 
     artefact: Path
@@ -88,8 +88,8 @@ def booted(
     try:
         return _cut_and_boot(artefact, tmp_path_factory)
     except BootError as error:
-        # QEMU's emulation of several processors, before 8.1, can translate code that another of them is patching: a
-        # kernel then runs into the breakpoint that it patches with. Seen once in some hundred boots (2026-11-25).
+        # Before 8.1, QEMU's emulation of several processors can translate code that another processor is patching: a
+        # kernel then runs into the breakpoint that it patches with. Seen once in several hundred boots (2026-11-25).
         if "kernel panic" not in str(error) or qemu.accelerator() != "tcg":
             raise
         record_testsuite_property("an emulated kernel panicked; all was done once more", str(error))
@@ -99,7 +99,7 @@ def booted(
 def _cut_and_boot(artefact: Path, tmp_path_factory: pytest.TempPathFactory) -> Booted:
     with matrix.lab(artefact) as place:
         cut = matrix.run_row(place, CUT)
-        # The same local disk at its own speed, a fresh OS disk.
+        # The same local disk at full speed, a fresh OS disk.
         disk = dataclasses.replace(CUT.disks[0], rate=0).extra(place.folder) if CUT.disks else None
         assert disk is not None
         place.instances["ci"].end()
@@ -137,7 +137,7 @@ def _boot(
 
 
 def _wait_for_promotion(ssh: SshTarget) -> dict[str, Any]:
-    """Return the agent's status when it has copied all it can; raises AssertionError when that takes too long."""
+    """Return the agent's status once it has copied all it can. Raises AssertionError if that takes too long."""
     deadline = time.monotonic() + PROMOTION_SECONDS
     while True:
         told = ssh.run(["node-agent", "status", "--json"], ok=(0, 1), timeout=SHELL_SECONDS).stdout
@@ -192,7 +192,7 @@ def test_promotion_leaves_nothing_that_leads_into_the_store(booted: Booted) -> N
 
 
 def test_every_booted_check_sees_its_mutation(booted: Booted) -> None:
-    """Each check of a machine alone passes before its mutation, and fails by its own assertion after it."""
+    """Each machine-only check passes before its mutation, and fails with its own assertion after it."""
     assert blind(booted.broken) == {}
     assert booted.result.suite is not None
     checked = {check.name.partition("::")[2] for check in booted.result.suite.checks}

@@ -1,7 +1,8 @@
-"""The agent on real disks: a disk's life from its first boot on, and what may come between.
+"""The agent on real disks: a disk's life from its first boot on, and what can happen in between.
 
-The kernel of a test machine may know neither partitions nor RAID: rows of the boot matrix have them, which is run by
-hand. No test sets a cache's quota; that its settings are refused where they can't hold is a unit test's.
+The kernel of a test machine may support neither partitions nor RAID: these are covered by rows of the boot matrix,
+which is run by hand. No test sets a cache quota; a unit test checks that quota settings are refused where they can't
+be enforced.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FILESYSTEMS = ("xfs", "ext4")
 
 
 def life(desk: Desk, filesystem: str) -> Any:
-    """A disk from its first boot on: each step is what one boot sees."""
+    """Take a disk through its life from the first boot on: each step is what one boot sees."""
     root = desk.base / "local"
     target = desk.base / "pods"
     desk.settings(
@@ -90,7 +91,7 @@ def life(desk: Desk, filesystem: str) -> Any:
 
 
 def _newer(disk: Disk, filesystem: str) -> Callable[[], None]:
-    """Return what turns a feature that no kernel knows on in a superblock, with the sum that it then has, and off."""
+    """Return a function that toggles a superblock feature that no kernel knows, and updates the checksum."""
     at, order, feature, sum_at, size = {"xfs": (0, ">", 216, 224, 512), "ext4": (1024, "<", 96, 1020, 1020)}[
         filesystem
     ]
@@ -110,7 +111,7 @@ def _newer(disk: Disk, filesystem: str) -> Callable[[], None]:
 
 
 def _damage(disk: Disk, filesystem: str) -> None:
-    """Break what comes after the superblock, which still says whose it is."""
+    """Damage what comes after the superblock, which still identifies the owner."""
     offset, size = {"xfs": (512, 2048), "ext4": (4096, 4096)}[filesystem]
     write(disk, offset, b"\xa5" * size)
 
@@ -144,7 +145,7 @@ def test_life_of_a_disk(worker: Workplace, tmp_path: Path, filesystem: str) -> N
 
 
 def race(desk: Desk) -> Any:
-    """Four agents at once on one blank disk."""
+    """Run four agents at once on one blank disk."""
     root = desk.base / "local"
     desk.settings(mount_point=os.fspath(root))
     disk = desk.disk(LARGE)
@@ -174,7 +175,7 @@ def test_agents_at_once_format_once(worker: Workplace, tmp_path: Path) -> None:
 
 
 def members(desk: Desk) -> Any:
-    """A member of an array of ours, as mdadm would write it, boot after boot without the other one."""
+    """Boot repeatedly with one member of an array of ours, as mdadm would write it, and without the other."""
     root = desk.base / "local"
     desk.settings(mount_point=os.fspath(root), policy="require")
     uuid = bytes.fromhex(layout.new_uuid().replace("-", ""))
@@ -211,7 +212,7 @@ def test_a_member_of_an_array_is_kept_until_the_other_is_known_to_be_gone(
 
 
 def several(desk: Desk) -> Any:
-    """Two disks with a filesystem of ours each, boot after boot; then one of them beside a stray member of an array."""
+    """Boot repeatedly with two disks that each have a filesystem of ours; then with one of them and a stray member."""
     root = desk.base / "local"
     desk.settings(mount_point=os.fspath(root), policy="require")
     first, second = desk.disk(LARGE, "first"), desk.disk(LARGE, "second")
@@ -247,7 +248,7 @@ def test_no_boot_formats_a_whole_filesystem_beside_another(worker: Workplace, tm
 
 
 def late(desk: Desk) -> Any:
-    """Two blank disks appear after a member; one of ours has a blank one beside it; another one bears a disk's name."""
+    """Add a blank disk to one of ours, change its sequence number, give it the first one's serial; hide a file."""
     root = desk.base / "local"
     desk.settings(mount_point=os.fspath(root))
     first, second = desk.disk(LARGE, "first"), desk.disk(LARGE, "second")
@@ -283,7 +284,7 @@ def test_disks_that_come_later_or_are_others(worker: Workplace, tmp_path: Path) 
 
 
 def failing(desk: Desk) -> Any:
-    """A filesystem can't be made: the disk is too small for one."""
+    """Fail to make a filesystem, because the disk is too small for one."""
     desk.settings(mount_point=os.fspath(desk.base / "local"))
     disk = desk.disk(SMALL)
     found = {"told": desk.run(disk), "zero": is_zero(desk.base / "disk")}

@@ -1,4 +1,4 @@
-"""Disks that the agent must leave as they are, and those of them that it may wipe."""
+"""Disks that the agent must leave alone, and those of them that it may wipe."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_foreign_data_is_left_as_it_is_and_named(foreigners: Any, name: str) -> 
 
 
 def erasure(desk: Desk) -> Any:
-    """A crash after each write of an erasure of ours, and after none of them."""
+    """Simulate a crash after each write of one of our erasures."""
     root = desk.base / "local"
     desk.settings(mount_point=os.fspath(root))
     disk = desk.disk(LARGE)
@@ -67,7 +67,7 @@ def test_an_erasure_that_was_cut_short_is_finished(worker: Workplace, tmp_path: 
 
 
 def making(desk: Desk) -> Any:
-    """A crash while mkfs.ext4 runs: blocks of its own in the first MiB, and its superblock is what it writes last."""
+    """Simulate a crash while mkfs.ext4 runs: some of its blocks are in the first MiB; it writes its superblock last."""
     root = desk.base / "local"
     desk.settings(mount_point=os.fspath(root), filesystem="ext4")
     disk = desk.disk(LARGE)
@@ -83,7 +83,7 @@ def test_a_filesystem_whose_making_was_cut_short_is_made_anew(worker: Workplace,
 
 
 def refusals(desk: Desk) -> Any:
-    """Disks that must not be touched though they are blank, or beside others."""
+    """Run the agent on disks that must not be touched, even though they are blank or next to others."""
     desk.settings(mount_point=os.fspath(desk.base / "local"), expected_disks=1)
     one, other = desk.disk(LARGE, "one"), desk.disk(LARGE, "other")
     system = desk.disk(LARGE, "system", system=True)
@@ -100,7 +100,7 @@ def refusals(desk: Desk) -> Any:
         found["mounted"] = desk.run(one)
         found["mounted, same"] = desk.digest(one) == before
     short = desk.disk(LARGE, "short")
-    os.truncate(desk.base / "short", LARGE - 4096)  # its end can't be read any more
+    os.truncate(desk.base / "short", LARGE - 4096)  # its end can no longer be read
     found["unreadable"] = desk.run(short)
     found["unreadable, same"] = is_zero(desk.base / "short")
     desk.settings(mount_point=os.fspath(desk.base / "local"), policy="require")
@@ -133,7 +133,7 @@ def test_wrong_and_ambiguous_disks_are_left_alone(worker: Workplace, tmp_path: P
 
 
 def wiped(desk: Desk) -> Any:
-    """The policy to wipe: only what it names, only on disks that the platform calls local."""
+    """Apply the wipe policy: only what it names, only on disks that the platform calls local."""
     desk.settings(mount_point=os.fspath(desk.base / "local"), wipe=["crypto_LUKS"])
     found = {}
     for name, make, local in (
@@ -162,7 +162,7 @@ def test_policy_to_wipe(worker: Workplace, tmp_path: Path) -> None:
 
 
 def platform(desk: Desk) -> Any:
-    """Azure's resource disk in both of its shapes, with its readme alone, and with a person's file beside it."""
+    """Present Azure's resource disk in both of its forms, with only its readme, and with a person's file next to it."""
     root = desk.base / "local"
     desk.settings(mount_point=os.fspath(root))
     found = {}

@@ -1,4 +1,4 @@
-"""Power cuts at every write of a seed and of a promotion: what counts is whole, on each disk that one leaves."""
+"""Power cuts at every write of a seed and of a promotion: what counts is intact, on every disk that a cut leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.stores.seeds import DISK, Node, Result, bake, differences, li
 pytestmark = pytest.mark.root
 
 _SIZE = 24 << 20
-# At how many of the copies the agent goes on; all of them are compared.
+# On how many of the copies the agent resumes; all of them are compared.
 _RESUMED = 8
 
 
@@ -58,7 +58,7 @@ def promotion(here: Promotion) -> Result:
 
 
 def _sync_after_each_exchange(file: Path) -> None:
-    """Let another program sync a file of its own: names get to the disk then, and contents when they were synced."""
+    """Let another program sync a file of its own: names reach the disk then, contents only if they were synced."""
     exchange = batches.exchange
 
     def exchange_and_sync(copy: Path, link: Path, target: Path) -> bool:
@@ -73,7 +73,7 @@ def _sync_after_each_exchange(file: Path) -> None:
 
 
 def _wrong(here: Promotion, names: list[str]) -> list[str]:
-    """Return what differs from the store, of the layers whose names the seed has made on this copy."""
+    """Return the differences from the store, for the layers whose names the seed has created on this copy."""
     return here.differences([n for n in names if os.path.lexists(here.root / f"overlay2/cache-{n}/diff")])
 
 
@@ -81,7 +81,7 @@ def test_a_promoted_layer_is_whole_wherever_the_power_is_cut(tools_tree: Path) -
     found = isolated(promotion, tools_tree)
     assert found["section"]["state"] == "ok" and found["section"]["done"] == 3, found
     assert found["wrong"] == []
-    # The copies show the promotion under way: each exchange is on the disk before the next begins.
+    # The copies show the promotion in progress: each exchange is on the disk before the next begins.
     assert {0, 1, 2, 3} == set(found["counts"]), found
     assert found["writes"] > 20 and found["flushes"] > 8, found
 
@@ -113,7 +113,7 @@ def seed(lab: Lab) -> Result:
 
 
 def _resume(here: Node, cut: Cut, good: Result, marker: str, found: Result) -> list[list[object]]:
-    """Let the agent go on with a copy; return what it left otherwise than a seed that was not cut."""
+    """Let the agent resume on a copy; return where its result differs from that of an uninterrupted seed."""
     again = here.seed()
     found["resumed"].append(again.get("action"))
     wrong = differences(good, listing(here.data))

@@ -1,4 +1,4 @@
-"""A blank disk, the shipped agent, an engine that finds every image and runs it."""
+"""A blank disk, the shipped agent, and an engine that finds every image and runs it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from tests.support.stores.seeds import (
 pytestmark = pytest.mark.root
 
 
-# containerd 1.6, of an image that is Debian 12.
+# containerd 1.6, from an image that is Debian 12.
 _DEBIAN_12 = "containerd_debian12"
 
 
 @pytest.fixture(scope="module", params=[*every_engine(), pytest.param(_DEBIAN_12, marks=pytest.mark.nightly)])
 def programs(request: pytest.FixtureRequest) -> str:
-    """Which release of an engine it is."""
+    """Return which release of an engine is tested."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def place(request: pytest.FixtureRequest, programs: str) -> Workplace:
-    """The image whose programs they are, or are laid over."""
+    """Return the image that the programs come from, or are laid over."""
     found: Workplace = request.getfixturevalue("worker_gpu" if programs == _DEBIAN_12 else "worker")
     return found
 
@@ -56,7 +56,7 @@ def engine(programs: str) -> str:
 
 
 def _members(archive: Path) -> dict[str, str]:
-    """Return the layers, configurations and manifests in an archive of images, by name, with their hashes."""
+    """Return the layers, configurations and manifests in an image archive, by name, with their hashes."""
     found = {}
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -80,7 +80,7 @@ def _saved(here: Node, running: Any, images: list[LockedImage]) -> dict[str, str
 
 
 def live(lab: Lab) -> Result:
-    """Seed a blank disk, use it, delete an image, pull it again, boot again."""
+    """Seed a blank disk, use it, delete an image, pull it again, reboot."""
     one, two = two_images(lab)
     baked = bake(lab, [one, two], pins=[one.ref])
     images = [one, two]
@@ -91,7 +91,7 @@ def live(lab: Lab) -> Result:
         blank = listing(here.data)
         with here.engine() as running:
             result["has"] = [running.has(image) for image in images]
-            # Before any container was made: Docker mounts a layer in another way then.
+            # Before any container is created: Docker mounts a layer differently after that.
             result["saved"] = differences(
                 _members(baked.opt / "preloaded_docker_images.tar"), _saved(here, running, images)
             )
@@ -108,7 +108,7 @@ def live(lab: Lab) -> Result:
         with here.engine() as running:
             result["has_restored"] = [running.has(image) for image in images]
             result["run_restored"] = running.try_out(one) if running.has(one) else None
-            # Deleted and pulled: the layers are the engine's own from here on.
+            # Deleted and pulled: from here on, the layers are the engine's own.
             running.keep_only([two])
             result["pulled"] = lab.pull(running, [one])["error"]
             result["has_pulled"] = [running.has(image) for image in images]
@@ -145,7 +145,7 @@ def _names(here: Node, images: list[LockedImage]) -> Result:
 
 
 def _files(here: Node, image: LockedImage) -> Result:
-    """Return what a container of the image sees, by the names of its files."""
+    """Return the files that a container of the image sees, by name."""
     found: Result = {}
     if here.lab.engine == "docker":
         made = docker(here, "create", "--network", "none", image.ref).strip()
@@ -173,7 +173,8 @@ def lived(place: Workplace, programs: str) -> Result:
 def test_a_blank_disk_is_seeded_by_links_alone(lived: Result, engine: str) -> None:
     seed = lived["seed"]
     assert (seed["state"], seed["action"], seed["exit"]) == ("ok", "seeded", 0)
-    # Two chains of three, the lowest (pause) is one: `below` is there twice, above another parent in each.
+    # Two chains of three, of which the lowest (pause) is shared: `below` is there twice, on a different parent in
+    # each.
     assert lived["links"] == seed["layers"] == 5
     assert lived["state"] == [f"seed/{engine}.json"], "no staging, no trash"
     assert lived["section"]["seed"]["engine"] == engine
@@ -219,7 +220,7 @@ def test_a_deleted_image_is_back_after_the_next_boot(lived: Result, engine: str)
         assert restored["action"] == "repaired" and restored["restored"] == ["registry.lab.internal/one:1"]
         assert lived["has_restored"] == [True, True] and lived["run_restored"] > 0
     else:
-        # Its databases can't be merged: the archive brings it (node-agent preload).
+        # Its databases can't be merged: the archive restores it (node-agent preload).
         assert restored["action"] == "current"
         assert lived["has_restored"] == [False, True]
 
@@ -228,7 +229,7 @@ def test_an_image_that_was_pulled_again_is_left_alone(lived: Result, engine: str
     assert lived["pulled"] == "" and lived["run_pulled"] > 0
     assert lived["has_pulled"] == [True, True]
     assert lived["after_pull"]["state"] == "ok"
-    # Docker: `two` came back beside an `one` that was pulled; their common layer has another parent in each.
+    # Docker: `two` came back next to a pulled `one`; their common layer has a different parent in each.
     assert lived["has_after_pull"] == [True, engine == "docker"]
     assert all(seconds > 0 for seconds in lived["runs_after_pull"])
 
@@ -243,7 +244,7 @@ def test_a_seed_is_deterministic_and_a_second_one_changes_nothing(lived: Result)
 
 
 def modes(lab: Lab) -> Result:
-    """Seed an image by a copy, one by links; one is for the archive alone."""
+    """Seed one image by copying and one by links; another is only in the archive."""
     below, above, other = trees(lab)
     one, two = runnable(lab, "one", below, above), runnable(lab, "two", other)
     three = lab.push("three", MB, 2 * MB)
@@ -270,7 +271,7 @@ def modes(lab: Lab) -> Result:
 
 
 def _compare_copies(here: Node) -> list[list[str]]:
-    """Compare each copied layer with the store's: one of them must be exactly like it."""
+    """Compare each copied layer with the store's layers: it must exactly match one of them."""
     stored = [exact(path) for path in (here.store / "layers").iterdir()]
     copies = [exact(path) for path in layers_in(here.lab.engine, here.data) if not path.is_symlink()]
     return [differences(stored[0], copy) for copy in copies if copy not in stored]
@@ -280,7 +281,7 @@ def test_modes_of_images(place: Workplace, programs: str) -> None:
     found = with_each_engine(modes, place, programs)
     assert found["seed"]["state"] == "ok" and found["seed"]["by_archive"] == ["registry.lab.internal/three:1"]
     assert not {name for name in found["stored"] if f"sha256:{name}" in found["three"]}
-    # pause, below, above are copied; `other` of two is a link.
+    # pause, below and above are copied; `other`, which belongs to two, is a link.
     assert (found["copies"], found["links"]) == (3, 1)
     assert found["exact"] == []
     assert found["has"] == [True, True, False] and found["loaded"]
@@ -288,7 +289,7 @@ def test_modes_of_images(place: Workplace, programs: str) -> None:
 
 
 def compiled(lab: Lab) -> Result:
-    """Compile the agent twice, the second time from what the first made."""
+    """Compile the agent twice, the second time from the result of the first."""
     baked = lab.folder("opt")
     with node(lab, baked) as here:
         agent = here.root.path / AGENT.lstrip("/")

@@ -48,7 +48,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 def disks(lab: Lab) -> Result:
-    """Seed disks that are not blank, and with an engine that is another."""
+    """Seed disks that aren't blank, and with a different engine."""
     one, two = two_images(lab)
     baked = bake(lab, [one, two])
     other = bake(lab, [one, two, lab.push("three", MB)], salt="another")
@@ -63,7 +63,7 @@ def disks(lab: Lab) -> Result:
 
 
 def _other_store(here: Node, other: Baked) -> Result:
-    """Seed from another image's store, first beneath an engine that runs."""
+    """Seed from another image's store, at first while an engine is running on the data root."""
     result: Result = {}
     here.use(other.opt)
     marker = here.marker()
@@ -98,7 +98,7 @@ def _foreign(here: Node, baked: Baked, blank: Result) -> Result:
 
 
 def _leftovers(here: Node, blank: Result) -> Result:
-    """Seed an empty directory, as a mount point's; what a dead agent left; beside a marker that says nothing."""
+    """Seed an empty directory, such as a mount point; what a dead agent left; next to a marker without content."""
     result: Result = {}
     here.blank()
     here.data.mkdir()
@@ -118,7 +118,7 @@ def _leftovers(here: Node, blank: Result) -> Result:
 
 
 def _lost(here: Node, baked: Baked, blank: Result) -> Result:
-    """Seed a data root that lost everything but its marker, and names that a power cut left empty."""
+    """Seed a data root that lost everything but its marker, then one with names that a power cut left empty."""
     result: Result = {}
     here.shut_down()
     shutil.rmtree(here.data)
@@ -136,7 +136,7 @@ def _lost(here: Node, baked: Baked, blank: Result) -> Result:
 
 
 def _clock(here: Node, baked: Baked) -> Result:
-    """Let every file that the agent reads be of 1970. It never asks a clock for the date."""
+    """Date every file that the agent reads to 1970. It never reads the date from a clock."""
     here.blank()
     for path in baked.folder.iterdir():
         os.utime(path, (0, 0))
@@ -160,7 +160,7 @@ def _race(here: Node, blank: Result) -> Result:
 
 
 def _versions(here: Node) -> Result:
-    """Install another program in the engine's place."""
+    """Replace the engine's program with another one."""
     result: Result = {}
     binary = here.root.path / json.loads((here.root.path / "opt/preload/store.json").read_text())["engines"][
         here.lab.engine
@@ -174,7 +174,7 @@ def _versions(here: Node) -> Result:
         binary.chmod(0o755)
         result[name] = here.seed()
         result[f"{name}_links"] = links_in(here)
-    # The engine was made another one after a seed: its data root must not be met by it.
+    # The engine was replaced after a seed: the new one must not start on the old data root.
     here.blank()
     binary.unlink()
     shutil.copy2(kept, binary)
@@ -274,7 +274,7 @@ def test_another_minor_version_is_not_trusted_with_the_layout(history: Result, e
     version = history["version"]
     assert (version["state"], version["code"], version["exit"]) == ("degraded", "seed.version", 0)
     assert OTHER_VERSION[engine].split()[2].strip(",") in version["reason"] and history["version_links"] == 0
-    # One that has images already keeps them, and may be met by a newer engine.
+    # An engine that already has images keeps them, and may be replaced by a newer one.
     upgraded = history["upgraded"]
     assert (upgraded["state"], upgraded["action"]) == ("ok", "current")
     assert history["upgraded_state"] == [f"seed/{engine}.json"] and history["upgraded_mounted"]

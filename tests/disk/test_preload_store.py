@@ -1,4 +1,4 @@
-"""What the stages pack and rehearse: a pulled data root's files exactly, nothing of a daemon that ran, shared bytes."""
+"""What the stages pack and rehearse: a pulled data root's exact files, nothing of the daemon that ran, shared bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.stores.seeds import EPOCH, Baked, Result, bake, differences, 
 
 pytestmark = pytest.mark.root
 
-# What a daemon keeps for itself (facts of each engine's layout), by the first part or parts of its path.
+# What a daemon keeps for itself (specific to each engine's layout), by the first part or parts of its path.
 OF_A_DAEMON = (
     "containers",
     "network",
@@ -33,7 +33,7 @@ OF_A_DAEMON = (
 
 
 def _layered(lab: Lab) -> Path:
-    """Return a layer with what is hard to keep."""
+    """Return a layer whose properties are hard to preserve."""
     tree = lab.folder("tree")
     for name, size in (("small", 10), ("page", 4096), ("large", 3 * MB), ("empty", 0)):
         (tree / name).write_bytes(os.urandom(size // 2) + bytes(size - size // 2))
@@ -56,7 +56,7 @@ def _mounted(lab: Lab, baked: Baked) -> Path:
 
 
 def _resident(lab: Lab, baked: Baked) -> list[list[str]]:
-    """Return what is told of a store that was just mounted, then of one whose ``large`` was read, which it is in."""
+    """Return the resident layers of a freshly mounted store, those once ``large`` was read, and the layer it is in."""
     layers = _mounted(lab, baked) / "layers"
     before = sorted(rehearsal.resident(layers))
     (large,) = layers.glob("*/large")
@@ -76,7 +76,7 @@ def _rehearsed(lab: Lab, baked: Baked) -> Result:
 
 
 def _packed_again(lab: Lab, baked: Baked) -> list[str]:
-    """Pack the same data root once more; return the digests of the store and its manifest, of both times."""
+    """Pack the same data root again; return the digests of the store and its manifest from both runs."""
     options = {"images": baked.options, "verity": True, "source_date_epoch": EPOCH, "salt": ""}
     inputs = {lab.engine: baked.state.parent, "tools": lab.tools.parent}
     again = stage(lab, lab.folder("again"), "preload_store", options, inputs)
@@ -90,7 +90,7 @@ def _packed_again(lab: Lab, baked: Baked) -> list[str]:
 
 
 def _packed_without_verity(lab: Lab, baked: Baked) -> list[str]:
-    """Pack the same data root without a hash tree; return the digest that the manifest has, and the file's."""
+    """Pack the same data root without a hash tree; return the digest from the manifest, and the file's own."""
     options = {"images": baked.options, "verity": False, "source_date_epoch": EPOCH}
     inputs = {lab.engine: baked.state.parent, "tools": lab.tools.parent}
     ctx = stage(lab, lab.folder("unchecked"), "preload_store", options, inputs)
@@ -128,7 +128,7 @@ def pack(lab: Lab) -> Result:
     found["without_verity"] = _packed_without_verity(lab, baked)
     found["resident"] = _resident(lab, baked)
     found["rehearsal"] = _rehearsed(lab, baked)
-    # A kernel that reclaims memory ahead of need may have taken the pages back before they were looked at: once more.
+    # A kernel that reclaims memory proactively may have evicted the pages before they were checked: try again.
     for _ in range(2):
         if not found["rehearsal"]["images"][0]["read"]:
             found["rehearsal"] = _rehearsed(lab, baked)
@@ -171,7 +171,7 @@ def test_the_manifest_lists_every_layer_with_its_bytes(packed: Result) -> None:
 
 
 def test_the_same_data_root_gives_the_same_bytes(packed: Result) -> None:
-    """The dm-verity salt, the filesystem's UUID and its directories' times are of what is packed, not of when."""
+    """The dm-verity salt, the filesystem's UUID and its directory times depend on what is packed, not on when."""
     store, store_again, manifest, manifest_again = packed["again"]
     assert store == store_again
     assert manifest == manifest_again
@@ -188,7 +188,7 @@ def test_the_rehearsal_tells_what_ran_and_what_was_read(packed: Result) -> None:
     (engine,) = told["seed"]
     assert one["started"] == {engine: True} and two["started"] == {engine: False}, "the second has no command"
     assert told["seed"][engine]["layers"] == 5
-    # The pause program alone was read, not the layer above it.
+    # Only the pause program was read, not the layer above it.
     assert one["read"] == packed["diff_ids"][one["ref"]][:1] and two["read"] == []
     assert packed["left"] == []
 
@@ -199,7 +199,7 @@ def test_a_layer_is_resident_when_a_file_of_it_was_read(packed: Result) -> None:
 
 
 def both(lab: Lab) -> Result:
-    """Pack what both engines pulled of one list."""
+    """Pack what both engines pulled from one list."""
     images = [runnable(lab, "one", _layered(lab)), lab.push("two", MB)]
     products: dict[str, Baked] = {}
     for name, module in ENGINES.items():
@@ -225,12 +225,12 @@ def test_both_engines_share_their_layers(worker: Workplace) -> None:
     manifest: Mapping[str, Any] = found["manifest"]
     assert set(manifest["engines"]) == {"docker", "containerd"}
     assert len(manifest["layers"]) == 4
-    # Docker's layers, and what containerd keeps beside its own: no layer twice.
+    # Docker's layers, and what containerd keeps in addition to its own: no layer twice.
     assert manifest["bytes"] < found["alone"]["docker"] + found["blobs"] + 300_000
 
 
 def foreign(lab: Lab) -> Result:
-    """Pack metadata that is not root's."""
+    """Pack metadata that isn't owned by root."""
     baked = bake(lab, [lab.push("one", 1000)])
     path = next(path for path in (baked.state / "image/overlay2").rglob("*") if path.is_file())
     os.chown(path, 1000, 1000)

@@ -1,4 +1,4 @@
-"""Preload stores that are not what their manifest says: known before use, told by a code, never wrong bytes."""
+"""Preload stores that don't match their manifest: detected before use, reported by a code, never wrong bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.stores.seeds import Baked, Node, Result, bake, ctr, docker, e
 pytestmark = pytest.mark.root
 
 OFFSETS = 20
-# Where an EROFS has its superblock (Documentation/filesystems/erofs.rst), and how many bytes are checked in it.
+# Where an EROFS has its superblock (Documentation/filesystems/erofs.rst), and how many bytes of it are checked.
 _SUPERBLOCK, _SUPERBLOCK_BYTES = 1024, 128
 
 
@@ -34,7 +34,7 @@ def baked_store(lab: Lab) -> Baked:
 
 
 def offsets(size: int, seed: int = 4) -> list[int]:
-    """Return offsets all over a store's filesystem: its superblock, and the others at random."""
+    """Return offsets all over a store's filesystem: some in its superblock, the others at random."""
     chosen = random.Random(seed)
     first = [_SUPERBLOCK, _SUPERBLOCK + 12, _SUPERBLOCK + 36]
     return [*first, *sorted(chosen.randrange(4096, size) for _ in range(OFFSETS - len(first)))]
@@ -60,7 +60,7 @@ def copied(lab: Lab, baked: Baked) -> Baked:
 
 
 def verify_in_userspace(lab: Lab) -> Result:
-    """Let veritysetup check a store, whole and damaged: the same tree and the same test as the kernel's."""
+    """Have veritysetup check a store, intact and damaged: the same tree and the same test as the kernel's."""
     baked = baked_store(lab)
     verity = baked.manifest()["verity"]
     found: Result = {"size": verity["hash_offset"], "damaged": []}
@@ -98,7 +98,7 @@ def test_every_damage_is_found_by_the_hash_tree(worker: Workplace) -> None:
 
 
 def damage_unchecked(lab: Lab) -> Result:
-    """Damage a store that is mounted without dm-verity; read all of what mounts, and compare."""
+    """Damage a store that is mounted without dm-verity; read everything that can be mounted, and compare."""
     baked = baked_store(lab)
     manifest = baked.manifest()
     layers = [layer["diff_id"][7:] for layer in manifest["layers"]]
@@ -143,10 +143,10 @@ def test_damage_without_the_check_is_what_the_check_is_for(worker: Workplace) ->
     assert len(outcomes) == OFFSETS
     # Its magic number: no filesystem.
     assert outcomes[_SUPERBLOCK] == ("degraded", "store.mount", "not mounted")
-    # Whatever was told of, was told by a code and without an exception.
+    # Whatever was reported was reported by a code, without an exception.
     for state, code, _ in outcomes.values():
         assert (state, bool(code)) in (("ok", False), ("degraded", True)), outcomes
-    # EROFS keeps no sums of data: some damage goes unnoticed, so an unchecked store must be declared.
+    # EROFS has no checksums of data: some damage goes unnoticed, so an unchecked store must be declared.
     assert "other bytes" in {outcome for _, _, outcome in outcomes.values()}, outcomes
 
 
@@ -217,21 +217,22 @@ FAULTS: dict[str, tuple[Callable[[Baked], None], str]] = {
 }
 
 
-# The fault after which an engine is asked for its images.
+# The fault after which an engine's images are checked.
 LOADED = "gone"
 
 
 def broken_links(here: Node) -> list[Path]:
-    """Return the layers of the data root that lead nowhere on the node."""
+    """Return the layers of the data root whose links are broken on the node."""
     links = [path for path in layers_in(here.lab.engine, here.data) if path.is_symlink()]
     root = here.root.path
     return [path for path in links if not (root / os.readlink(path).lstrip("/")).is_dir()]
 
 
 def _use(here: Node, baked: Baked) -> None:
-    """Leave what a reboot leaves: a container that ended, on seeded layers.
+    """Leave what a reboot leaves: a container that has exited, on seeded layers.
 
-    Of containerd also a pulled image that has a seeded layer, with a container of its own: all of it is on record.
+    For containerd, also a pulled image that has a seeded layer, with a container of its own: its metadata refers to
+    all of it.
     """
     image, lab = baked.images[0], here.lab
     tree = lab.folder("tree")
@@ -247,7 +248,7 @@ def _use(here: Node, baked: Baked) -> None:
 
 
 def _load(here: Node, baked: Baked) -> Result:
-    """Let the node's preload bring what the engine lacks; return what the engine has then."""
+    """Let the node's preload load what the engine lacks; return what the engine has then."""
     with here.engine() as running:
         child = here.agent("preload")
         said = child.communicate(timeout=120)[0].decode()
@@ -262,7 +263,7 @@ def _load(here: Node, baked: Baked) -> Result:
 
 
 def disagree(lab: Lab) -> Result:
-    """Seed from each wrong store twice: onto a blank disk, and onto one that was seeded from the right one."""
+    """Seed from each faulty store twice: onto a blank disk, and onto one that was seeded from the good store."""
     baked = baked_store(lab)
     found: Result = {"engine": lab.engine}
     for name, (change, _) in FAULTS.items():
@@ -301,7 +302,7 @@ def disagree(lab: Lab) -> Result:
         here.settings(verity="require")
         found["never made"] = here.seed()
     with node(lab, baked.opt) as here:
-        # An earlier boot's promotion could not read it.
+        # Promotion in an earlier boot couldn't read it.
         document = {"store": baked.manifest()["id"], "layer": "x", "reason": "Input/output error"}
         (here.disk / ".node").mkdir()
         (here.disk / ".node/store-damaged.json").write_text(json.dumps(document))
@@ -333,10 +334,10 @@ def test_a_data_root_in_use_outlives_such_a_store(disagreed: Result, name: str) 
     if FAULTS[name][1] == "seed.engine" and not used.get("code"):
         assert used["action"] == "current" and found["links"] == 0, "the links lead into a sound store"
         return
-    # The links are looked at first: a store of another engine than its manifest's is not what they lead to.
+    # The links are checked first, and that rejects a store with a different engine from its manifest's.
     codes = (FAULTS[name][1].partition(".")[0], "store.disagrees")
     assert used["state"] == "degraded" and used["code"].startswith(codes), used
-    # Docker's are taken out while it is stopped, containerd is told to when it runs.
+    # Docker's links are removed while it is stopped; containerd is told to remove its own when it runs.
     assert (found["links"] == 0) == (disagreed["engine"] == "docker"), used
 
 
@@ -345,7 +346,7 @@ def test_what_a_lost_store_held_is_loaded_from_the_archive(disagreed: Result) ->
     assert loaded["exit"] == 0, loaded["said"]
     assert loaded["has"] == [True, True] and loaded["links"] == 0
     assert all(seconds > 0 for seconds in loaded["runs"])
-    # Containers that ended kept the lost layers on record.
+    # Containers that had exited still referred to the lost layers.
     assert loaded["containers"] == ""
 
 
@@ -353,7 +354,7 @@ def test_what_a_lost_store_held_is_loaded_from_the_archive(disagreed: Result) ->
 
 
 def bare(lab: Lab) -> Result:
-    """Bake without an archive; boot from a good store and from one that is cut."""
+    """Bake without an archive; boot from a good store and from a truncated one."""
     baked = bake(lab, [lab.push("one", MB), lab.push("two", MB)], archive=False)
     found: Result = {"opt": sorted(path.name for path in baked.opt.iterdir())}
     cut = copied(lab, baked)
@@ -367,7 +368,7 @@ def bare(lab: Lab) -> Result:
                 has = [running.has(image) for image in baked.images]
             told = here.status()
             environment = (here.root.path / "run/node/kubelet.env").read_text()
-            if name == "cut":  # it was the disk, for one boot
+            if name == "cut":  # the disk was at fault, for one boot
                 here.shut_down()
                 here.use(baked.opt)
                 found["again"] = {"seed": here.seed(), **_load(here, baked)}
@@ -398,7 +399,8 @@ def test_without_an_archive_a_lost_store_is_a_taint_and_names_each_image(
 
 
 def test_a_store_is_not_taken_unchecked_where_the_check_is_required(disagreed: Result) -> None:
-    # This kernel has no device mapper, or this root no loop device: either way it says so, and it may be tried again.
+    # This kernel has no device mapper, or this root no loop device: either way the agent reports it, and may try
+    # again.
     assert disagreed["required"]["code"] in ("store.verity", "store.io") and disagreed["required_left"] == []
     assert disagreed["never made"]["code"] == "store.verity"
     assert "without dm-verity" in disagreed["never made"]["reason"]

@@ -1,4 +1,4 @@
-"""Promotion: copies that are what the store has, beneath a container that runs, beside an engine at work."""
+"""Promotion: copies that match the store exactly, beneath a running container, next to an engine at work."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def everything(node: Node) -> Result:
     (mine / "tar-split.json.gz").symlink_to(
         node.places.store / "docker/image/overlay2/layerdb/sha256/chain/tar-split.json.gz"
     )
-    # A container's own link into the store is its own business.
+    # A container's own link into the store is left alone.
     own = node.root / "overlay2/container/diff"
     own.mkdir(parents=True)
     (own / "diff").symlink_to(node.places.store / "layers")
@@ -150,7 +150,7 @@ def test_snapshots_and_blobs_of_containerd(tools_tree: Path) -> None:
 
 
 def part(one: Path, other: Path) -> None:
-    """Make two names of one file two equal files."""
+    """Turn two names of one file into two equal files."""
     other.unlink()
     shutil.copy2(one, other)
 
@@ -212,7 +212,7 @@ def container(node: Node) -> Result:
     fill_with_files(node.layer("below"), 1)
     above = node.layer("above")
     fill_with_everything(above)
-    # In a directory that is opaque, overlay lists a whiteout that it then does not find.
+    # In an opaque directory, overlay lists a whiteout that it then doesn't find.
     (above / "opaque/whiteout too").unlink()
     node.make_disk(256 * MB)
     node.tell(["below", "above"])
@@ -256,7 +256,7 @@ def container(node: Node) -> Result:
 
 
 def _seen(facts: tuple[object, ...] | None) -> tuple[object, ...]:
-    """Leave out what overlay makes up: the number of a directory's links."""
+    """Leave out what overlay makes up: a directory's link count."""
     return facts[:8] if facts else ()
 
 
@@ -271,7 +271,7 @@ def test_a_running_container_does_not_notice(tools_tree: Path) -> None:
 
 
 def changed_names(node: Node) -> Result:
-    """What an engine may do between the search for links and the exchange."""
+    """Cover what an engine may do between the search for links and the exchange."""
     node.make_disk(96 * MB)
     store, found = Path("/store/layers/x"), {}
     for name in ("link", "gone", "pulled"):

@@ -1,4 +1,4 @@
-"""Promotion that is interrupted, and disks and stores that fail: a full disk, a broken one, a damaged store."""
+"""Promotion that is interrupted, and failing disks and stores: a full disk, a broken one, a damaged store."""
 
 from __future__ import annotations
 
@@ -132,12 +132,13 @@ def test_of_two_agents_one_does_the_work(tools_tree: Path) -> None:
 
 
 def full(node: Node, how: str) -> Result:
-    """A disk with room for the first layer alone; the manifest may not know how big the second is."""
+    """Promote to a disk with room for only the first layer; the manifest may not know how big the second is."""
     fill_with_files(node.layer("fits"), 1)
     (node.layer("large") / "file").write_bytes(random.Random(1).randbytes(90 * MB))
     node.make_disk(96 * MB)
     if how == "enospc":
-        # Of two workers, the one with the layer that fits could meet the disk that the other one has just filled.
+        # With two workers, the one with the layer that fits could run into the disk that the other one has just
+        # filled.
         node.tell(["fits", "large"], sizes={"large": 1}, workers=1)
     else:
         node.tell(["fits", "large"], reserve_percent=15 if how == "guard" else 0)
@@ -184,7 +185,7 @@ def test_what_was_set_aside_makes_room(tools_tree: Path) -> None:
 
 
 def broken_disk(node: Node) -> Result:
-    """The disk's image lies on a tmpfs that is full: what is written out fails with EIO."""
+    """Promote to a disk whose image is on a full tmpfs: writeback fails with EIO."""
     (node.layer("one") / "file").write_bytes(random.Random(1).randbytes(60 * MB))
     small = node.base / "small"
     small.mkdir()
@@ -206,7 +207,7 @@ def test_a_disk_that_fails_gets_no_layer(tools_tree: Path) -> None:
 
 
 def damaged_store(node: Node) -> Result:
-    """Bytes of the store's file are overwritten beneath the mount; the kernel can't unpack them."""
+    """Overwrite bytes of the store's file beneath the mount, so that the kernel can't decompress them."""
     chance = random.Random(5)
     for name in ("one", "two"):
         words = [chance.randbytes(6) for _ in range(500)]
@@ -287,7 +288,7 @@ def _nothing_listed(proc: Path = Path("/proc")) -> list[mounts.Mount]:
 
 
 def mount_below_the_trash(node: Node) -> Result:
-    """Something is mounted below the trash after the list of mounts was read."""
+    """Mount something below the trash after the list of mounts was read."""
     node.make_disk(96 * MB)
     aside = node.disk / ".node/trash/data.0"
     (aside / "merged").mkdir(parents=True)
@@ -308,7 +309,7 @@ def test_no_mount_below_the_trash_is_crossed(tools_tree: Path) -> None:
 
 
 class _Kubelet(http.server.BaseHTTPRequestHandler):
-    """A kubelet that is not well at first."""
+    """A kubelet that is unhealthy at first."""
 
     answers: ClassVar[list[int]] = []
     left: ClassVar[list[int]] = []
@@ -348,7 +349,7 @@ def test_a_program_that_gets_no_further_is_ended(tmp_path: Path) -> None:
     said: list[str] = []
     started = time.monotonic()
     with pytest.raises(ProgramError) as caught:
-        # A directory without a filesystem's numbers: only what is read counts.
+        # A directory without filesystem statistics: only what is read counts.
         load(
             [sys.executable, "-c", _STALLED, str(archive)], archive, tmp_path / "none", said.append, 0.1, 0.5
         )

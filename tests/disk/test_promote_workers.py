@@ -1,4 +1,4 @@
-"""The processes that copy layers: none outlives who started it."""
+"""The processes that copy layers: none outlives its parent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_none_is_left_where_another_can_not_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = tmp_path / "layer"
-    os.mkfifo(layer)  # who opens it waits, as for a disk that hangs
+    os.mkfifo(layer)  # opening it blocks, as on a disk that hangs
     item = Item(Link(tmp_path / "link", layer, "", directory=False), 0, REST)
     job = Job([item, item], tmp_path / "staging", 0.0, flush=False)
     job.staging.mkdir()

@@ -35,7 +35,7 @@ def _small_disk(lab: Lab) -> Iterator[Path]:
 
 
 def _fill(file: Path, leave: int = 0) -> None:
-    """Write until the disk is full, but for so many bytes."""
+    """Write until only ``leave`` bytes are free on the disk."""
     with file.open("ab", buffering=0) as stream:
         for size in (1 << 20, 1 << 12, 1):
             try:
@@ -54,7 +54,7 @@ def filled(lab: Lab) -> Result:
         here.settings(kubelet_healthz="", promote={"reserve_percent": 15, "settle_seconds": 0})
         found["seed"] = here.seed()
         here.told_of_disk()
-        # Over 85 % full, so promotion stops.
+        # More than 85 % full, so promotion stops.
         _fill(disk / "scratch", leave=_SIZE // 10)
         child = here.agent("promote")
         child.communicate(timeout=60)
@@ -62,7 +62,7 @@ def filled(lab: Lab) -> Result:
         found["links"] = links_in(here)
         os.truncate(disk / "scratch", 40 * MB)
         with here.engine() as running:
-            # The kubelet deletes an image that was never used; a pod's image is pulled, a volume made.
+            # The kubelet deletes an image that was never used; a pod's image is pulled, a volume created.
             running.keep_only([two])
             found["pull"] = lab.pull(running, [pulled])["error"]
         volume = here.data / "volumes/mine/_data"
@@ -73,11 +73,11 @@ def filled(lab: Lab) -> Result:
         here.shut_down()
         before = listing(here.data)
         found["full"] = here.seed()
-        # What a repair had begun may be there, but nothing that was is gone or other.
+        # A repair may have left something new, but nothing that existed is gone or changed.
         after = listing(here.data)
         found["lost"] = differences(before, {name: after.get(name) for name in before})
         found["trash"] = [path.name for path in here.disk.glob(".node/trash/*")]
-        # Somebody makes room, and the unit is started again.
+        # Space is freed, and the unit is started again.
         os.truncate(disk / "scratch", 0)
         found["healed"] = here.seed()
         with here.engine() as running:
@@ -101,7 +101,7 @@ def test_a_full_disk_costs_nothing_and_heals(worker: Workplace, engine: str) -> 
         assert "No space left on device" in full["reason"] and "seed.disk" in full["said"]
         assert found["healed"]["action"] == "repaired" and found["healed"]["exit"] == 0, found["healed"]
     else:
-        # Of containerd nothing is repaired before it runs, so nothing is written.
+        # For containerd, nothing is repaired before it runs, so nothing is written.
         assert (full["state"], full["action"]) == ("ok", "current"), full
     assert found["has"] == [True, True, True], found["said"]
     assert all(seconds > 0 for seconds in found["runs"]) and found["precious"] == "precious"

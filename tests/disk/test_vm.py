@@ -1,4 +1,4 @@
-"""The machine's lifetime: it dies with whoever started it, and a machine that can't boot says so early."""
+"""The machine's lifetime: it dies with the process that started it, and a machine that can't boot is reported early."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_emulation_works_here() -> None:
 def test_a_firmware_that_does_not_get_through_is_no_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where KVM runs the first instructions and no more: the processor starts, and nothing is said."""
+    """As on a host where KVM runs only the first instructions: the processor starts, and there is no output."""
     _, variables = qemu.find_firmware()
     code = tmp_path / "code.fd"
     code.write_bytes(b"\xf4" * 3653632)  # hlt, everywhere
@@ -84,7 +84,7 @@ def test_a_monitor_is_there_when_it_is_listened_to(tmp_path: Path) -> None:
 
 
 def test_a_guest_that_kvm_can_not_go_on_with_is_given_up(tmp_path: Path) -> None:
-    """As QEMU 7.2 answers on a host whose KVM is no hypervisor's (kvm-pvm): it stands, and waits for nothing."""
+    """As QEMU 7.2 answers on a host whose KVM isn't a hypervisor's (kvm-pvm): it is stopped, and waits for nothing."""
     path = tmp_path / "monitor"
 
     def serve(listener: socket.socket) -> None:

@@ -1,9 +1,10 @@
-"""The image with a GPU's driver and the gate boots where there is no GPU: nothing fails, the driver says what it lacks,
-and the boot does not pass. It is given what the roles make of NVIDIA's container toolkit (a stand-in). Then everything
-broken that its checks are about, and the checks again; then a fault that a reboot may cure, so that the machine starts
-itself again, once: with the toolkit from its start, nothing fails either.
+"""The image with a GPU driver and the gate on a machine without a GPU: no unit fails, and the boot doesn't pass.
 
-``IMAGE_BUILDER_GPU_ARTEFACT`` names the directory of a build to be used instead.
+The driver reports what is missing. The machine then gets what the roles configure for NVIDIA's container toolkit (a
+stand-in). Next, everything that its checks cover is broken and the checks run again; then comes a fault that a reboot
+may cure, so the machine reboots itself, once: with the toolkit present from the start, nothing fails either.
+
+``IMAGE_BUILDER_GPU_ARTEFACT`` names the directory of an existing build to use instead.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.nightly]
 
 CHECKS = ("test_gpu.py", "test_gate.py", "test_node_health.py")
 TOOLKIT = "test_gpu_containers.py"
-# The engine does not come up any more, in either boot: a fault that a reboot may cure, as far as anybody can tell.
+# The engine no longer comes up, in either boot: as far as anyone can tell, a fault that a reboot may cure.
 BREAK = """
 systemctl mask --quiet --now docker.socket docker.service
 sed -i -E 's/("wait_seconds": )[0-9.]+/\\11/' /etc/node-agent/preflight.json
 """
-# The role's rule, with another driver's name: without a GPU NVIDIA's own ends before it is any.
+# The role's rule with another driver's name: without a GPU, NVIDIA's own module exits before it registers a driver.
 APPEAR = """
 driver=$(ls /sys/bus/pci/drivers | head -n 1)
 mkdir -p /run/udev/rules.d
@@ -60,7 +61,7 @@ udevadm control --reload
 systemctl restart containerd.service docker.service
 """
 MEND = "systemctl unmask --quiet docker.socket docker.service && systemctl start docker.service"
-# A container that does nothing until it is told to end; Docker hands it to the runtime of that name.
+# A container that does nothing until it is told to exit; Docker starts it with the runtime of that name.
 RUN = f"""
 docker load --quiet --input /run/pause.tar
 docker run --detach --name probe --network none --runtime nvidia {pause.REFERENCE}
@@ -71,7 +72,7 @@ docker rm --force probe
 
 @dataclass(frozen=True)
 class Node:
-    """What a boot left: its id by the kernel, the preflight's verdict, systemd's word for the whole."""
+    """What a boot left behind: the kernel's boot ID, the preflight's verdict, and systemd's state of the system."""
 
     boot_id: str
     verdict: dict[str, Any]
@@ -80,7 +81,7 @@ class Node:
 
 @dataclass(frozen=True)
 class WithToolkit:
-    """A boot with the toolkit: its checks, Docker's word for a container by its runtime, the calls of its programs."""
+    """A boot with the toolkit: its checks, Docker's report on a container with its runtime, and its programs' calls."""
 
     suite: SuiteResult
     container: str
@@ -89,8 +90,8 @@ class WithToolkit:
 
 @dataclass(frozen=True)
 class Booted:
-    """Two boots: the first one's result, the checks on the machine after it was broken, and both boots' verdicts; the
-    toolkit in the second one."""
+    """Two boots: the result of the first, the checks on the machine after it was broken, and both boots' verdicts;
+    the toolkit is present in the second."""
 
     result: BootResult
     broken: SuiteResult
@@ -151,13 +152,13 @@ def booted(artefact: Path, toolkit: Variant, tmp_path_factory: pytest.TempPathFa
 
 
 def _container(ssh: SshTarget) -> str:
-    """Run a container by the toolkit's runtime; return what Docker says of it."""
+    """Run a container with the toolkit's runtime and return what Docker reports about it."""
     ssh.put(pause.archive(), "/run/pause.tar")
     return shell(ssh, RUN)
 
 
 def _notes(ssh: SshTarget) -> str:
-    """Let the driver's module come and go, then a driver appear; return how the toolkit's programs were called."""
+    """Try to load the driver's module, then make a driver appear; return how the toolkit's programs were called."""
     shell(ssh, "modprobe nvidia", ok=(1,))
     shell(ssh, APPEAR)
     return ssh.run(["cat", NOTES]).stdout
@@ -174,7 +175,7 @@ def _boot_id(ssh: SshTarget) -> str:
 
 
 def _started_by_itself(ssh: SshTarget, before: str) -> Node:
-    """Let the preflight find a fault that a reboot may cure; return what the machine is after its own reboot."""
+    """Make the preflight find a fault that a reboot may cure; return the machine's state after its own reboot."""
     shell(ssh, BREAK)
     shell(ssh, "systemctl --no-block restart preflight.service")
     deadline = time.monotonic() + REBOOT_SECONDS
@@ -186,7 +187,7 @@ def _started_by_itself(ssh: SshTarget, before: str) -> Node:
             if _boot_id(ssh) != before:
                 return _node(ssh)
         except (BootError, CommandError):
-            pass  # it is on its way
+            pass  # it is rebooting
 
 
 def test_every_check_passes_without_a_gpu(booted: Booted) -> None:
@@ -208,7 +209,7 @@ def test_no_unit_failed_without_a_gpu(booted: Booted) -> None:
 
 
 def test_boot_without_a_gpu_does_not_pass(booted: Booted) -> None:
-    """Its size is unknown, so nobody knows how many GPUs there should be. No reboot would tell."""
+    """The VM size is unknown, so the expected number of GPUs is unknown too. A reboot wouldn't help."""
     found = booted.first.verdict
     assert found["boot_id"] == booted.first.boot_id
     assert (found["state"], found["code"], found["action"]) in (
@@ -218,7 +219,7 @@ def test_boot_without_a_gpu_does_not_pass(booted: Booted) -> None:
 
 
 def test_machine_starts_itself_again_once_and_is_tested_anew(booted: Booted) -> None:
-    """The second verdict is of the second boot, and asks for no third one: a reboot did not help."""
+    """The second verdict is from the second boot, and doesn't request a third one: the reboot didn't help."""
     found = booted.second.verdict
     assert booted.second.boot_id != booted.first.boot_id == booted.first.verdict["boot_id"]
     assert found["boot_id"] == booted.second.boot_id
@@ -228,7 +229,7 @@ def test_machine_starts_itself_again_once_and_is_tested_anew(booted: Booted) -> 
 
 
 def test_toolkit_asks_nothing_of_a_machine_without_a_gpu(booted: Booted) -> None:
-    """It was there when the machine started: its checks pass, and nobody described what isn't there."""
+    """The toolkit was there when the machine started: its checks pass, and no CDI spec was generated."""
     assert {check.name: check.message for check in booted.toolkit.suite.not_passed} == {}
     assert len(booted.toolkit.suite.checks) == 9
     assert "cdi generate" not in booted.toolkit.notes

@@ -1,4 +1,4 @@
-"""Who may work, decided by a real API server, a real scheduler and the controller as a process of its own."""
+"""Which nodes may work, as decided by a real API server, a real scheduler and the controller as a separate process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.support.control_plane.gates import (
 from tests.support.images.builds import REPO
 from tests.support.images.programs import needs_programs
 
-# An hour of it (3600) is what a pool may have to live through, and too long for every run.
+# A pool may have to survive an outage of an hour (3600), which is too long for every run.
 OUTAGE_SECONDS = float(os.environ.get("IMAGE_BUILDER_OUTAGE_SECONDS", "5"))
 
 pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
@@ -56,7 +56,7 @@ def cluster() -> Iterator[Cluster]:
 
 @contextmanager
 def controlled(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
-    """Run the controller as the documentation does: by the command, with its service account's rights alone."""
+    """Run the controller as documented: through the command, with only its service account's permissions."""
     argv = [sys.executable, "-P", "-m", "image_builder.cli", "gate", "run", "--kubeconfig"]
     with (
         (cluster.work / "gate.log").open("a") as log,
@@ -91,7 +91,7 @@ def machine(cluster: Cluster, tmp_path: Path, healthz: str) -> Callable[[], Mach
 
 
 def pod(cluster: Cluster, machine: Machine) -> str:
-    """Ask for a pod that fits on one machine alone."""
+    """Create a pod that can only run on one machine."""
     name = f"pod-{uuid.uuid4().hex[:8]}"
     manifest = {
         "apiVersion": "v1",
@@ -108,7 +108,7 @@ def pod(cluster: Cluster, machine: Machine) -> str:
 
 
 def scheduled(cluster: Cluster, name: str) -> tuple[str, str]:
-    """Return the node that a pod was given, and what the scheduler says of it where it was given none."""
+    """Return the node that a pod was assigned to, and the scheduler's message if it wasn't assigned to any."""
     found = cluster.admin.request("GET", f"/api/v1/namespaces/default/pods/{name}")
     said = [
         c.get("message", "") for c in found["status"].get("conditions", []) if c["type"] == "PodScheduled"
@@ -132,7 +132,7 @@ def test_a_pod_runs_on_a_node_whose_boot_passed_and_waits_on_any_other(
         assert (node.condition()["status"], node.condition()["reason"]) == ("True", "Passed")
         assert model.boot_of(node.condition()["message"]) == node.boot
 
-        # Started again: the condition still says True, but of another boot.
+        # Rebooted: the condition still says True, but it belongs to another boot.
         node.start(is_known=True)
         assert wait_until(node.is_out)
         second = pod(cluster, node)
@@ -153,7 +153,7 @@ def test_a_node_that_did_not_pass_stays_out(
         good.start(is_known=False)
         bad.report(state, "gpu.kat.int", "replace")
         good.report(model.PASSED)
-        # What was reported later was acted upon: so this is what becomes of the other one.
+        # A later report has been processed, so the other node's state is final.
         assert wait_until(lambda: not good.is_out())
         assert bad.is_out()
     condition = bad.condition()
@@ -172,7 +172,7 @@ def test_a_known_node_that_fails_is_out_before_its_kubelet_starts(
         node.start(is_known=False)
         node.report(model.PASSED)
         assert wait_until(lambda: not node.is_out())
-        # The next boot fails. Its kubelet has told nothing yet: the boot id is still the old one.
+        # The next boot fails. Its kubelet hasn't reported anything yet: the boot ID is still the old one.
         before = node.boot
         node.boot = str(uuid.uuid4())
         (node.directory / model.FILE).write_text(
@@ -243,9 +243,9 @@ def test_break_glass_lets_one_boot_in_without_the_controller(
         marker.start(is_known=False)
         marker.report(model.PASSED)
         assert wait_until(lambda: not marker.is_out())
-        assert not node.is_out()  # the controller honours it
+        assert not node.is_out()  # the controller honors it
         node.start(is_known=True)
-        assert wait_until(node.is_out)  # for that boot
+        assert wait_until(node.is_out)  # only for that boot
     shown = subprocess.run(
         [*argv, "status", "--kubeconfig", admin, "--json"], env=env, capture_output=True, text=True
     )
@@ -286,7 +286,7 @@ def test_an_api_server_that_was_away_changes_nothing_in_the_end(
         try:
             for thread in reports:
                 thread.start()
-            # They wait.
+            # They are waiting.
             assert not wait_until(lambda: not all(t.is_alive() for t in reports), seconds=OUTAGE_SECONDS)
         finally:
             cluster.start_api()
@@ -335,7 +335,7 @@ def test_a_watch_from_a_forgotten_version_lists_again(
     seen: list[str] = []
     client = cluster.client(GATE, agent="informer-410")
     informer = watch_nodes(client, Rules(), lambda node: seen.append(node.name), seen.append, said.append)
-    informer._version = "1"  # of a time before this API server's
+    informer._version = "1"  # older than anything this API server has
     with in_background(informer.run) as stop:
         node = machine()
         node.start(is_known=False)
@@ -354,7 +354,7 @@ def test_rights_are_no_more_than_it_needs(cluster: Cluster) -> None:
 
 @needs_programs
 def test_the_documented_job_of_slices_is_one(cluster: Cluster) -> None:
-    """Of docs/how-to/run-slices-elsewhere.md: the API server keeps every field, and takes it with numbers only."""
+    """From docs/how-to/run-slices-elsewhere.md: the API server keeps every field, and accepts it only with numbers."""
     job, path = yaml.safe_load(slices_howto.manifest()), "/apis/batch/v1/namespaces/default/jobs"
     assert "completions" in refusal(lambda: cluster.admin.request("POST", path, job))["message"]
     job = yaml.safe_load(slices_howto.manifest().replace("SLICES", "2"))
@@ -365,7 +365,7 @@ def test_the_documented_job_of_slices_is_one(cluster: Cluster) -> None:
 
 
 def lost(wanted: Any, found: Any, path: str = "spec") -> list[str]:
-    """Return where ``found`` lacks what is wanted; it may have more."""
+    """Return the paths where ``found`` lacks something wanted; it may contain more."""
     if isinstance(wanted, dict):
         return [
             place

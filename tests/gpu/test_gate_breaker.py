@@ -1,4 +1,4 @@
-"""The breaker for boots and the controller that only advises, by a real API server with the documented rights."""
+"""The breaker for boots and the advise-only controller, with a real API server and the documented permissions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.control_plane.gates import (
 pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
 
 CODE = "gpu.kat.int"
-KEY = f"{CODE}.."  # of the nodes without a pool
+KEY = f"{CODE}.."  # for nodes without a pool
 REPLACE = Verdict(FAILED, CODE, "mismatch in SM 7", "replace")
 
 
@@ -62,7 +62,7 @@ def machine(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @contextmanager
 def controlled(cluster: Cluster, user: str = GATE, *, advises: bool = False) -> Iterator[list[str]]:
-    """Run the controller in this process; return what it says."""
+    """Run the controller in this process; yield what it logs."""
     said: list[str] = []
     settings = Settings(
         turn=0.2,
@@ -81,7 +81,7 @@ def held(cluster: Cluster) -> dict[str, Hold]:
 
 
 def asked(machine: Machine) -> Verdict:
-    """Ask as the machine's preflight does, with the kubelet's identity."""
+    """Make the request as the machine's preflight does, with the kubelet's identity."""
     return hold.asked(REPLACE, PreflightSettings(kubeconfig=os.fspath(machine.kubeconfig)))
 
 
@@ -100,7 +100,7 @@ def test_many_that_fail_alike_are_held_until_a_person_says_otherwise(
         assert wait_until(lambda: KEY in held(cluster))
         assert (held(cluster)[KEY].failed, held(cluster)[KEY].of) == (3, 4)
         assert wait_until(lambda: any(f"BREAKER OPEN: {CODE}: 3 of 4 nodes" in line for line in said))
-        # A node that fails by it from now on does nothing to itself, and asks for nothing.
+        # From now on, a node that fails for this reason does nothing to itself and requests nothing.
         verdict = asked(good)
         assert (verdict.state, verdict.action) == (FAILED, "none")
         assert "replace is held: 3 of 4 nodes failed alike" in verdict.reason
@@ -124,7 +124,7 @@ def test_many_that_fail_alike_are_held_until_a_person_says_otherwise(
         assert wait_until(lambda: held(cluster) == {})
         assert wait_until(lambda: not any(each.is_out() for each in failing))
 
-    # Another controller goes on with what the last one held: a new one opens it once, and not again.
+    # A new controller takes over what the previous one held: it opens the breaker once, and not again.
     for each in failing:
         each.start(is_known=True)
         each.report(FAILED, CODE, "replace")
@@ -154,7 +154,7 @@ def test_a_controller_that_advises_changes_nothing(cluster: Cluster, machine: Ca
     good.report(model.PASSED)
     for each in failing:
         each.report(FAILED, CODE, "replace")
-    # It has the right to read nodes, and no other.
+    # It may read nodes and nothing else.
     rights = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]}]
     rbac = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": "adviser"}}
     path = "/apis/rbac.authorization.k8s.io/v1"
@@ -176,13 +176,13 @@ def test_a_controller_that_advises_changes_nothing(cluster: Cluster, machine: Ca
 
 
 def switch_on(machine: Machine) -> None:
-    """Start a machine whose kubelet waits for the preflight: the API server knows of the boot before."""
+    """Start a machine whose kubelet is waiting for the preflight: the API server only knows about the previous boot."""
     machine.boot = str(uuid.uuid4())
     (machine.directory / "boot_id").write_text(f"{machine.boot}\n")
 
 
 def starts_itself_again(machine: Machine) -> bool:
-    """Run the agent's preflight, whose GPUs have a fault that a reboot may cure."""
+    """Run the agent's preflight on GPUs with a fault that a reboot may cure."""
     here = machine.directory
     for name in ("run", "etc"):
         (here / name).mkdir(exist_ok=True)

@@ -35,12 +35,12 @@ json.dump({{"boot_id": sys.argv[1], "checks": [check], "verdict": verdict}}, sys
 sys.exit(2)
 """
 FABRIC = _FAIL.format(check="fabric", code="fabric.state")
-# Routine in the life of a GPU's memory.
+# Routine in the life of GPU memory.
 REMAP = _FAIL.format(check="remap", code="remap.pending")
 
 
 class Machine:
-    """The files of a node, and what its reboot would be: a file that appears."""
+    """The files of a node, and a stand-in for its reboot: a file that appears."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -52,7 +52,7 @@ class Machine:
         self.start()
 
     def start(self) -> None:
-        """Start it: an empty /run, a new boot id."""
+        """Start the machine: an empty /run and a new boot ID."""
         self.boot = str(uuid.uuid4())
         (self.directory / "boot_id").write_text(f"{self.boot}\n")
         for path in (self.directory / "run").iterdir():
@@ -114,7 +114,7 @@ class Machine:
 
     @property
     def told(self) -> str:
-        """What the kubelet is told."""
+        """Return what the kubelet is told."""
         return (self.directory / "run/kubelet.env").read_text()
 
 
@@ -141,7 +141,7 @@ def test_it_is_started_again_once_until_a_boot_passes(machine: Machine) -> None:
     assert not machine.may_start_the_kubelet(), "on the way down"
     assert (machine.verdict["code"], machine.verdict["action"]) == ("fabric.state", "reboot")
     machine.start()
-    machine.program = PASS  # the reboot has helped
+    machine.program = PASS  # the reboot helped
     assert machine.test() == 0 and machine.verdict["state"] == "passed"
     machine.start()
     machine.program = FABRIC  # months later
@@ -190,7 +190,7 @@ def test_an_account_that_can_not_be_read_is_begun_again_by_a_pass(machine: Machi
 
 
 def test_what_was_not_settled_is_tested_again_until_it_is(machine: Machine) -> None:
-    """A name that doesn't resolve at boot; the GPUs, which passed, are not tested a second time."""
+    """A name doesn't resolve at boot; the GPUs, which passed, aren't tested a second time."""
     runs = machine.directory / "runs"
     machine.expect_gpus(f"open({str(runs)!r}, 'a').write('x')\n" + PASS)
     machine.settings(dns=["nowhere.invalid"], kubeconfig="/nonexistent/kubelet.conf")

@@ -1,4 +1,4 @@
-"""Nodes that go bad at work, by a real API server, scheduler and controllers, with the gate's documented rights."""
+"""Nodes that go bad in service, with a real API server, scheduler and controllers, and the gate's documented rights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plane() -> Iterator[Ward]:
 
 @pytest.fixture
 def nodes(plane: Ward) -> Iterator[Callable[..., list[str]]]:
-    """Register nodes that are gone after the test: a share is of all that there are."""
+    """Register nodes that are removed after the test: a share is calculated from all nodes that exist."""
     names: list[str] = []
 
     def register(count: int, **labels: str) -> list[str]:
@@ -62,14 +62,14 @@ def test_a_lasting_finding_takes_a_node_out_until_it_passes_its_preflight(
         record = plane.record(sick)
         assert record and (record.condition, record.reason, record.remedy) == ("NodeHealthy", SICK, "taint")
         assert wait_until(lambda: plane.events(sick) == ["NodeQuarantined"])
-        # Its pods stay, and nothing new comes.
+        # Its pods stay, and no new ones are scheduled.
         assert not fence.is_cordoned(plane.document(sick)) and plane.is_clean(well)
         lines = {line["node"]: line for line in overview(plane.admin, Rules())}
         assert (lines[sick]["gate"], lines[sick]["may_work"]) == ("out", "no") and SICK in lines[sick]["why"]
 
         plane.report(sick, "True", "NodeIsHealthy")
         plane.report(well, "False", SICK)
-        assert wait_until(lambda: plane.is_out(well))  # many turns later
+        assert wait_until(lambda: plane.is_out(well))  # many cycles later
         assert plane.is_out(sick), "health alone brings nobody back"
         plane.kubelets.boot(sick)
         plane.passes(sick)
@@ -113,7 +113,7 @@ def test_a_person_lets_a_node_in_that_is_not_well(plane: Ward, nodes: Callable[.
 def test_conditions_of_others(
     plane: Ward, nodes: Callable[..., list[str]], condition: str, reason: str
 ) -> None:
-    """Those of node-problem-detector and NVSentinel are bad where they are True, as is one of the operator's own."""
+    """Conditions of node-problem-detector and NVSentinel are bad when True, and so is one of the operator's own."""
     (sick,) = nodes(1)
     with plane.controlled(conditions={"example.com/*": "True"}):
         plane.report(sick, "True", reason, condition)
@@ -152,13 +152,13 @@ def test_an_emptied_node_is_handed_on_and_a_gpu_pod_is_not_evicted(
         (pod,) = workloads.pods_of(plane.admin, space, "trains")
         assert pod["spec"]["nodeName"] == sick and "deletionTimestamp" not in pod["metadata"]
         assert (record := plane.record(sick)) and record.stage == "out"
-        # Its owner opts in.
+        # The pod's owner opts in.
         meta = pod["metadata"]
         path = f"/api/v1/namespaces/{space}/pods/{meta['name']}"
         plane.admin.request("PATCH", path, {"metadata": {"annotations": {MARK: "evict"}}}, MERGE_PATCH)
         assert wait_until(lambda: (record := plane.record(sick)) is not None and record.stage == "asked", 60)
         assert plane.events(sick)[0] == "NodeQuarantined" and plane.events(sick)[-1] == "RebootWanted"
-        # Somebody else's cordon is no obstacle to the taint, and nobody's business but theirs.
+        # Someone else's cordon doesn't prevent the taint, and remains entirely theirs.
         assert plane.is_out(foreign) and fence.record_of(plane.document(foreign)) is None
         for name in (sick, foreign):
             plane.kubelets.boot(name)
@@ -187,7 +187,8 @@ def test_a_set_that_a_rollout_drives_is_emptied_by_nobody_else(
                 plane.report(name, "False", SICK)
             assert wait_until(lambda: plane.is_out(sick))
             (other,) = nodes(1)
-            # Of no set, and for another reason, or the breaker would hold all three: emptied, some turns later.
+            # In no scale set, and with another reason, or the breaker would hold all three: emptied a few cycles
+            # later.
             plane.report(other, "False", "GpuFabric")
             assert wait_until(lambda: f"{other}: emptied" in lines)
             assert not fence.is_cordoned(plane.document(sick)) and not plane.is_out(work)
@@ -207,7 +208,7 @@ def test_a_bad_host_is_remembered_and_who_comes_to_it_is_held(
         for name in (first, moved):
             plane.report(name, "False", SICK)
         assert wait_until(lambda: set(hosts.read(plane.admin) or {}) == {"HOST1", "HOST2"})
-        # One passes its preflight where it was, the other's machine comes up elsewhere.
+        # One passes its preflight on the same host, the other's machine comes up on another host.
         plane.put_on(moved, "HOST3")
         for name in (first, moved):
             plane.kubelets.boot(name)
@@ -215,7 +216,7 @@ def test_a_bad_host_is_remembered_and_who_comes_to_it_is_held(
             plane.report(name, "True", "NodeIsHealthy")
         assert wait_until(lambda: plane.is_clean(first) and plane.is_clean(moved))
         assert wait_until(lambda: set(hosts.read(plane.admin) or {}) == {"HOST2"})
-        # By default that is only told.
+        # By default, that is only reported.
         plane.put_on(later, "HOST2")
         assert wait_until(lambda: plane.events(later) == ["HostKnownBad"])
         assert plane.is_clean(later) and any(moved in line for line in lines if later in line)
@@ -244,7 +245,7 @@ def test_a_controller_that_advises_changes_nothing(plane: Ward, nodes: Callable[
 def test_a_false_alarm_takes_out_no_more_than_the_budget(
     plane: Ward, nodes: Callable[..., list[str]]
 ) -> None:
-    """Five of a hundred, and then half of them."""
+    """Five nodes of a hundred fail, and then half of them."""
     fleet = nodes(100)
     with plane.controlled(share=0.02) as lines:
         for name in fleet[:5]:
@@ -253,7 +254,7 @@ def test_a_false_alarm_takes_out_no_more_than_the_budget(
         for name in fleet[5:50]:
             plane.report(name, "False", SICK)
         assert wait_until(lambda: any(f"BREAKER OPEN: {SICK}" in line for line in lines))
-        # There is room again, and the reason is held: what ails by another one is taken out.
+        # The budget has room again, and the first reason is held: a node that fails for another reason is taken out.
         back = next(name for name in fleet if plane.is_out(name))
         plane.passes(back)
         plane.report(back, "True", "NodeIsHealthy")
@@ -264,11 +265,11 @@ def test_a_false_alarm_takes_out_no_more_than_the_budget(
 
 
 class DiesError(BaseException):
-    """The process is killed."""
+    """Stands for the process being killed."""
 
 
 class Mortal(Client):
-    """A connection of a process that dies right before, or right after, its ``last`` request that changes anything."""
+    """The connection of a process that dies right before or right after its ``last`` request that changes anything."""
 
     last, is_after = 0, False
     changes = 0
@@ -292,7 +293,7 @@ def outlived(
     policy: dict[str, Any],
     is_over: Callable[[Ward, str], bool],
 ) -> int:
-    """Let a controller work until something is so, and its successor after it; return how many died."""
+    """Run a controller until a condition holds, then its successor if it dies; return how many died."""
     for deaths, living in enumerate((client, plane.client())):
         with living, suppress(DiesError):
             for _ in range(30):
@@ -310,7 +311,7 @@ def is_asked(plane: Ward, name: str) -> bool:
 def test_a_controller_that_is_killed_at_each_of_its_requests(
     plane: Ward, nodes: Callable[..., list[str]]
 ) -> None:
-    """The next one does the rest; each step is one Event, and nothing of ours is left in the end."""
+    """The successor does the rest; each step is one Event, and nothing of ours is left behind in the end."""
     cases = [(last, is_after) for last in range(1, 10) for is_after in (False, True)]
     names = nodes(len(cases))
     deaths = 0
@@ -335,7 +336,7 @@ def test_a_controller_that_is_killed_at_each_of_its_requests(
 
 
 def test_the_rights_are_enough_and_no_more(plane: Ward) -> None:
-    """After all tests above: nothing was refused, and each right to drain was needed."""
+    """Checked after all tests above: nothing was refused, and each permission for draining was needed."""
     lines = (plane.cluster.work / "audit.log").read_text().splitlines()
     events = [event for event in map(json.loads, lines) if event.get("userAgent") == "gate"]
     done = [event for event in events if event["stage"] == "ResponseComplete"]

@@ -1,4 +1,4 @@
-"""`gate report`: from the Nodes of a real API server to the requests that Azure's Guest Health Reporting takes."""
+"""`gate report`: from the Nodes of a real API server to the requests that Azure's Guest Health Reporting accepts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plane() -> Iterator[Ward]:
 
 
 def place(plane: Ward, name: str, number: int, host: str) -> None:
-    """Say where in Azure a node is."""
+    """Set where in Azure a node is."""
     plane.put_on(name, host)
     changes = {"spec": {"providerID": f"azure://{SET}/virtualMachines/{number}"}}
     plane.admin.request("PATCH", path_of_node(name), changes, MERGE_PATCH)

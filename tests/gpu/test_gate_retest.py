@@ -1,6 +1,6 @@
-"""A re-test of a node that works, by a real API server, a real scheduler and the controller with its documented rights.
+"""Retests of a node in service, with a real API server, scheduler and controller, and the documented rights.
 
-Only the smoke test is a stand-in, for want of a GPU: a program that ends as `node-agent gpu-smoke` does.
+Only the smoke test is a stand-in, for lack of a GPU: a program that exits as `node-agent gpu-smoke` does.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def healthz() -> Iterator[str]:
 
 
 class Node(Machine):
-    """A node with GPUs that was tested a week ago and works, and its re-test."""
+    """A working node with GPUs that was tested a week ago, and its retest."""
 
     def __init__(self, cluster: Cluster, directory: Path, healthz: str, verdict: dict[str, Any]) -> None:
         super().__init__(cluster, directory, f"node-{uuid.uuid4().hex[:8]}", healthz)
@@ -80,7 +80,7 @@ class Node(Machine):
         return [sys.executable, "-c", f"print({said!r}); raise SystemExit({self.document['exit_code']})"]
 
     def retest(self) -> int:
-        """Do what the timer starts; looks follow each other quickly."""
+        """Do what the timer starts, but poll at short intervals."""
 
         def soon(_seconds: float) -> None:
             time.sleep(0.5)
@@ -103,7 +103,7 @@ class Node(Machine):
 
 @contextmanager
 def controlled(cluster: Cluster, share: float = 1.0, least: int = 50) -> Iterator[list[str]]:
-    """Run a controller that thinks of re-tests twice a second."""
+    """Run a controller that considers retests twice a second."""
     said: list[str] = []
     kubeconfig = cluster.kubeconfig(GATE)
     settings = Settings(
@@ -119,7 +119,7 @@ def controlled(cluster: Cluster, share: float = 1.0, least: int = 50) -> Iterato
 
 
 def pod_with_a_gpu(cluster: Cluster, node: Node) -> str:
-    """Put a pod with a GPU on a node, as a scheduler that had bound it has it."""
+    """Put a pod with a GPU on a node, in the state in which a scheduler that bound it leaves it."""
     name = f"pod-{uuid.uuid4().hex[:8]}"
     gpu = {"limits": {"nvidia.com/gpu": "1"}, "requests": {"nvidia.com/gpu": "1"}}
     spec = {"nodeName": node.name, "containers": [{"name": "a", "image": "pause", "resources": gpu}]}
@@ -140,13 +140,13 @@ def test_an_idle_node_is_tested_again_out_of_service_and_comes_back(
         assert wait_until(lambda: not node.is_out())
         asked = cluster.requests(agent="node-agent") - before
     assert model.retest_of(node.condition()["message"]) and node.condition()["status"] == "True"
-    # One for the wish, one for the report; looks there are as many as it takes.
+    # One for the request, one for the report; there may be as many reads as it takes.
     assert {what: n for what, n in asked.items() if what[0] != "get"} == {
         ("patch", "nodes"): 1,
         ("patch", "nodes/status"): 1,
     }
     assert 1 <= asked["get", "nodes"] <= retest.LOOKS
-    # It was tested just now: it asks nothing.
+    # It has only just been tested, so it requests nothing.
     assert node.retest() == 0 and len(node.was_out) == 1
 
 
@@ -156,7 +156,7 @@ def test_a_wrong_answer_keeps_the_node_out(cluster: Cluster, healthz: str, tmp_p
         assert wait_until(lambda: not node.is_out() and not other.is_out())
         assert node.retest() == 0
         assert wait_until(lambda: node.condition()["status"] == "False")
-        # What comes later is acted upon: so this is what becomes of it.
+        # A later change has been processed, so this node's state is final.
         other.start(is_known=True)
         assert wait_until(other.is_out)
         assert node.is_out()
@@ -164,7 +164,7 @@ def test_a_wrong_answer_keeps_the_node_out(cluster: Cluster, healthz: str, tmp_p
 
 
 def test_gpus_in_use_are_not_tested(cluster: Cluster, healthz: str, tmp_path: Path) -> None:
-    """Neither by what the API server knows, nor by what the smoke test finds."""
+    """GPUs count as in use if either the API server or the smoke test says so."""
     with controlled(cluster):
         node, used = Node(cluster, tmp_path, healthz, PASS), Node(cluster, tmp_path, healthz, BUSY)
         assert wait_until(lambda: not node.is_out() and not used.is_out())
@@ -190,7 +190,7 @@ def test_failed_nodes_keep_their_places_and_the_breaker_opens(
         assert wait_until(lambda: not any(node.is_out() for node in (one, two, good, last)))
         assert one.retest() == two.retest() == 0
         assert one.was_out == two.was_out == [True]
-        # Both stay out, and have taken the places that there were: nobody else is taken out of service.
+        # Both stay out and occupy all the slots: no other node is taken out of service.
         assert good.retest() == 0
         assert (good.was_out, good.answer) == ([], "") and not good.is_out()
     with controlled(cluster, least=2) as said:
@@ -201,7 +201,7 @@ def test_failed_nodes_keep_their_places_and_the_breaker_opens(
 
 
 def test_a_node_whose_wish_nobody_hears_goes_on(cluster: Cluster, healthz: str, tmp_path: Path) -> None:
-    """The API server is away, or there is no controller: nothing fails, and nothing is tested."""
+    """The API server is down, or there is no controller: nothing fails, and nothing is tested."""
     node = Node(cluster, tmp_path, healthz, PASS)
     cluster.stop_api()
     try:

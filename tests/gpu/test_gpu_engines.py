@@ -1,8 +1,8 @@
-"""The runtime for GPUs is added to what Docker and containerd are told already, and takes nothing of it away.
+"""The runtime for GPUs is added to the existing configuration of Docker and containerd, and removes nothing from it.
 
-containerd 1.7 replaces a plugin's whole section by that of a later file: a drop-in with the runtime alone would put the
-pause image, the mirrors and the deadlines back to defaults. The real containerd says what it makes of both files, and
-the real Docker what it thinks of its own. Debian 12's engines are in the GPU image: tests/gpu/test_gpu_toolkit.py.
+containerd 1.7 replaces a plugin's whole section with that of a later file: a drop-in that only has the runtime would
+reset the pause image, the mirrors and the deadlines to defaults. The real containerd shows how it merges both files,
+and the real Docker validates its own. Debian 12's engines are in the GPU image: tests/gpu/test_gpu_toolkit.py.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tests.support.images.builds import REPO, Workplace
 
 pytestmark = pytest.mark.root
 
-# What the role container_runtime writes for the containerd that Docker's image has, too.
+# What the role container_runtime also writes for the containerd in Docker's image.
 MAIN = REPO / "tests/unit/golden/container_runtime/containerd-1.7.toml"
 PLUGIN = "io.containerd.grpc.v1.cri"
 DROP_IN = "etc/containerd/conf.d/99-nvidia.toml"
-# As the role demands it.
+# As required by the role.
 RUNTIMES = {"nvidia": {"path": "nvidia-container-runtime"}}
 
 
 def rendered(main: bytes) -> str:
-    """Return the drop-in that the role writes beside a main file."""
+    """Return the drop-in that the role writes next to a main file."""
     template = (REPO / "roles/nvidia/templates/containerd.toml.j2").read_text(encoding="utf-8")
     variables: dict[str, JSON] = {
         "__nvidia_containerd_main": {"content": base64.b64encode(main).decode()},
@@ -72,7 +72,7 @@ def test_drop_in_adds_the_runtime_and_changes_nothing_else(tmp_path: Path, worke
         after["plugins"][PLUGIN].pop("enable_cdi") is True
         and before["plugins"][PLUGIN].pop("enable_cdi") is False
     )
-    # The program collects the files that it read in a map: their order is chance.
+    # The program collects the files that it read in a map, so their order is random.
     assert sorted(after.pop("imports")) == sorted([*before.pop("imports"), f"/{DROP_IN}"])
     assert after == before
 

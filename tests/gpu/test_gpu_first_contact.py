@@ -1,8 +1,8 @@
-"""The first contact with a GPU, rehearsed: the whole command on a driver's libraries of ours.
+"""A rehearsal of the first contact with a GPU: the whole command, on our own stand-in for the driver's libraries.
 
-No GPU is here, and no speed means anything. What is tested is that the command's ten minutes are not lost to its own
-faults: it does every step, notices every drill, goes on after what hangs, dies or answers wrongly, and leaves what it
-has whenever it is ended.
+There is no GPU here, and speeds mean nothing. The point is that the command's ten minutes aren't lost to its own
+faults: it performs every step, notices every drill, continues after anything that hangs, dies or answers wrongly, and
+leaves its results so far whenever it is stopped.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from tests.support.images.builds import REPO, Workplace
 pytestmark = pytest.mark.root
 
 PROGRAM = [sys.executable, os.fspath(REPO / "tests/bench/gpu.py")]
-# As much less is measured; the deadlines are those of a real run.
+# So much less is measured; the deadlines are those of a real run.
 PACE = "0.02"
 RUNS = runs(float(PACE))
-# What makes no sense of a stand-in: how fast it is.
+# Checks that make no sense on a stand-in: how fast it is.
 SPEEDS = ("hbm_ratio", "h2d_ratio", "d2h_ratio", "mma_ratio", "at the same time", "boot-quick", "compiler")
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A run's machine and directory, its exit status, and what it said."""
+    """A run's machine and directory, its exit status, and its output."""
 
     machine: StandIn
     out: Path
@@ -64,7 +64,7 @@ class Learned:
 
 @pytest.fixture(scope="session")
 def libraries(worker_gpu: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both libraries, by the compiler that the kernel's modules are built with."""
+    """Compile both libraries with the compiler that builds the kernel modules."""
     folder = tmp_path_factory.mktemp("gpu-stand-in")
     gpu_stand_in.sources(folder / "src")
     binds = {"/run/stand-in": folder / "src"}
@@ -98,7 +98,7 @@ def only(*names: str) -> list[str]:
 
 
 def left_behind(out: Path) -> list[str]:
-    """Return the command lines of processes that a run in this directory has started and that are still there."""
+    """Return the command lines of processes started by a run in this directory that are still running."""
     end = time.monotonic() + 10
     while True:
         pids = []
@@ -116,7 +116,7 @@ def left_behind(out: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def learned(libraries: Path, tmp_path_factory: pytest.TempPathFactory) -> Learned:
-    """A whole run on two healthy GPUs."""
+    """Return a complete run on two healthy GPUs."""
     folder = tmp_path_factory.mktemp("contact")
     return run(gpu_stand_in.machine(folder / "machine", libraries), folder / "out")
 
@@ -141,7 +141,7 @@ def test_assumptions_hold_on_a_healthy_machine(learned: Learned) -> None:
 
 
 def test_answers_are_recorded_to_the_byte(learned: Learned) -> None:
-    """What the libraries were given is what the recording has, for each call."""
+    """The recording has exactly what the libraries were told to answer, for each call."""
     table = {}
     for line in (learned.machine.libraries / "nvml.txt").read_text().splitlines():
         fields = line.split()
@@ -150,7 +150,7 @@ def test_answers_are_recorded_to_the_byte(learned: Learned) -> None:
         code, outputs = int(fields[4 + len(numbers)]), fields[6 + len(numbers) :]
         table[fields[0], gpu, peer, numbers] = code, outputs[1::2]
     answers = [answer for answer in lines(learned.out / "steps/nvml/answers.jsonl") if "code" in answer]
-    live = ("nvmlDeviceGetComputeRunningProcesses_v3",)  # asked of the processes that are there
+    live = ("nvmlDeviceGetComputeRunningProcesses_v3",)  # depends on the processes that are running
     recorded = {nvml_answers.key(answer): answer for answer in answers if answer["call"] not in live}
     assert len(recorded) > 3000 and set(recorded) == {
         question for question in table if question[0] not in live
@@ -173,7 +173,7 @@ def test_a_proposal_names_no_machine_and_can_be_replayed(
     assert b"GPU-00000000-" in json.dumps(recording).encode()
     page = (into / "gpu-results.md").read_text()
     assert "| a wrong bit in memory | detected | done | holds |" in page
-    # Nobody knows the size, and the run was short: no calibration, and why.
+    # The size is unknown and the run was short: no calibration, and the reasons why.
     calibration = read_json(into / "calibration.json")
     assert calibration["calibrations"] == [] and len(calibration["why_not"]) >= 2
     raw = lzma.decompress(next(into.glob("*.xz")).read_bytes())
@@ -181,7 +181,7 @@ def test_a_proposal_names_no_machine_and_can_be_replayed(
     everything = b"".join(path.read_bytes() for path in into.glob("*.json")) + json.dumps(answers).encode()
     secrets = list(names_of(Contact(learned.out)))
     assert secrets and not [secret for secret in secrets if secret in everything]
-    # A machine that gives these answers says the same of itself, but for its name.
+    # A machine that gives these answers reports the same about itself, except for its name.
     again = gpu_stand_in.machine(tmp_path / "machine", libraries, count=1)
     again.answer(answers)
     first = run(again, tmp_path / "out", *only("facts", "nvml"))
@@ -190,7 +190,7 @@ def test_a_proposal_names_no_machine_and_can_be_replayed(
 
 
 def told(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what was answered about the machine and its first GPU, without the time it took and any name."""
+    """Return the answers about the machine and its first GPU, without their timings and without any names."""
     return [
         {key: value for key, value in answer.items() if key != "us"}
         for answer in answers
@@ -243,7 +243,7 @@ def test_a_call_that_hangs_and_one_that_crashes_cost_one_answer_each(libraries: 
     ("steps", "most_seconds"),
     [
         (("facts", "readings", "nvml", "cuda", "smoke-quick", "drill-result", "after"), 30),
-        pytest.param((), 50, marks=pytest.mark.nightly),  # all steps: those of the whole's end have no time
+        pytest.param((), 50, marks=pytest.mark.nightly),  # all steps: there is no time for the last ones
     ],
 )
 def test_a_driver_that_never_answers_ends_in_time(
@@ -261,7 +261,7 @@ def test_a_driver_that_never_answers_ends_in_time(
         "done",
     )
     assert contact.states["cuda"] == "late"
-    # Its workers were given up by themselves; the smoke test has a document that says so.
+    # The smoke test gave up on its workers itself, and has a document that says so.
     assert contact.result("smoke-quick")["document"]["verdict"]["status"] == "inconclusive"
     assert set(contact.states.values()) <= {"done", "late", "failed", "skipped"}
 
@@ -270,7 +270,7 @@ def test_a_driver_that_never_answers_ends_in_time(
 def test_killed_at_any_moment_it_leaves_what_it_has(libraries: Path, tmp_path: Path, moment: str) -> None:
     machine = gpu_stand_in.machine(tmp_path / "machine", libraries)
     out = tmp_path / "out"
-    # What takes long before that moment would teach nothing about it.
+    # Steps that take a long time before that moment would add nothing here.
     steps = [] if moment == "at once" else ["facts", "readings", "nvml", "cuda", moment, "jit", "after"]
     with start(machine, out, *only(*steps)) as child:
         assert child.stdout is not None
@@ -287,7 +287,7 @@ def test_killed_at_any_moment_it_leaves_what_it_has(libraries: Path, tmp_path: P
     assert moment == "at once" or states[reached][0] == moment
     for name, _ in states[:reached]:
         assert contact.result(name), name
-    # And a proposal can be made of it.
+    # And a proposal can be made from it.
     done = subprocess.run([*PROGRAM, "--propose", out], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
     assert "not observed" in (out / "proposal/gpu-results.md").read_text()

@@ -1,7 +1,7 @@
-"""Workers that are real processes and go wrong in every way: each is ended in time, and named by its GPU.
+"""Workers that are real processes and go wrong in every way: each is stopped in time, and named by its GPU.
 
 No GPU is needed: the workers are small programs. One of them is the program's own worker on interpreted kernels
-(tests/unit/node/gpu/smoke/library.py), so that what reaches this side is what a worker really prints.
+(tests/unit/node/gpu/smoke/library.py), so that the parent reads what a worker really prints.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def summary():
     say({"gpu": uuid, "ended": "done", "sms": 4, "sms_seen": 4, "memory_bytes": 10, "memory_tested_bytes": 9})
 """
 WELL = "measured(); summary()"
-# Nothing of these ends by itself.
+# None of these exits on its own.
 LATE = {
     "hangs": "measured(); time.sleep(600)",
     "ignores SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN); measured(); time.sleep(600)",
@@ -63,9 +63,10 @@ BAD = {
     "forgets its summary": ("measured()", "error: it ended without a summary"),
     "floods": ("measured()\nwhile True: print('x' * 65536)", "error: more than"),
 }
-# Odd, and no fault.
+# Odd, but not a fault.
 LOUD = "for _ in range(99): print('x' * 65536, file=sys.stderr)\nmeasured(); summary()"
-# Enough for a few small processes on a busy machine; what hangs takes all of it. The second half is for the links.
+# Enough for a few small processes on a busy machine; a worker that hangs takes all of it. The second half is for the
+# links.
 DEADLINE = 12
 
 
@@ -109,7 +110,7 @@ def _nothing_is_left() -> Iterator[None]:
     for process in abandoned:
         process.kill()
         process.wait(10)
-    # A child of an earlier test may have ended meanwhile; of this one none is left.
+    # A child of an earlier test may have exited in the meantime; this test leaves none.
     assert abandoned == [] and _children() <= before
 
 
@@ -140,7 +141,7 @@ def test_workers_that_hang_end_together_at_their_deadline_and_are_named() -> Non
     assert DEADLINE / 2 <= time.monotonic() - began < 2 * DEADLINE
     assert [outcomes[gpu].ended for gpu in late] == ["killed: deadline"] * len(late)
     assert all(outcomes[gpu].measurements[0].id == "kat.int" for gpu in late)
-    # The links of the others were tried all the same.
+    # The other GPUs' links were still tried.
     assert [outcomes[gpu].ended for gpu in GPUS[4:6]] == ["done", "done"]
     assert [len(outcomes[gpu].measurements) for gpu in GPUS[4:6]] == [2, 2]
 
@@ -155,7 +156,7 @@ def test_a_worker_that_can_not_be_started_is_named() -> None:
 
 
 def test_what_a_worker_leaves_behind_ends_with_it_and_holds_up_nothing(tmp_path: Path) -> None:
-    """Its child has the pipe that would tell of its end."""
+    """The worker's child holds the pipe whose closing would signal its exit."""
     pid_file = tmp_path / "pid"
     program = f"""
 child = os.fork()
@@ -183,7 +184,7 @@ time.sleep(600)
 
 
 def _ends(pid: int) -> None:
-    """Wait until a process is gone, or a zombie that somebody else is to reap."""
+    """Wait until a process is gone, or is a zombie that another process has to reap."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -197,7 +198,7 @@ def _ends(pid: int) -> None:
 
 @contextmanager
 def _frozen(name: str) -> Iterator[Path]:
-    """A control group whose processes no signal ends as long as it is frozen: the nearest thing to a hung driver."""
+    """Make a control group whose processes no signal can end while it is frozen: the nearest thing to a hung driver."""
     group = FREEZER / name
     group.mkdir()
     try:
@@ -211,7 +212,7 @@ def _frozen(name: str) -> Iterator[Path]:
         group.rmdir()
 
 
-# Only a frozen process survives SIGKILL for sure; many hosts have version 2 alone, which kills what it froze.
+# Only a frozen process is sure to survive SIGKILL; many hosts only have version 2, which does kill frozen processes.
 @pytest.mark.skipif(not (FREEZER / "cgroup.procs").exists(), reason="no version 1 freezer on this host")
 def test_a_worker_that_nothing_ends_is_given_up_and_named() -> None:
     with _frozen(f"image-builder-test-{os.getpid()}") as group:
@@ -274,7 +275,7 @@ def test_ticks_come_while_workers_run() -> None:
     assert len(ticks) >= 10
     count = len(ticks)
     time.sleep(0.3)
-    assert len(ticks) == count  # and no longer
+    assert len(ticks) == count  # and none afterwards
 
 
 def test_a_tick_that_hangs_holds_up_nothing() -> None:
@@ -347,12 +348,12 @@ def test_the_programs_own_worker_is_read_and_its_drills_are_caught() -> None:
     assert {result.status for result in well.measurements if result.id in answers} == {"done"}
     assert [result.id for result in wrong.measurements if result.status == "failed"] == answers
     assert crashed.ended == "crashed: signal 11"
-    # The interpreter gives up a kernel that doesn't end, as a GPU with a watchdog would.
+    # The interpreter gives up on a kernel that doesn't end, as a GPU with a watchdog would.
     assert hung.ended.startswith("error: exit status 1: ") and "ILLEGAL_ADDRESS" in hung.ended
 
 
 def test_a_node_without_a_driver_is_an_error_and_no_pass() -> None:
-    """The real worker, started as on a node; on a host with a driver its GPU would be missing."""
+    """Start the real worker as on a node; on a host with a driver, its GPU would be missing."""
     outcomes = fleet.run(GPUS[:1], "boot-quick", 5, 60)
     assert outcomes[0].ended.startswith("error: exit status 1: node-agent: FAILED: gpu.")
     assert outcomes[0].measurements == ()
@@ -376,7 +377,7 @@ def test_the_agents_archive_starts_its_workers_from_itself(tmp_path: Path) -> No
 
 
 def test_a_worker_whose_reader_died_before_it_could_ask_the_kernel_ends() -> None:
-    """The interpreter's own start takes longer than an agent needs to be killed."""
+    """The interpreter takes longer to start than it takes for an agent to be killed."""
     late = "import sys; sys.stdin.readline(); from image_builder.node.gpu.smoke import worker; "
     worker = [sys.executable, "-c", late + "worker.end_with_the_parent(); import time; time.sleep(600)"]
     with subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPO_ROOT) as started:

@@ -1,6 +1,6 @@
-"""The kernels by NVIDIA's own assembler, for every target that a pool may have; nothing is run.
+"""The kernels, assembled by NVIDIA's own assembler for every target that a pool may have; nothing is run.
 
-ptxas is that of nvidia-cuda-nvcc-cu12: CUDA 12.8 and 12.9 know all targets from sm_70 to sm_120.
+ptxas is the one from nvidia-cuda-nvcc-cu12: CUDA 12.8 and 12.9 support all targets from sm_70 to sm_120.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_a_module_is_assembled_for_every_target(module: str, ptxas: Path, tmp_pa
         done = _assemble(ptxas, text, target, binary)
         assert done.returncode == 0, f"sm_{target}: {done.stderr}"
         assert binary.read_bytes()[:4] == b"\x7fELF"
-        # Registers for four blocks of 256 threads on each SM, none of them spilled.
+        # Registers for four blocks of 256 threads on each SM, with no spills.
         registers = [int(number) for number in re.findall(r"Used (\d+) registers", done.stderr)]
         assert len(registers) == entries and max(registers) <= 64, done.stderr
         assert "warning" not in done.stderr

@@ -1,8 +1,8 @@
-"""The checks of driver and gate can fail: each gets a good image with one thing broken, and must turn red.
+"""The checks of the driver and the gate can fail: each gets a good image with one thing broken, and must turn red.
 
-The image is `worker_gpu`, built when it isn't yet: its modules are compiled, or come from the store. Or a tree alone:
-``IMAGE_BUILDER_GPU_TREE`` has its layers, topmost first, separated by colons, ``IMAGE_BUILDER_GPU_FACTS`` its
-facts.json.
+The image is `worker_gpu`, which is built if needed: its modules are compiled, or come from the store. A bare tree
+works too: ``IMAGE_BUILDER_GPU_TREE`` lists its layers, topmost first, separated by colons, and
+``IMAGE_BUILDER_GPU_FACTS`` names its facts.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.images.builds import Workplace
 
 pytestmark = [pytest.mark.root, pytest.mark.image("worker_gpu")]
 
-# The gate's checks, too: no other image of the lab has that layer.
+# Includes the gate's checks: no other image of the lab has that layer.
 SELECTED = (
     "test_gpu.py",
     "test_gate.py",
@@ -29,7 +29,7 @@ SELECTED = (
 
 @pytest.fixture
 def sealed(request: pytest.FixtureRequest) -> tuple[tuple[Path, ...], Path]:
-    """The layers of a sealed image, topmost first, and its facts."""
+    """Return the layers of a sealed image, topmost first, and the path of its facts."""
     if "IMAGE_BUILDER_GPU_TREE" in os.environ:
         layers = os.environ["IMAGE_BUILDER_GPU_TREE"].split(":")
         return tuple(Path(layer).resolve() for layer in layers), Path(os.environ["IMAGE_BUILDER_GPU_FACTS"])

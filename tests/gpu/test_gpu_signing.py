@@ -1,6 +1,7 @@
-"""Modules are signed by a key of one's own with the kernel's program, and by no other key than the certificate's.
+"""Modules are signed with one's own key by the kernel's program, and only with the key that matches the certificate.
 
-The suite's check of signatures is seen green and red here: no image of the tests declares Secure Boot and a driver.
+The suite's check of signatures is shown both green and red here: no image of the tests declares both Secure Boot and
+a driver.
 """
 
 from __future__ import annotations

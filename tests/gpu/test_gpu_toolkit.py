@@ -1,6 +1,6 @@
-"""The container toolkit, as the roles give it to the GPU image: every check of it passes, and can fail.
+"""The container toolkit as the roles add it to the GPU image: every check of it passes, and can fail.
 
-The toolkit is a stand-in (``tests/support/images/toolkits.py``); what is configured, and the engines that read it, are
+The toolkit is a stand-in (``tests/support/images/toolkits.py``); the configuration, and the engines that read it, are
 real.
 """
 
@@ -17,7 +17,7 @@ from tests.support.images.variants import Variant
 pytestmark = pytest.mark.root
 
 CHECKS = "test_gpu_containers.py"
-# What the toolkit's change could have broken: the engines' own checks, the driver's units, systemd's opinion of units.
+# What adding the toolkit could have broken: the engines' own checks, the driver's units, systemd's verdict on units.
 OTHERS = (
     "test_container_runtime.py",
     "test_containerd.py",

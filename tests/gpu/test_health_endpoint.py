@@ -1,4 +1,4 @@
-"""`node-agent health-endpoint` as a process of the agent's own file, asked over HTTP as Azure's extension asks it."""
+"""`node-agent health-endpoint` as a process of the agent's own file, queried over HTTP as Azure's extension does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.servers import running
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
 BOOT = "0d7d4f4e-6d3a-4a4e-9c75-0b7f3c2e1d11"
-# The agent's file, run as the node runs it but for the places.
+# The agent's file, run as on the node except for the paths.
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -67,7 +67,7 @@ class Node:
         (self.directory / f"{name}.json").write_text(json.dumps(value))
 
     def come_up(self) -> None:
-        """Leave behind what the agent's other commands do on a node that is up."""
+        """Leave behind what the agent's other commands write on a node that is up."""
         self.write("run/status", {"format": 1, "ready": True, "disk": {"state": "ok"}})
         self.write("run/preflight", {"boot_id": BOOT, "state": "passed", "code": ""})
         self.write("run/provision", {"boot_id": BOOT, "state": "ok", "vm_id": joins.VM_ID})
@@ -101,7 +101,7 @@ class Node:
             connection.close()
 
     def state(self) -> tuple[int, str, bool]:
-        """Return status, state and whether an upgrade leaves this machine out."""
+        """Return the HTTP status, the state and whether an upgrade skips this machine."""
         status, body = self.ask()
         upgrade = json.loads(body["customMetrics"])["rollingUpgrade"]
         assert upgrade["PhaseOrderingNumber"] in range(4)
@@ -131,7 +131,7 @@ def test_a_nodes_life_as_the_extension_sees_it(tmp_path: Path) -> None:
         assert node.state() == (503, "Initializing", False)
         node.come_up()
         assert node.state() == (200, "Healthy", False)
-        # A job says so, and then another that says nothing but has the GPUs.
+        # One job announces itself; then another one announces nothing but uses the GPUs.
         lease = tmp_path / "run/busy/train-17"
         lease.touch()
         assert node.state() == (200, "Healthy", True) and node.ask()[1]["busy"] == ["lease train-17"]
@@ -144,7 +144,7 @@ def test_a_nodes_life_as_the_extension_sees_it(tmp_path: Path) -> None:
         node.look("failed", "gpu.ecc")
         assert node.state() == (200, "Unhealthy", False) and node.ask()[1]["reasons"] == ["health: gpu.ecc"]
         node.look("ok")
-        # Somebody tests it again: it stays, and no upgrade takes it meanwhile.
+        # The node is being tested again: its state is kept, and no upgrade takes it in the meantime.
         (tmp_path / "run/preflight.json").unlink()
         assert node.state() == (200, "Healthy", True)
         (tmp_path / "run/preflight.json").write_text("{")
@@ -158,7 +158,7 @@ def test_what_is_asked_otherwise_or_from_elsewhere(tmp_path: Path) -> None:
     with served(node):
         assert node.ask("POST")[0] == 405 and node.ask("DELETE")[0] == 501
         assert node.ask(path="/")[0] == 404 and node.ask(path="/health?x=1")[0] == 503
-        # Every address of 127/8 is this machine; only the one is served.
+        # Every address in 127/8 is this machine; only one is served.
         with pytest.raises(ConnectionRefusedError):
             node.ask(address="127.0.0.2")
 
@@ -177,7 +177,7 @@ def test_a_port_that_is_taken_and_settings_that_are_wrong(tmp_path: Path) -> Non
     assert done.returncode == 1 and "prot is not a known key" in done.stderr
 
 
-# -- the server that this and the token broker have
+# -- the server that the endpoint shares with the token broker
 
 
 class Echo(serving.Handler):
@@ -207,7 +207,7 @@ def echo(server: serving.Server, path: str = "/x") -> int:
 
 
 def drip(one: socket.socket) -> None:
-    """Send a byte each moment, for a minute."""
+    """Send one byte at a time, for a minute."""
     for _ in range(3000):
         one.sendall(b"a")
         time.sleep(0.02)
@@ -220,7 +220,7 @@ def test_silent_and_slow_clients_are_hung_up_on() -> None:
             one.sendall(b"GET /x HTTP/1.1\r\nX: ")
         assert echo(server) == 200
         for one in slow[:2]:
-            # A byte each moment does not make it longer.
+            # Trickling bytes doesn't extend the deadline.
             with pytest.raises(OSError, match="pipe|reset"):
                 drip(one)
         assert echo(server) == 200
@@ -232,7 +232,7 @@ def connected(server: serving.Server, stack: ExitStack, source: str = "127.0.0.1
 
 
 def test_hundreds_of_silent_connections_keep_nobody_waiting() -> None:
-    """As the broker has it: whoever asks is answered at once, from the same address too."""
+    """With the broker's limits: every client is answered promptly, even one from the same address."""
     with echoing(most=64, per_address=16, seconds=30) as server, ExitStack() as stack:
         sources = [f"127.0.1.{number}" for number in range(1, 7)]
         silent = [connected(server, stack, sources[number % 6]) for number in range(300)]
@@ -247,7 +247,7 @@ def test_hundreds_of_silent_connections_keep_nobody_waiting() -> None:
 
 
 def test_an_address_has_its_share_and_takes_no_more() -> None:
-    """Its own silent connections give way to its next one, and nobody else's."""
+    """A new connection displaces a silent one from the same address, and no other."""
     with echoing(most=8, per_address=2, seconds=30, patience=30) as server, ExitStack() as stack:
         other = connected(server, stack, "127.0.1.9")
         mine = [connected(server, stack) for _ in range(3)]
@@ -275,7 +275,7 @@ def test_the_end_waits_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:
         for _ in range(2):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port))).sendall(b"GET")
         assert wait_until(lambda: threading.active_count() == before + 3)
-    # Each was told to end; how soon it does is the scheduler's affair.
+    # Each has been told to stop; how soon it does is up to the scheduler.
     assert wait_until(lambda: threading.active_count() == before)
     with pytest.raises(ConnectionRefusedError):
         echo(server)
@@ -299,7 +299,7 @@ def test_over_tls_it_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[s
     mine = ssl.create_default_context(cadata=ca.certificate)
     with echoing(tls=lambda: context) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
-            # Whoever speaks no TLS gets an alert at most.
+            # A client that doesn't speak TLS gets at most an alert.
             raw.sendall(b"GET /x HTTP/1.0\r\n\r\n")
             assert b"path" not in raw.recv(4096)
         with (

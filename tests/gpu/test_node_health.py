@@ -1,4 +1,4 @@
-"""Looks at real things of a machine: filesystems that are full, the kernel's log and clock, drives, a hung driver."""
+"""Health checks on a real machine: full filesystems, the kernel's log and clock, drives, a hung driver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MS_REMOUNT = 32
 
 
 def isolated(scenario: Callable[[Path], None], folder: Path) -> None:
-    """Run a scenario with mounts of its own; its asserts end it with a traceback."""
+    """Run a scenario in a mount namespace of its own; a failed assertion ends it with a traceback."""
 
     def work() -> int:
         scenario(folder)
@@ -69,7 +69,7 @@ def read_only(folder: Path) -> None:
     (folder / "b").mkdir()
     mounts.mount("tmpfs", folder / "a", "tmpfs")
     mounts.bind(folder / "a", folder / "b")
-    # A view of it that is read-only, as a sandboxed service has of everything.
+    # A read-only view of it, which is how a sandboxed service sees everything.
     mounts.mount("", folder / "b", "", mounts.BIND | MS_REMOUNT | mounts.RDONLY)
     assert found(watched(folder / "b")) == {}
     mounts.mount("", folder / "a", "", MS_REMOUNT | mounts.RDONLY)
@@ -92,7 +92,7 @@ def test_kernel_log_is_read_to_its_end_and_on_from_there() -> None:
     first = kernel_log.check(look(), judge)
     number = first.memory["number"]
     assert number > 100
-    # A program can write there, and is not believed.
+    # Any program can write there, and isn't believed.
     Path("/dev/kmsg").write_text("<3>I/O error, dev sdzz, sector 1 op 0x0:(READ)\n")
     second = kernel_log.check(look(**first.memory), judge)
     assert second.memory["number"] > number and second.memory["lost"] == 0
@@ -106,7 +106,7 @@ def test_own_devices_are_those_below_the_root() -> None:
     ).stdout.split()
     assert own <= {one.strip() for one in name}
     root = storage.containing("/", mounts.listed())
-    # 0 is the number of what has no device, as a container's root.
+    # 0 is the major number of filesystems without a device, such as a container's root.
     assert root and bool(own) is not root.device.startswith("0:")
 
 
@@ -126,7 +126,7 @@ def test_drive_that_is_none_says_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def bus(tmp_path: Path) -> Places:
-    """This machine, with one H200 on its bus as /sys would have it."""
+    """Return this machine, with one H200 on its bus as /sys would show it."""
     device = tmp_path / "sys/bus/pci/devices/0001:00:00.0"
     device.mkdir(parents=True)
     (device / "vendor").write_text("0x10de\n")
@@ -159,7 +159,7 @@ def test_driver_that_hangs_is_left_and_not_asked_again(bus: Places, monkeypatch:
     outcome = gpu.check(look(places=bus), hang)
     pid, born = outcome.memory["hung"]
     assert found(outcome) == {"gpu.hung": "fail"} and born and apart.started(pid) == ""
-    # One that can't be killed is still there at the next look: then nothing is asked.
+    # A process that can't be killed is still there at the next check: then the driver isn't queried.
     with subprocess.Popen(["sleep", "60"]) as stuck:
         memory: dict[str, Any] = {"hung": [stuck.pid, apart.started(stuck.pid)], "links": {}}
 
@@ -182,7 +182,7 @@ def test_work_apart_gives_its_answer_or_says_why_not() -> None:
 
 
 def test_work_that_hangs_after_its_answer_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As a process does whose last reference to a driver waits in the kernel.
+    # Like a process whose last reference to a driver blocks in the kernel.
     monkeypatch.setattr(os, "_exit", lambda _status: signal.pause())
     with pytest.raises(apart.HungError, match="it hangs in process") as caught:
         apart.run(lambda: 1, "it", 10)

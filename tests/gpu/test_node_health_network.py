@@ -1,4 +1,4 @@
-"""Looks at a real network: name servers that are silent, ports that are closed, a metadata service that is busy."""
+"""Health checks of a real network: silent name servers, closed ports, a busy metadata service."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.servers import running
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
-# As Microsoft's documentation shows them: of a machine that is to be taken away, and of one with nothing to expect.
+# As in Microsoft's documentation: one for a machine that is to be evicted, and one with nothing scheduled.
 PREEMPT = (
     b'{"DocumentIncarnation":1,"Events":[{"EventId":"A123BC45-1234-5678-AB90-ABCDEF123456","EventStatus":"Scheduled",'
     b'"EventType":"Preempt","ResourceType":"VirtualMachine","Resources":["myspotvm"],'
@@ -37,12 +37,12 @@ PREEMPT = (
 NOTHING = b'{"DocumentIncarnation":1,"Events":[]}'
 
 
-NAME_SERVER = "127.0.0.77"  # of this test alone: all of 127.0.0.0/8 is this machine
+NAME_SERVER = "127.0.0.77"  # only for this test: all of 127.0.0.0/8 is this machine
 
 
 @contextmanager
 def name_server(answer: Callable[[bytes], bytes | None]) -> Iterator[list[bytes]]:
-    """Serve on a real socket at port 53; ``answer`` None is silence. Yields what was asked."""
+    """Serve on a real socket at port 53; an ``answer`` of None means silence. Yields the queries received."""
     asked: list[bytes] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind((NAME_SERVER, 53))
@@ -69,7 +69,7 @@ def name_server(answer: Callable[[bytes], bytes | None]) -> Iterator[list[bytes]
 
 
 def says(address: str = "", code: int = 0) -> Callable[[bytes], bytes]:
-    """Answer the question for IPv4 with an address; all others with none, or with a code."""
+    """Answer the IPv4 query with an address; all others with none, or with an error code."""
 
     def answer(data: bytes) -> bytes:
         is_a = address and data[-4:] == b"\0\x01\0\x01"
@@ -90,7 +90,7 @@ settings = Settings(kubeconfig="/nonexistent", connect_seconds=0.6, **json.loads
 outcome = network.check_network(Look(settings, Places(), began))
 print(json.dumps([[[one.code, one.detail] for one in outcome.findings], time.monotonic() - began]))
 """
-# The C library reads these where they are, so the look has its own over them.
+# The C library reads these files at fixed paths, so the check runs with its own mounted over them.
 ISOLATED = """
 for name in resolv.conf hosts nsswitch.conf; do
     if [ -e "/etc/$name" ]; then mount --bind "$1/$name" "/etc/$name"; fi
@@ -102,7 +102,7 @@ exec "$@"
 
 @dataclass
 class World:
-    """This machine, with name servers and hosts of the test's."""
+    """This machine, with the test's own name servers and hosts."""
 
     etc: Path
     seconds: float = 0.0
@@ -112,7 +112,7 @@ class World:
         (self.etc / "resolv.conf").write_text("".join(f"{line}\n" for line in lines))
 
     def look(self, **settings: Any) -> list[tuple[str, str]]:
-        """Look at the network; return the code and the detail of each finding."""
+        """Check the network; return the code and the detail of each finding."""
         repo = Path(__file__).resolve().parents[2]
         program = [sys.executable, "-c", LOOK, str(repo), json.dumps(settings)]
         argv = ["unshare", "--mount", "sh", "-euc", ISOLATED, "sh", str(self.etc), *program]
@@ -137,7 +137,7 @@ def test_name_server_that_is_silent_is_reported_in_time(world: World) -> None:
         findings = world.look(names=("one.test", "two.test"))
     assert [code for code, _ in findings] == ["network.dns"] * 2
     assert all("no answer within 0.6 s" in detail for _, detail in findings)
-    # Both names at once: together they take one deadline.
+    # Both names are looked up at once: together they take one deadline.
     assert {data[12:17] for data in queries} == {b"\3one\4", b"\3two\4"}
     assert 0.8 < world.seconds / 0.6 < 1.9
 
@@ -162,14 +162,14 @@ def test_name_server_that_isn_t_there(world: World) -> None:
 
 
 def test_dead_name_server_beside_one_that_answers_is_no_trouble(world: World) -> None:
-    """The kernel refuses for it, so the C library asks the next one at once."""
+    """The kernel refuses on its behalf, so the C library asks the next one at once."""
     world.servers("127.0.0.78", NAME_SERVER)
     with name_server(says("192.0.2.1")):
         assert world.look(names=("one.test",)) == []
 
 
 def test_silent_name_server_before_one_that_answers_is_trouble(world: World) -> None:
-    """Every lookup of this machine takes seconds: what is asked first has to answer."""
+    """Every lookup on this machine takes seconds: the first name server has to answer."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.78", 53))
         world.servers("127.0.0.78", NAME_SERVER)
@@ -205,7 +205,7 @@ def test_connection_that_hangs_ends_in_time() -> None:
         time.sleep(0.1)
         began = time.monotonic()
         said = reach.connect({"x": [server.getsockname()], "y": [server.getsockname()]}, 2.0)
-        # Both together take one deadline.
+        # Together, both take one deadline.
         assert 0.8 < (time.monotonic() - began) / 2.0 < 1.9
     assert {one.error for one in said.values()} == {"no answer within 2 s"}
 
@@ -224,7 +224,7 @@ def test_api_server_is_the_kubeconfigs(tmp_path: Path) -> None:
 
 
 def test_this_machines_route_is_seen() -> None:
-    """The kernel says for itself whether it has one: a datagram's socket can be connected or not."""
+    """The kernel itself shows whether it has one: a datagram socket can be connected or not."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         is_there = one.connect_ex(("192.0.2.1", 9)) == 0
     assert bool(network.default_routes(Path("/proc"))) is is_there
@@ -247,7 +247,7 @@ Answer = tuple[int, bytes, dict[str, str]]
 
 @contextmanager
 def metadata(answers: dict[str, Answer], seconds: float = 0.0) -> Iterator[str]:
-    """Serve recorded answers by the path's beginning; yields the address."""
+    """Serve recorded answers by path prefix; yields the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.root, pytest.mark.process]
 
 CAP_SYS_TIME = 25
 REPO = Path(__file__).resolve().parents[2]
-# The command of the archive, with places of the test's own.
+# The archive's command, with the test's own paths.
 START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; run = Path(sys.argv[2]); "
     "from image_builder.node.health import command; from image_builder.node.health.model import Places; "
@@ -60,7 +60,7 @@ class Node:
             "paths": [str(self.base / "disk")],
             "textfile_directory": str(self.base / "metrics"),
             "severities": {"network.route": "ignore", "clock.unsynchronized": "ignore"},
-            # How full the disk of the tests is says nothing here.
+            # How full the test machine's disk is doesn't matter here.
             "full_warn_percent": 100,
             "full_fail_percent": 100,
             **self.settings,
@@ -116,7 +116,7 @@ def test_a_look_leaves_whole_files_and_nothing_else(node: Node) -> None:
 
 
 def test_capabilities_of_the_unit_are_enough(node: Node) -> None:
-    """Every check can look with those alone, also where dmesg is restricted; and the clock can't be set with them."""
+    """Every check can run with only those, even where dmesg is restricted; and they don't allow setting the clock."""
     unit = (REPO / "roles/node_health/templates/node-health.service.j2").read_text()
     names = unit.partition("\nCapabilityBoundingSet=")[2].splitlines()[0].split()
     kept = ",".join(f"+{name.removeprefix('CAP_').lower()}" for name in names)
@@ -135,7 +135,7 @@ def test_slow_checks_are_not_made_each_time(node: Node) -> None:
     second = node.known()["checks"]
     assert second["gpu"]["time"] == first["gpu"]["time"] and second["nvme"]["time"] == first["nvme"]["time"]
     assert second["clock"]["time"] > first["clock"]["time"]
-    # What they said last is still there.
+    # The last results are still there.
     assert node.metrics()['node_health_check_success{check="gpu"}'] == 1
 
 
@@ -164,7 +164,7 @@ def test_full_disk_of_metrics_keeps_the_last_whole(node: Node) -> None:
         assert sorted(path.name for path in folder.iterdir()) == ["node_health.prom", "other", "rest"]
         return 0
 
-    # The namespace's /dev has no kernel log: that check could not look, and the others did.
+    # The namespace's /dev has no kernel log: that check couldn't run, and the others did.
     assert run_isolated(scenario) == 0
 
 
@@ -184,7 +184,7 @@ def test_wrong_settings_are_an_error(node: Node) -> None:
 
 
 def test_many_at_once_take_turns(node: Node) -> None:
-    """None sees another's half-written state: the log's records are counted once, and every file is whole."""
+    """No run sees another's half-written state: the log's records are counted once, and every file is complete."""
     node.look()
     before = json.loads((node.base / "run/health-state.json").read_bytes())["checks"]["kernel_log"]["memory"]
     running = [node.start() for _ in range(4)]
@@ -213,7 +213,7 @@ def test_killed_at_any_time_leaves_no_half_file(node: Node) -> None:
         assert json.loads((node.base / "run/health-state.json").read_bytes())["format"] == 2
         assert "node_health_run_timestamp_seconds" in node.metrics()
     assert killed >= 5
-    # Drafts have names that no collector reads, and the next run takes them away.
+    # Drafts have names that no collector reads, and the next run removes them.
     left = {path.name for path in (node.base / "metrics").iterdir()}
     assert left <= {"node_health.prom", ".node_health.prom.new"}
     assert node.look() == ""
@@ -223,7 +223,7 @@ def test_killed_at_any_time_leaves_no_half_file(node: Node) -> None:
 
 @dataclass
 class Api:
-    """An API server that records what it is asked for; ``answers`` are given in turn, then 200."""
+    """An API server that records the requests it gets; ``answers`` are given in order, then 200."""
 
     url: str = ""
     asked: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
@@ -232,11 +232,11 @@ class Api:
 
 @contextmanager
 def api_server(folder: Path) -> Iterator[tuple[Api, Path]]:
-    """Serve TLS with a certificate of the lab's authority; yields the record and a kubeconfig."""
+    """Serve TLS with a certificate from the lab's authority; yields the record and a kubeconfig."""
     api = Api()
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # so that the connection is left open by us, as by a real one
+        protocol_version = "HTTP/1.1"  # so that we keep the connection open, as a real one does
 
         def do_PATCH(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -279,12 +279,12 @@ def conditions(api: Api) -> list[tuple[str, str]]:
 
 def test_kubernetes_is_told_of_changes_alone(node: Node, tmp_path: Path) -> None:
     with api_server(tmp_path) as (api, kubeconfig):
-        # The API server's port is also what the network check connects to: TCP alone, which TLS hears as noise.
+        # The network check also connects to the API server's port: plain TCP, which TLS would see as noise.
         node.configure(kubeconfig=str(kubeconfig), node_name="worker-1", disabled=["network"], raise_looks=2)
         for _ in range(4):
             node.look()
         assert conditions(api) == [("True", "NodeIsHealthy")]
-        # Thresholds that this filesystem exceeds: what any full disk is to the rule.
+        # Thresholds that this filesystem exceeds, which makes it count as full.
         node.configure(full_warn_percent=1, full_fail_percent=1, paths=["/"])
         for _ in range(4):
             node.look()
@@ -292,13 +292,13 @@ def test_kubernetes_is_told_of_changes_alone(node: Node, tmp_path: Path) -> None
         assert {(verb, path) for verb, path, _ in api.asked} == {("PATCH", "/api/v1/nodes/worker-1/status")}
         message = api.asked[1][2]["status"]["conditions"][0]["message"]
         assert node.known()["boot_id"] in message and "full" in message
-        # Gone, for as long as it has to be.
+        # Cleared for as long as required.
         node.configure(full_warn_percent=100, full_fail_percent=100, clear_seconds=1)
         time.sleep(1.1)
         for _ in range(3):
             node.look()
         assert conditions(api)[2:] == [("True", "NodeIsHealthy")]
-        # The physical host's name comes a moment later than the node.
+        # The physical host's name becomes available a moment after the node.
         (node.base / "run/kvp").write_bytes(kvp_record("PhysicalHostName", "GGBB90904476"))
         for _ in range(2):
             node.look()

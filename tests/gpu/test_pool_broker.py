@@ -1,6 +1,6 @@
 """The token broker as an operator runs it: its command, real TLS, a real API server, and the node's own client.
 
-What is around it, and what of that is played, says tests/support/control_plane/brokers.py.
+tests/support/control_plane/brokers.py describes what surrounds it, and which parts of that are simulated.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_a_node_gets_a_token_that_the_cluster_takes(world: World, broker: Broker
     drain(broker)
     token = broker.ask(node)
     assert 1700 < token.expires - time.time() <= 1800
-    # An API server hears of a new secret a moment after it is there.
+    # An API server learns of a new secret a moment after its creation.
     assert wait_until(lambda: bool(whoami(world, token.text)))
     found = whoami(world, token.text)
     assert found["username"] == f"system:bootstrap:{token.text[:6]}"
@@ -90,7 +90,7 @@ def test_a_node_gets_a_token_that_the_cluster_takes(world: World, broker: Broker
 
 
 def _answer(broker: Broker, node: str, document: str) -> tuple[int, str, dict[str, Any]]:
-    """Ask until the broker has come to an answer: where the API server is slow it is 503 first."""
+    """Retry until the broker has a definite answer: with a slow API server, it returns 503 at first."""
     answer = broker.post(node, document=document)
     for _ in range(10):
         if answer[0] != 503:
@@ -114,7 +114,7 @@ def _is_known(world: World, token: str) -> bool:
 
 
 def test_nobody_has_a_name_but_the_machine_that_proves_itself(world: World, broker: Broker) -> None:
-    """One that was there first keeps no other one out; whose name it is decides who approves."""
+    """The first machine doesn't lock out another one; which one owns the name is up to the approver."""
     node = "vmss-h100-a00001b"
     first, second = broker.ask(node), broker.ask(node, OTHER_VM)
     for token, vm_id in ((first, joins.VM_ID), (second, OTHER_VM)):
@@ -159,7 +159,7 @@ def test_an_identity_that_will_not_do_ends_the_phase(
     assert caught.value.number == 62
     line = broker.next()
     assert (line["status"], line["code"]) == (status, code)
-    # What was not proven is not told as if it were.
+    # Unproven claims aren't logged as if they were true.
     assert ("mirid" in line) == (status == 403) and "token_id" not in line
 
 
@@ -197,13 +197,13 @@ def test_who_asks_too_often_is_told_when_to_come_back(world: World) -> None:
         status, after, told = one.post(node, vm_id, one.document(node, vm_id))
         return status, after, told.get("error", "")
 
-    # By the machine, whatever it calls itself: what one asks for is not taken from another one.
+    # Limits apply per machine, whatever name it uses: one machine's requests don't use up another's.
     with brokering(world, limits={"node": {"burst": 2, "per_second": 1.0}}) as limited:
         for name in ("g", "h"):
             assert ask(limited, f"vmss-h100-a00001{name}", OTHER_VM)[0] == 200
         assert ask(limited, "vmss-h100-a00001i", OTHER_VM) == (429, "1", "limit.node")
         assert ask(limited, "vmss-h100-a00001i", joins.VM_ID)[0] == 200
-        # The node waits so long, and has its token then.
+        # The node waits that long, and then gets its token.
         drain(limited)
         assert limited.ask("vmss-h100-a00001i", OTHER_VM).text
         lines = [limited.next()]
@@ -213,7 +213,7 @@ def test_who_asks_too_often_is_told_when_to_come_back(world: World) -> None:
     with brokering(world, limits={"pool": {"burst": 1, "per_second": 0.001}}) as limited:
         assert ask(limited, "vmss-h100-a00001j", joins.VM_ID)[0] == 200
         assert ask(limited, "vmss-h100-a00001k", OTHER_VM)[2] == "limit.pool"
-        # A node that would have to wait for longer than it has ends its phase, and says why.
+        # A node that would have to wait longer than its deadline ends its phase and says why.
         with pytest.raises(JoinError, match="answered 429"):
             limited.ask("vmss-h100-a00001l", seconds=5)
 
@@ -229,7 +229,7 @@ def test_a_cluster_that_says_no_is_asked_again(world: World, broker: Broker) -> 
         assert wait_until(lambda: broker.post(node, document=document)[0] == 503)
         _, after, told = broker.post(node, document=document)
         assert (after, told["error"]) == ("5", "cluster")
-        while "403" not in broker.next().get("cause", ""):  # ends by the time that a line may take
+        while "403" not in broker.next().get("cause", ""):  # ends within the time allowed for a line
             pass
     finally:
         again = {name: before[name] for name in ("apiVersion", "kind", "roleRef", "subjects")}
@@ -308,12 +308,12 @@ def test_a_new_certificate_is_taken_up(world: World) -> None:
         before = {name: (world.directory / name).read_text() for name in ("tls.crt", "tls.key")}
         pair = joins.issued(new, "broker")
         try:
-            # One after the other, as a mounted secret's files are not: for a moment the two don't fit.
+            # One file after the other, unlike those of a mounted secret: for a moment the two don't match.
             (world.directory / "tls.crt").write_text(pair.certificate)
             with pytest.raises(JoinError, match="can't be verified"):
                 one.ask("vmss-h100-a00001p", ca=new.certificate)
             (world.directory / "tls.key").write_text(pair.key)
-            # Of a new key come new nonces, too.
+            # A new key also means new nonces.
             assert one.ask("vmss-h100-a00001p", ca=new.certificate)
         finally:
             for name, text in before.items():

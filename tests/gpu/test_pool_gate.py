@@ -1,4 +1,4 @@
-"""The gate of a pool's waves against a real API server: what it reads there, with the rights that it says it needs."""
+"""The gate for a pool's waves against a real API server: what it reads there, with the permissions it says it needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_the_waves_of_a_pool_read_a_control_plane(cluster: Cluster) -> None:
-    """Counters, pending requests, nodes: as an API server tells them to who may see nothing else."""
+    """Counters, pending requests and nodes, as an API server returns them to a client that may read nothing else."""
     give_rights(cluster.admin, POOL_RIGHTS)
     ahead = 0.0
     with closing(Kubernetes(cluster.kubeconfig("somebody"), clock=time.time)) as other:

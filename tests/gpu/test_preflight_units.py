@@ -1,7 +1,7 @@
 """The preflight's units under a real systemd, which runs in a mount and PID namespace of its own.
 
-The units are the role's, with shorter times and without what needs a booted machine; the agent is the real one, the
-kubelet a program that sleeps.
+The units are the role's, with shorter intervals and without what needs a booted machine; the agent is the real one,
+and the kubelet is a program that sleeps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ExecStart=/bin/sleep infinity
 Restart=always
 RestartSec=1
 """
-# Runs in the namespaces: systemd, and what happens to a node. Prints what was seen.
+# Runs in the namespaces: systemd, and the events in a node's life. Prints what it saw.
 DRIVER = """
 import json, os, subprocess, sys, time
 from pathlib import Path
@@ -116,7 +116,7 @@ def shortened(name: str, directory: Path) -> str:
     text = re.sub(
         r"(?m)^(StandardOutput|Protect\w+|Restrict\w+|LockPersonality|SystemCall\w+)=.*\n", "", text
     )
-    # In these times a unit is started more often than systemd lets it be.
+    # With these intervals, a unit is started more often than systemd allows.
     text = text.replace("[Unit]\n", "[Unit]\nStartLimitIntervalSec=0\n")
     program = f"{sys.executable} {directory / 'agent.py'}"
     return text.replace(

@@ -1,4 +1,4 @@
-"""A pool of real hosts, one for each thing that can be wrong with one; and rollouts over a module's own pool."""
+"""A pool of real hosts, one for each thing that can be wrong with a host; and rollouts over a module's own pool."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ FAULTS: dict[int, Fault] = {
 
 @pytest.fixture(scope="module")
 def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Fourteen hosts: 0 and those from 11 on are sound, the others as FAULTS says. All have certificates."""
+    """Start fourteen hosts: 0 and those from 11 on are sound, the others are as in FAULTS. All have certificates."""
     with fleet(minimal, tmp_path_factory.mktemp("pool"), 14, faults=FAULTS, signed=True) as hosts:
         yield hosts
 
 
 @pytest.fixture
 def rollout(pool: Fleet, tmp_path: Path) -> Callable[..., Rollout]:
-    """Plan a rollout of the hosts with these numbers, all of them sound unless it is said which are."""
+    """Return a function that plans a rollout of the numbered hosts, all of them sound unless ``sound`` says which."""
 
     def plan(
         *numbers: int,

@@ -1,4 +1,4 @@
-"""The command by which a roll asks a node what it works on, against the node's own endpoint."""
+"""The command by which a roll asks a node what it is working on, against the node's own endpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ask(settings: Path) -> tuple[int, list[str]]:
 
 
 def test_a_node_says_what_it_works_on(tmp_path: Path) -> None:
-    """Leases and users of GPUs; a node that isn't up yet answers with 503, and is asked all the same."""
+    """Leases and users of GPUs count; a node that isn't up yet answers with 503, and is asked anyway."""
     settings = tmp_path / "health-endpoint.json"
     assert ask(settings) == (0, []), "an image without the endpoint"
     (tmp_path / "boot_id").write_text("b-1\n")

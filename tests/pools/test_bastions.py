@@ -1,4 +1,4 @@
-"""Real hosts that can be reached only through a real bastion: the promises of a direct connection hold behind it."""
+"""Real hosts that are only reachable through a real bastion: all guarantees of a direct connection hold behind it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.pools.traces import here
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
-# Two bastions; the others are behind them. OTHER has another user than the rest.
+# Two bastions; the others are behind them. OTHER has a different user from the rest.
 OUTER, INNER, OTHER, LAST = 0, 1, 4, 7
 BEHIND = (2, 3, OTHER)
 FAULTS: dict[int, Fault] = {5: "refused", 6: "dead"}
@@ -43,7 +43,7 @@ def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         hosts.run(OTHER, "sh", "-ec", f"sed -i 's/^{USER}:/other:/' /etc/passwd /etc/shadow")
         hosts.run(OTHER, "sh", "-ec", f"sed -i 's/^{USER} /other /' /etc/sudoers.d/fleet")
         for number in range(INNER, LAST + 1):
-            if number != 6:  # nobody reaches that one
+            if number != 6:  # that one is unreachable
                 hosts.part(number)
         with hosts.pinned.path.open("a") as keys:
             for number in (OUTER, INNER):
@@ -58,7 +58,7 @@ def hop(pool: Fleet, number: int, **more: Any) -> Hop:
 
 
 def ask(pool: Fleet, *numbers: int, hops: tuple[Hop, ...], **more: Any) -> list[Answer]:
-    """Ask these hosts at once for who root is there; return their answers."""
+    """Ask these hosts at the same time for root's user name; return their answers."""
     hosts = [pool.hosts[n].model_copy(update={"hops": hops, **more}) for n in numbers]
     with Reach(pool.access(connect_seconds=10.0)) as reach:
         futures = [reach.submit(host, ["id", "-un"], root=True, seconds=_LONG) for host in hosts]
@@ -90,7 +90,7 @@ def test_hosts_behind_a_bastion_end_in_their_own_classes(pool: Fleet) -> None:
     assert kinds(ask(pool, 2, hops=way, port=2222)) == ["refused"]
     assert kinds(ask(pool, OTHER, hops=way)) == ["auth"]
     (dead,) = ask(pool, 6, hops=way)
-    assert dead.outcome.kind in ("timeout", "refused")  # it depends on when the bastion gives up
+    assert dead.outcome.kind in ("timeout", "refused")  # depends on when the bastion gives up
 
 
 @pytest.mark.parametrize("number", [2, OUTER])
@@ -139,7 +139,7 @@ def test_connections_break_with_their_bastion_and_a_new_one_is_made(pool: Fleet)
 
 
 def test_a_slice_tells_a_bastions_fault_from_a_hosts(pool: Fleet, tmp_path: Path) -> None:
-    """By what OpenSSH says; whoever is behind a wrong bastion was certainly not told."""
+    """OpenSSH's messages decide; a host behind a faulty bastion was certainly not told to join."""
 
     def ends(number: int, words: str, **bastion: Any) -> tuple[str, str]:
         host = pool.hosts[number].model_copy(update={"hops": (hop(pool, OUTER, **bastion),)})
@@ -165,7 +165,7 @@ def test_a_slice_tells_a_bastions_fault_from_a_hosts(pool: Fleet, tmp_path: Path
 
 
 def test_one_machine_is_verified_through_bastions(minimal: Workplace, pool: Fleet, tmp_path: Path) -> None:
-    """By ``image-builder verify``, as its inventory says; its file of keys has each machine under its address."""
+    """Use ``image-builder verify`` as the inventory says; its known-hosts file lists each machine under its address."""
     be_quick(pool, (LAST,))
     known, before = tmp_path / "known_hosts", pool.log(OUTER).count(ACCEPTED)
     numbers = (OUTER, INNER, LAST)
@@ -184,7 +184,7 @@ def test_one_machine_is_verified_through_bastions(minimal: Workplace, pool: Flee
 
 
 def through(pool: Fleet) -> dict[int, dict[str, Any]]:
-    """Return the variables of the hosts, as an inventory has them: who logs in, with which key, and how."""
+    """Return the hosts' variables, as in an inventory: the login user, the key, and the route."""
     address = pool.hosts[OUTER].address
     command = f"ssh -W %h:%p -q -i {shlex.quote(str(pool.key))} {USER}@{address}"
     return {
@@ -198,19 +198,19 @@ def through(pool: Fleet) -> dict[int, dict[str, Any]]:
 
 
 def plan(pool: Fleet, folder: Path, **policy: Any) -> Rollout:
-    """Plan a rollout of the hosts behind the bastion, which are as new."""
+    """Plan a rollout of the hosts behind the bastion, reset to a fresh state."""
     login = {"ansible_user": USER, "ansible_become": True, "ansible_ssh_private_key_file": str(pool.key)}
-    # Of sizes of their own, all are canaries: a wave, and a slice.
+    # Each has a size of its own, so all are canaries: one wave, and one slice.
     variables = {n: {"pool_vm_size": f"D{n}", **login, **way} for n, way in through(pool).items()}
     agent = "seconds=5\n"
     return make(pool, folder, BEHIND, policy=policy, agent=agent, sound=BEHIND, variables=variables)
 
 
-_INVENTORY: dict[str, Any] = {"user": "", "key": ""}  # of the command line
+_INVENTORY: dict[str, Any] = {"user": "", "key": ""}  # from the command line
 
 
 def test_a_rollout_goes_through_the_bastion_as_the_inventory_says(pool: Fleet, tmp_path: Path) -> None:
-    """As two users, by sudo: probed and verified over one connection to the bastion, told over one of the slice."""
+    """As two users, with sudo: probed and verified over one connection to the bastion, told over one of the slice's."""
     run = plan(pool, tmp_path, verify="100%")
     before = [pool.log(number).count(ACCEPTED) for number in (OUTER, INNER)]
     report = run.finish(**_INVENTORY)
@@ -221,7 +221,7 @@ def test_a_rollout_goes_through_the_bastion_as_the_inventory_says(pool: Fleet, t
     assert here(pool) == [] and run.left() == []
     verified = run.finish(**_INVENTORY, verify=True)
     assert outcomes(verified) == dict.fromkeys(BEHIND, "ok")
-    # The command line wins over the inventory.
+    # The command line overrides the inventory.
     verified = run.finish(**(_INVENTORY | {"user": USER}), verify=True)
     assert outcomes(verified) == {2: "ok", 3: "ok", OTHER: "auth"}
 

@@ -1,4 +1,4 @@
-"""A machine is broken in the ways that a user has recorded: a check that nothing shows to see them is named."""
+"""A machine is broken in the ways that a user has recorded: a check that isn't shown to detect any of them is named."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def machine(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture
 def prove(machine: Fleet, tmp_path: Path) -> Iterator[Callable[[Mutations], None]]:
-    """Hold the machine's checks to these mutations."""
+    """Return a function that runs the machine's checks against these mutations."""
     host, known_hosts, checks = machine.hosts[0], tmp_path / "known_hosts", tmp_path / "checks"
     known_hosts.write_text(f"{host.address} {(machine.folder / 'host-0.pub').read_text()}")
     facts = {"image": "x", "build_id": "0", "packages": [], "variables": {"image_layers": []}}
@@ -75,7 +75,7 @@ def prove(machine: Fleet, tmp_path: Path) -> Iterator[Callable[[Mutations], None
 
 
 def unproven(prove: Callable[[Mutations], None], mutations: Mutations) -> dict[str, str]:
-    """Return what is said of each check that nothing shows to be able to fail."""
+    """Return what is reported about each check that nothing shows to be able to fail."""
     with pytest.raises(VerifyError) as error:
         prove(mutations)
     assert "mutations.yml must turn its check red" in str(error.value.hint)

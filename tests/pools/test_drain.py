@@ -1,4 +1,4 @@
-"""Drains by the real API server, scheduler and controllers, with simulated kubelets and the documented rights."""
+"""Drains with the real API server, scheduler and controllers, simulated kubelets and the documented permissions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def hosts(fleet: Fleet) -> Iterator[list[str]]:
-    """Return four hosts that no other test uses; nothing of ours may be on them in the end."""
+    """Yield four hosts that no other test uses; nothing of ours may be left on them in the end."""
     names = [fleet.unused.pop() for _ in range(4)]
     yield names
     fleet.run("free", *names)
@@ -54,8 +54,8 @@ def test_idle_hosts_are_cordoned_and_freed(fleet: Fleet, hosts: list[str]) -> No
     assert fleet.node(hosts[0])["metadata"]["annotations"][fence.SCALE_DOWN] == "true"
     assert {host["state"] for host in fleet.run("free", *hosts).values()} == {"freed"}
     assert all(map(fleet.is_clean, hosts))
-    # Looked at, cordoned, looked at once more when it has settled, and given back. Where its kubelet changes the Node
-    # in between, the cordon is refused, and it is looked at again.
+    # Read, cordoned, read again once it has settled, and given back. If its kubelet changes the Node in between, the
+    # cordon is refused, and the Node is read again.
     assert {host: fleet.requests(host) - 3 * fleet.refusals(host) for host in hosts} == dict.fromkeys(
         hosts, 7
     )
@@ -115,14 +115,14 @@ def test_a_node_that_somebody_deletes_meanwhile_comes_back_cordoned(
     fleet.kubelets.register(hosts[:1])
     assert wait_until(lambda: fleet.is_fenced(hosts[0]))
     assert fleet.node(hosts[0])["metadata"]["uid"] != uid
-    # What ran on the old object is taken away by Kubernetes itself, or ends here.
+    # Pods of the old object are removed by Kubernetes itself, or end here.
     with suppress(KubeError):
         fleet.kubelets.finish(space, "lone")
     assert fleet.ended(process)[hosts[0]]["state"] == "empty"
 
 
 def test_a_budget_that_never_allows_it(fleet: Fleet, hosts: list[str], space: str) -> None:
-    """R12: the host is skipped, uncordoned, and the budget is named; another host goes on."""
+    """R12: the host is skipped and uncordoned, and the budget is named; another host continues."""
     held, other = workloads.replica_set("held", 2, hosts[:1]), workloads.replica_set("other", 2, hosts[1:2])
     workloads.create(fleet.admin, space, held, other, workloads.budget("keep", "held", 2))
     workloads.await_running(fleet.admin, space, 4)
@@ -142,14 +142,14 @@ def test_a_budget_that_never_allows_it(fleet: Fleet, hosts: list[str], space: st
 
 
 def test_a_budget_is_waited_for(fleet: Fleet, hosts: list[str], space: str) -> None:
-    """One at a time: each pod that is evicted runs elsewhere before the next one goes."""
+    """One at a time: each evicted pod runs elsewhere before the next one goes."""
     spread = workloads.replica_set("spread", 3, hosts[:1])
     workloads.create(fleet.admin, space, spread, workloads.budget("two", "spread", 2))
     workloads.await_running(fleet.admin, space, 3)
     workloads.await_budget(fleet.admin, space, "two", 1)
     process = fleet.start("drain", hosts[0], "--mode", "evict", "--wait", "120")
     assert wait_until(lambda: len(workloads.pods_of(fleet.admin, space)) == 2)
-    # Nothing else goes while the replacement waits for room: the host that its affinity names is cordoned.
+    # No other pod goes while the replacement waits for room: the host that its affinity names is cordoned.
     assert fleet.says("The disruption budget two needs 2 healthy pods", 2) and fleet.looks_again(hosts[0], 20)
     assert len(workloads.pods_of(fleet.admin, space)) == 2
     relaxed = {"spec": {"minAvailable": 0}}
@@ -159,7 +159,7 @@ def test_a_budget_is_waited_for(fleet: Fleet, hosts: list[str], space: str) -> N
 
 
 def test_evictions_that_are_refused(fleet: Fleet, hosts: list[str], space: str) -> None:
-    """R13: two budgets are refused at once; what tolerates cordons comes back, and is named."""
+    """R13: a pod with two budgets is refused at once; one that tolerates cordons comes back, and is named."""
     twice = workloads.replica_set("twice", 1, hosts[:1])
     tolerations = [{"key": "node.kubernetes.io/unschedulable", "operator": "Exists", "effect": "NoSchedule"}]
     back = workloads.replica_set("back", 1, hosts[1:2], tolerations=tolerations)
@@ -174,7 +174,7 @@ def test_evictions_that_are_refused(fleet: Fleet, hosts: list[str], space: str) 
 
 
 def test_a_namespace_that_is_deleted_is_waited_for(fleet: Fleet, hosts: list[str], space: str) -> None:
-    """R13: 403 is no missing right there."""
+    """R13: there, 403 doesn't mean a missing permission."""
     stuck = workloads.replica_set("stuck", 1, hosts[:1])
     stuck["spec"]["template"]["metadata"]["finalizers"] = ["example.com/hold"]
     workloads.create(fleet.admin, space, stuck)
@@ -188,7 +188,7 @@ def test_a_namespace_that_is_deleted_is_waited_for(fleet: Fleet, hosts: list[str
 
 
 def test_a_gang_is_fenced_whole_or_not_at_all(fleet: Fleet, hosts: list[str], space: str) -> None:
-    """R14: a Job with GPUs on three hosts. None of its pods is evicted, and its hosts are free together."""
+    """R14: a Job with GPUs on three hosts. None of its pods is evicted, and its hosts become free together."""
     workloads.create(fleet.admin, space, workloads.job("train", 3, hosts[:3], gpus=True, seconds=86400))
     pods = workloads.await_running(fleet.admin, space, 3)
     drained = fleet.run("drain", hosts[0], "--mode", "evict", status=16)
@@ -212,7 +212,7 @@ def test_a_gang_is_fenced_whole_or_not_at_all(fleet: Fleet, hosts: list[str], sp
 
 
 def test_a_gang_is_evicted_whole_or_not_at_all(fleet: Fleet, hosts: list[str], space: str) -> None:
-    """A pod group whose pods may be evicted, but one that its owner protects; then not that one either."""
+    """A pod group whose pods may be evicted, except one that its owner protects; then that one may be, too."""
     group = {"scheduling.x-k8s.io/pod-group": "ring"}
     members = [workloads.replica_set(f"ring-{n}", 1, [host]) for n, host in enumerate(hosts[:3])]
     for member in members:
@@ -266,7 +266,7 @@ def test_owners_are_asked_to_save_their_work(fleet: Fleet, hosts: list[str], spa
 def test_a_pod_that_is_bound_after_the_cordon_is_waited_for(
     fleet: Fleet, hosts: list[str], space: str
 ) -> None:
-    """R15: the scheduler's cache may be behind, or a pod be bound past it."""
+    """R15: the scheduler's cache may lag behind, or a pod may be bound without the scheduler."""
     process = fleet.start("drain", hosts[0], policy={"settle_seconds": 6.0})
     assert wait_until(lambda: fleet.is_fenced(hosts[0]))
     workloads.create(fleet.admin, space, workloads.pod("late", hosts[0]))
@@ -320,7 +320,7 @@ def test_a_drain_that_is_killed_goes_on_or_is_undone(fleet: Fleet, hosts: list[s
 def test_nothing_is_left_of_a_drain_that_is_killed_at_any_moment(
     fleet: Fleet, hosts: list[str], space: str
 ) -> None:
-    """I8: a foreign cordon stays, ours is nowhere after `free`."""
+    """I8: a foreign cordon stays, and ours is gone everywhere after `free`."""
     fleet.cordon(hosts[3])
     workloads.create(fleet.admin, space, workloads.pod("lone", hosts[0]))
     workloads.await_running(fleet.admin, space, 1)
@@ -358,7 +358,7 @@ def test_an_api_server_that_is_away(fleet: Fleet, hosts: list[str], space: str) 
 
 
 def test_the_rights_are_enough_and_no_more(fleet: Fleet) -> None:
-    """After all tests above: what was asked for is exactly what the roles say, and no pod was deleted."""
+    """After all tests above: the requests are exactly what the roles allow, and no pod was deleted."""
     used = {(verb, resource) for verb, resource, _ in map(asked, fleet.audit()) if resource}
     rules = [rule for m in manifests(RIGHTS) if m["kind"].endswith("Role") for rule in m["rules"]]
     allowed = {(verb, name) for rule in rules for name in rule["resources"] for verb in rule["verbs"]}

@@ -1,4 +1,4 @@
-"""Half of a hundred nodes drained at once, killed in the middle: who is emptied, who is skipped, and at what cost."""
+"""Half of a hundred nodes drained at once, killed midway: which are emptied, which are skipped, and at what cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.root, pytest.mark.nightly, pytest.mark.process, pytest
 
 HOSTS = [f"gpu-{number:02}" for number in range(100)]
 DRAINED = HOSTS[:50]
-# Jobs of five pods, each with all GPUs of its host: five end meanwhile, one never does, one reaches beyond.
+# Jobs of five pods, each with all GPUs of its host: five end in the meantime, one never does, one extends beyond.
 ENDING, ENDLESS, CROSSING = range(5), 5, HOSTS[48:53]
 CORDONED = HOSTS[35:38]
 STUBBORN = HOSTS[40]
@@ -26,7 +26,7 @@ BUDGETS = "/apis/policy/v1/namespaces/work/poddisruptionbudgets"
 
 
 def fill(fleet: Fleet) -> None:
-    """Run 400 pods: a DaemonSet's, 200 under 20 budgets, gangs with GPUs, and such as are waited for."""
+    """Run 400 pods: a DaemonSet's, 200 under 20 budgets, gangs with GPUs, and pods that are waited for."""
     admin = fleet.admin
     workloads.namespace(admin, "work")
     workloads.create(admin, "work", daemon_set("agent"))
@@ -48,7 +48,7 @@ def fill(fleet: Fleet) -> None:
 
 
 def violations(fleet: Fleet, stop: threading.Event, seen: list[str]) -> None:
-    """Look at the budgets all the time: none has fewer healthy pods than it wants."""
+    """Watch the budgets continuously: none may have fewer healthy pods than it wants."""
     client = fleet.cluster.client("watch", "system:masters", agent="violations")
     while not stop.wait(0.5):
         for item in client.request("GET", BUDGETS)["items"]:
@@ -81,7 +81,7 @@ def test_half_a_fleet(tmp_path: Path) -> None:
             for host in set(HOSTS[38:48]) - {STUBBORN}:
                 finish(fleet, f"lone-{host}")
             drained = fleet.ended(process, 16)
-            # Nothing ends there: their patience is over soon.
+            # Nothing ends there, so their patience is short.
             drained |= fleet.run("drain", *sorted(busy), "--mode", "evict", "--wait", "3", status=16)
         assert not broken
 
@@ -101,7 +101,7 @@ def test_half_a_fleet(tmp_path: Path) -> None:
         assert all(map(fleet.is_ours_nowhere, HOSTS))
         assert {name for name in HOSTS if fence.is_cordoned(fleet.node(name))} == set(CORDONED)
 
-        # I7: what was evicted, and that nothing was deleted.
+        # I7: which pods were evicted, and that nothing was deleted.
         requests = [asked(event) for event in fleet.audit()]
         evicted = {name for verb, resource, name in requests if resource == "pods/eviction"}
         assert evicted and all(name.startswith("web-") for name in evicted)

@@ -1,4 +1,4 @@
-"""What `join` saw last, which stands in the docs; and its parts, without any machine.
+"""The last results of `join`, which are in the docs; and its parts, without any machine.
 
 The run itself boots a machine twice and takes a quarter of an hour: `.venv/bin/python -m tests.e2e.join`.
 """

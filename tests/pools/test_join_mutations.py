@@ -1,7 +1,7 @@
 """The checks of joining can fail: each gets a good image with one thing broken, and must turn red.
 
-No image that CI bakes has the layer `join`. Here is the least that has it (tests/pools/joining), of which two layers
-are baked, and no disk.
+No image that CI bakes has the layer `join`. This is the smallest one that has it (tests/pools/joining); two of its
+layers are baked, and no disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.images.builds import REPO, Workplace
 
 pytestmark = pytest.mark.root
 
-# Whatever kubelet costs no compiling.
+# Whichever kubelet doesn't have to be compiled.
 IMAGE = "least_joining" if programs.DIRECTORY else "least_joining_compiled"
 INVENTORIES = [REPO / "inventories/lab", REPO / "tests/pools/joining"]
 SELECTED = ("test_join.py",)
@@ -26,7 +26,7 @@ SELECTED = ("test_join.py",)
 
 @pytest.fixture(scope="module")
 def trees(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
-    """The layers of that image, topmost first."""
+    """Return that image's layers, topmost first."""
     place = Workplace(minimal.store, tmp_path_factory.mktemp(IMAGE), IMAGE)
     return place.build_until("join", *(word for path in INVENTORIES for word in ("-i", path)))
 

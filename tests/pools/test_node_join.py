@@ -1,6 +1,6 @@
 """`node-agent join` with real files, sockets and TLS: each phase's failure with its number, and what is left behind.
 
-What is around the machine, and what of it is played, says tests/support/nodes/joining_machine.py.
+tests/support/nodes/joining_machine.py describes what surrounds the machine, and which parts of that are simulated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.root, pytest.mark.process]
 
 @pytest.fixture
 def days() -> tuple[float, float]:
-    """When the API server's certificate is valid, in days from now."""
+    """Return the validity period of the API server's certificate, in days from now."""
     return (-1, 30)
 
 
@@ -96,7 +96,7 @@ def test_a_second_run_changes_nothing_and_asks_for_no_token(
     before, asked = world.tree(), len(world.asked_api)
     capsys.readouterr()
     assert world.join() == 0
-    assert "join: join skipped: already a member" in capsys.readouterr().out  # no slot is waited for
+    assert "join: join skipped: already a member" in capsys.readouterr().out  # it doesn't wait for a slot
     assert world.tree() == before
     assert [path for path in world.asked_imds if "oauth2" in path] == tokens
     assert world.asked_api[asked:] == ["/version", f"/api/v1/nodes/{NODE}"]
@@ -110,7 +110,7 @@ def test_a_broker_gives_the_token_to_the_managed_identity_and_refusals_are_waite
     world.by_broker()
     assert world.join() == 0
     who = {"vm_id": joins.VM_ID, "node": NODE, "boot_id": world.boot}
-    # Each time with a nonce and a document of its own.
+    # Each time with its own nonce and document.
     assert world.posted == [who, {**who, "document": joins.DOCUMENT}] * 4
     assert [path.partition("?")[0] for path in world.asked_imds] == [
         *["/metadata/instance"] * 3,
@@ -123,7 +123,7 @@ def test_a_broker_gives_the_token_to_the_managed_identity_and_refusals_are_waite
 
 def test_a_new_generation_is_written_and_the_kubelet_started_again(world: World) -> None:
     assert world.join() == 0
-    assert not (world.directory / "restarted").exists()  # it was started, by its path unit
+    assert not (world.directory / "restarted").exists()  # it was started by its path unit
     posted = len(world.asked_api)
     world.tell(generation=8, node={"max_pods": 60})
     assert world.join() == 0
@@ -241,7 +241,7 @@ def _alone(world: World) -> None:
 
 
 def _no_cloud(world: World) -> None:
-    """There is no metadata service to say which cloud it is."""
+    """There is no metadata service that could say which cloud it is."""
     world.tell(azure=AZURE, node={"ip": "127.0.0.1", "provider_id": "none"})
     _alone(world)
 
@@ -257,7 +257,7 @@ def _no_network(world: World) -> None:
 
 
 def _unready_network(world: World) -> None:
-    """The add-on has come, so that something else keeps the node from being Ready."""
+    """The add-on has arrived, so something else keeps the node from being Ready."""
     _no_network(world)
     (world.directory / "net.d").mkdir()
     (world.directory / "net.d/10-azure.conflist").write_text("{}")
@@ -314,7 +314,7 @@ def test_each_failure_has_its_number_and_starts_no_kubelet(world: World, name: s
     change(world)
     status = world.join()
     assert world.failure == (phase, number), world.record
-    # The unit is started again, unless somebody must change something first.
+    # The unit is restarted, unless someone has to change something first.
     is_final = world.record["class"] in ("configuration", "image")
     assert status == (command.FINAL if is_final else command.AGAIN)
     assert world.record["phases"][-1]["name"] == phase and world.record["class"]
@@ -449,7 +449,7 @@ sys.exit(command.run(command.Places(
 def test_killed_in_its_slot_it_joins_the_next_time(world: World) -> None:
     world.tell(
         join={"hosts": 10, "rate": 10 * slot(joins.VM_ID, 1) / 1.5}
-    )  # its slot is 1.5 s from the start
+    )  # its slot is 1.5 s after the start
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, os.fspath(world.directory)], cwd=REPO, stdout=subprocess.DEVNULL
     )

@@ -1,6 +1,6 @@
-"""`pool run --kubeconfig`: what would hold up its first wave for ever is refused before a host is touched.
+"""`pool run --kubeconfig`: anything that would hold up its first wave forever is refused before a host is touched.
 
-The API server is played: TLS and HTTP are real, the answers are as short as one's can be.
+The API server is simulated: TLS and HTTP are real, the answers are as short as possible.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EMPTY: joins.Answer = (200, {}, b'{"metadata":{"resourceVersion":"1"},"items":[]
 
 
 class World:
-    """An API server, and the kubeconfig of who asks it. ``status`` of a path is 200 but where it is said."""
+    """An API server, and its client's kubeconfig. The status is 200 for every path that isn't in ``status``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.authority = folder, joins.authority()
@@ -81,7 +81,7 @@ def server(world: World) -> Iterator[joins.Server]:
 
 
 def refused(kubeconfig: Path) -> list[str]:
-    """Return why `pool run` doesn't begin with this control plane; nothing where it does."""
+    """Return why `pool run` doesn't start with this control plane; nothing if it does."""
     try:
         plane = rollout._control_plane(kubeconfig)
     except DefinitionError as error:
@@ -137,7 +137,7 @@ def test_one_that_does_not_answer_is_left_to_the_gate(world: World, server: join
 
 
 def node_faults(folder: Path, port: int, ca: str) -> list[str]:
-    """Return what `pool run --node-configs` says of a configuration of two hosts."""
+    """Return what `pool run --node-configs` reports about a configuration of two hosts."""
     names = ("a-0", "a-1")
     for name in names:
         document = joins.document(ca, f"https://127.0.0.1:{port}")
@@ -150,7 +150,7 @@ def node_faults(folder: Path, port: int, ca: str) -> list[str]:
 
 
 def test_what_nodes_are_told_is_asked_for_too(world: World, server: joins.Server) -> None:
-    """They would try until their time is over, canary by canary."""
+    """Otherwise, they would keep trying until their deadline, canary by canary."""
     ca = world.authority.certificate
     assert node_faults(world.folder, server.port, ca) == []
     (said,) = node_faults(world.folder, server.port, joins.authority().certificate)

@@ -1,7 +1,7 @@
-"""A driver that is killed by SIGKILL anywhere, and resumed: none joined twice, none lost.
+"""A driver that is killed by SIGKILL at any point, and resumed: no host joins twice, and none is lost.
 
 The child is a real process with a real journal. The fleet is scripted, yet what is done to it is real, too: a host
-joins by a line in a file, which the kill can come before or after.
+joins by writing a line to a file, and the kill may come before or after that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from image_builder.pool.run.resume import take_up
 from image_builder.pool.run.state import Progress
 from tests.unit.pool.simulation import make, make_hosts
 
-# Needs no root, but starts processes.
+# Doesn't need root, but starts processes.
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
 POLICY = Policy(
@@ -46,7 +46,7 @@ POINTS = 60
 
 
 class Fleet:
-    """Hosts in a directory: `joined` has a line for each join. ``point`` is called wherever a kill may come."""
+    """Hosts in a directory: `joined` has a line for each join. ``point`` is called wherever a kill may occur."""
 
     def __init__(self, folder: Path, point: Callable[[], None]) -> None:
         self.point = point
@@ -89,7 +89,7 @@ class Fleet:
             self.point()
             os.write(self.joined, f"{w.host.name}\n".encode())
             self.point()
-            # Of every third host the connection breaks after it joined.
+            # Every third host's connection breaks after it has joined.
             outcome = ended("dropped") if int(w.host.name[-2:]) % 3 == 0 else OK
             self.events.append(Event(w.host.name, "bootstrap", w.attempt, outcome, "unknown", 0.0))
 
@@ -113,11 +113,11 @@ class Fleet:
 
 
 def drive(folder: Path, hosts: Sequence[Host], point: Callable[[], None]) -> None:
-    """Take the run up and drive it; every point at which it may be killed is told."""
+    """Resume the run and drive it; call ``point`` at every point where it may be killed."""
     write = os.write
 
     def torn(fd: int, data: bytes) -> int:
-        """Write in two parts, so that a kill may come between them."""
+        """Write in two parts, so that a kill can come between them."""
         if len(data) < 2 or not data.startswith(b'{"n":'):
             return write(fd, data)
         point()
@@ -133,7 +133,7 @@ def drive(folder: Path, hosts: Sequence[Host], point: Callable[[], None]) -> Non
 
 
 def child(folder: Path, hosts: Sequence[Host], point: Callable[[], None]) -> int:
-    """Drive in a process of its own; return its id."""
+    """Drive in a separate process; return its PID."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -148,7 +148,7 @@ def child(folder: Path, hosts: Sequence[Host], point: Callable[[], None]) -> int
 
 
 def killed_at(folder: Path, hosts: Sequence[Host], number: int) -> bool:
-    """Drive until the point of this number, and be killed there; return whether there was one."""
+    """Drive until the point with this number, and be killed there; return whether there was one."""
     passed = iter(range(number))
 
     def point() -> None:
@@ -174,7 +174,7 @@ def records(folder: Path) -> list[Record]:
 
 
 def assert_consistent(folder: Path) -> Progress:
-    """What the journal says after a kill: every join was announced before it was done, and none was done twice."""
+    """Check the journal after a kill: every join was announced before it was done, and none was done twice."""
     told = records(folder)
     announced = {name for r in told if isinstance(r, Intent) and r.step == "bootstrap" for name in r.hosts}
     done = joins(folder)
@@ -184,7 +184,7 @@ def assert_consistent(folder: Path) -> Progress:
 
 
 def points_of_a_whole_run(folder: Path) -> int:
-    """Count the points of a run that nobody kills."""
+    """Count the points of a run that isn't killed."""
     counter = os.open(folder / "points", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def point() -> None:
@@ -214,7 +214,7 @@ def test_killed_at_60_different_points_and_resumed(tmp_path: Path) -> None:
 
 
 def test_one_run_killed_again_and_again_comes_to_its_end(tmp_path: Path) -> None:
-    """The same journal throughout; from the middle on hosts are gone and others are new."""
+    """The journal stays the same; from the middle on, some hosts are gone and others are new."""
     later = [*make_hosts(46)[4:45]]
     rng, kills = random.Random(2), 0
     for _ in range(400):
@@ -234,7 +234,7 @@ def test_one_run_killed_again_and_again_comes_to_its_end(tmp_path: Path) -> None
 
 
 def test_killed_from_outside_at_any_moment(tmp_path: Path) -> None:
-    """50 kills by the clock, wherever the process is then: in a system call, or in the middle of a line."""
+    """50 kills by the clock, wherever the process is at that moment: in a system call, or in the middle of a line."""
     rng, killed = random.Random(3), 0
     for number in range(50):
         folder = tmp_path / str(number)
@@ -268,7 +268,7 @@ def test_a_second_driver_is_refused_while_the_first_one_lives(tmp_path: Path) ->
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    # The lock goes with the process, so nobody has to clean up after it.
+    # The lock ends with the process, so nothing has to be cleaned up.
     finish(tmp_path, PLAN.hosts)
 
 

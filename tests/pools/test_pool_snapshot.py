@@ -31,7 +31,7 @@ VMSS_NICS = "/networkInterfaces?"
 
 @pytest.fixture
 def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    """A cloud, and an environment in which the SDK finds a managed identity and trusts the server."""
+    """Serve a cloud, in an environment in which the SDK finds a managed identity and trusts the server."""
     (tmp_path / "cloud").mkdir()
     (tmp_path / "inventory").mkdir()
     with cloud(tmp_path / "cloud") as made:
@@ -52,7 +52,7 @@ def _snapshot(azure: Cloud, out: Path, *words: str) -> tuple[int, str, str]:
 
 
 def _refused(azure: Cloud, out: Path, *words: str) -> str:
-    """Ask, be refused, and find the file as it was; return all that was said."""
+    """Run a snapshot that must be refused and leave the file unchanged; return all its output."""
     before = out.read_bytes() if out.exists() else None
     status, told, said = _snapshot(azure, out, *words)
     assert status in (errors.DefinitionError.exit_code, errors.FetchError.exit_code), said
@@ -67,7 +67,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_a_snapshot_is_what_a_plan_is_made_from(azure: Cloud, out: Path) -> None:
-    """Both orchestration modes, several pages, an answer of 429 and one of 503 by the way: every host, as it is."""
+    """Both orchestration modes, several pages, a 429 and a 503 on the way: every host, exactly as it is."""
     first, second = azure.add("gpu-a", 7), azure.add("gpu-b", 2, mode="Flexible")
     once = iter(
         [arm.error(429, "TooManyRequests", "wait", Retry_After="1"), arm.error(503, "ServerBusy", "busy")]
@@ -157,7 +157,7 @@ def test_a_plan_is_older_than_the_next_snapshot(azure: Cloud, out: Path) -> None
     assert _snapshot(azure, out, f"h100={path}")[0] == 0
     before = read_fleet([out.parent], ["h100"])
     plan = plans.make_plan(before.inventory, before.pools, before.hosts, Policy())
-    # A machine that was reimaged into another one, under the same name and address.
+    # A machine that was reimaged into another one, with the same name and address.
     azure.list(f"{path}/virtualMachines")[0]["properties"]["vmId"] = "02aab8a4-74ef-476e-8182-ffffffffffff"
     assert _snapshot(azure, out, f"h100={path}")[0] == 0
     now = read_fleet([out.parent], ["h100"])
@@ -166,7 +166,7 @@ def test_a_plan_is_older_than_the_next_snapshot(azure: Cloud, out: Path) -> None
 
 
 def _hide(target: str) -> Answer | None:
-    """Lose a page without a word, as a list that changes while it is read does."""
+    """Silently lose a page, as a list that changes while it is read does."""
     if "/virtualMachines" in target and "skiptoken=3" in target:
         return 200, {}, {"value": []}
     return None
@@ -184,7 +184,7 @@ def test_fewer_hosts_than_expected_are_refused_and_all_are_named(azure: Cloud, o
     status, told, _ = _snapshot(azure, out, f"h100={path}", f"h100={other}", "--allow-fewer")
     assert status == 0
     assert [len(s["missing"]) for s in json.loads(told)["scale_sets"]] == [4, 1]
-    # That was decided here: a plan can be made of what is there.
+    # The user accepted that explicitly: a plan can be made from what is there.
     assert [s.capacity for s in read_fleet([out], ["h100"]).pools[0].scale_sets] == [2, 2]
 
 
@@ -220,7 +220,7 @@ def test_two_machines_can_t_be_one_host(azure: Cloud, out: Path) -> None:
 
 @pytest.mark.parametrize("place", ["tag", "computer name", "image"])
 def test_no_template_comes_from_the_cloud(azure: Cloud, out: Path, place: str) -> None:
-    """Ansible evaluates what an inventory holds: a tag is written by whoever may write tags."""
+    """Ansible evaluates the contents of an inventory, and anyone who may write tags controls a tag's text."""
     path, evil = azure.add("gpu-a", 1), "{{ lookup('pipe', 'id') }}"
     model, told = azure.items[path], azure.list(f"{path}/virtualMachines")[0]
     assert isinstance(model, dict)
@@ -277,7 +277,7 @@ def test_no_such_scale_set(azure: Cloud, out: Path) -> None:
 
 
 def test_groups_are_made_on_top(azure: Cloud, out: Path) -> None:
-    """The example's `10-groups.yml`, by the real ansible-inventory."""
+    """The example's `10-groups.yml`, with the real ansible-inventory."""
     path = azure.add("gpu-a", 4)
     assert _snapshot(azure, out, f"h100={path}")[0] == 0
     (out.parent / GROUPS.name).write_bytes(GROUPS.read_bytes())
@@ -288,5 +288,5 @@ def test_groups_are_made_on_top(azure: Cloud, out: Path) -> None:
     assert told["zone_1"] == {"gpu-a000000", "gpu-a000002"} and told["zone_2"] == everyone - told["zone_1"]
     assert told["image_1_4_2"] == told["power_running"] == everyone
     assert told["stale_model"] == {"gpu-a000001"} and told["fault_domain_3"] == {"gpu-a000003"}
-    # A pool is what it was: the groups on top are beside it.
+    # The pool is unchanged: the additional groups exist next to it.
     assert {s.name for s in read_fleet([out.parent], ["h100"]).pools[0].scale_sets} == {"gpu-a"}

@@ -1,4 +1,4 @@
-"""Reaching real hosts, each of which may go wrong in its own way: every one ends in one class, and in which."""
+"""Connecting to real hosts, each of which may fail in its own way: every one ends in one class, the right one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.support.pools.fleet import CLASSES, GATEWAY, SLOW_SECONDS, USER, Flee
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
-_LONG = 300.0  # for what ends by itself
-# What sshd logs once a client has said who it wants to be.
+_LONG = 300.0  # for commands that end on their own
+# sshd's log entry once a client has said which user it wants to be.
 _ATTEMPT = "userauth-request"
 
 
 @pytest.fixture(scope="module")
 def answers(pool: Fleet) -> dict[str, Answer]:
-    """What each host answered to the same command as root, all asked at once."""
+    """Return each host's answer to the same command as root, sent to all at the same time."""
     script = "id -u && echo 'a \"word\"' | cat > /var/tmp/asked && cat /var/tmp/asked"
     access = pool.access(connect_seconds=6, banner_seconds=6, sudo_seconds=6)
     with Reach(access) as reach:
@@ -56,7 +56,7 @@ def wait_for(pool: Fleet, host: int, file: str) -> None:
 
 
 def openssh(pool: Fleet, host: int, host_keys: HostKeys) -> bool:
-    """Tell whether OpenSSH logs in to a host, by the same file of host keys."""
+    """Return whether OpenSSH logs in to a host with the same file of host keys."""
     argv = ["ssh", "-F", "none", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-i", os.fspath(pool.key)]
     argv += [
         *arguments(openssh_options(host_keys, pool.hosts[host])),
@@ -138,8 +138,8 @@ def test_first_key_is_learnt_once_and_kept(pool: Fleet, tmp_path: Path) -> None:
     assert not openssh(pool, 13, keys)
 
 
-# A host's certificate as the options of ssh-keygen; whether it is to be believed. `NAME` is the host's, `OTHER` is
-# the next one's.
+# A host's certificate as options of ssh-keygen, and whether it must be trusted. `NAME` is the host's, `OTHER` the
+# next host's.
 _CERTIFICATES = {
     "its own": (["-n", "NAME"], True),
     "for it and others": (["-n", "OTHER,NAME"], True),
@@ -218,7 +218,7 @@ def test_command_beyond_its_time_ends_as_timeout(pool: Fleet) -> None:
 def test_end_by_a_signal_is_told_from_a_broken_connection(pool: Fleet) -> None:
     killed = ask(pool, 0, "echo so far; kill -KILL $$")
     assert (killed.outcome.kind, killed.status, killed.stdout) == ("ok", 128 + 9, b"so far\n")
-    # The shell of all commands, of which that one's parent is a copy; and what sshd is for this connection.
+    # The shell of all commands, which the command's parent is a copy of; and the sshd process of this connection.
     shell = '$(sed -n "s/^PPid:[^0-9]*//p" /proc/$PPID/status)'
     for script in (f"kill -KILL {shell}", f"kill -KILL $(pgrep -u {USER} -f '^sshd-session: '); sleep 600"):
         gone = ask(pool, 0, script)
@@ -232,7 +232,7 @@ def test_of_much_output_a_mebibyte_is_kept_and_the_status_comes(pool: Fleet) -> 
 
 
 def test_kept_connection_serves_the_hosts_next_command(pool: Fleet) -> None:
-    """And no other's, nor one as somebody else; one that broke meanwhile is made anew."""
+    """It serves neither another host nor a different user; if it broke in the meantime, a new one is made."""
     logins = "Accepted publickey for"
     before = [pool.log(n).count(logins) for n in (0, 10)]
 
@@ -251,7 +251,7 @@ def test_kept_connection_serves_the_hosts_next_command(pool: Fleet) -> None:
         assert pool.log(0).count(logins) == before[0] + 3
         connected = set(connections(pool, 0))
         for pid in connected:
-            pool.run(0, "kill", "-KILL", pid, ok=False)  # one may have ended with the other
+            pool.run(0, "kill", "-KILL", pid, ok=False)  # one may have ended together with the other
         while set(connections(pool, 0)) & connected:
             time.sleep(0.05)
         assert as_whom(0, root=False, keep=True) == USER
@@ -260,7 +260,7 @@ def test_kept_connection_serves_the_hosts_next_command(pool: Fleet) -> None:
 
 
 def connections(pool: Fleet, host: int) -> list[str]:
-    """Return the processes of a host's sshd that serve somebody, by their numbers there."""
+    """Return the PIDs, on the host, of its sshd processes that serve a connection."""
     return pool.run(host, "pgrep", "-f", "^sshd-session: ", ok=False).split()
 
 
@@ -306,7 +306,7 @@ def _speak_nonsense(connection: socket.socket) -> None:
     ("behave", "kind"), [(_hang_up, "refused"), (_speak_http, "refused"), (_speak_nonsense, "dropped")]
 )
 def test_what_is_no_ssh_server(pool: Fleet, behave: Callable[[socket.socket], None], kind: str) -> None:
-    """On the hosts' side of the bridge, but in this process: a server that no real one is."""
+    """Run on the hosts' side of the bridge, but in this process: a server that behaves like no real one."""
     with socket.create_server((GATEWAY, 0)) as server:
 
         def serve() -> None:
@@ -325,7 +325,7 @@ def test_what_is_no_ssh_server(pool: Fleet, behave: Callable[[socket.socket], No
 
 def test_of_hosts_that_are_done_with_nothing_is_left(minimal: Workplace, tmp_path: Path) -> None:
     def theirs() -> set[str]:
-        """Return the processes that see a host's root among their mounts."""
+        """Return the processes that have a host's root among their mounts."""
         processes = set()
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended

@@ -1,4 +1,4 @@
-"""Nodes that the gate asks to have rebooted or reimaged: real API server, simulated Azure, the documented rights."""
+"""Nodes for which the gate requests a reboot or reimage: real API server, simulated Azure, documented permissions."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def pool(place: Clinic) -> Iterator[Pool]:
 
 
 def instead(effect: Fault) -> Callable[[Request], Fault | None]:
-    """Return what happens to requests that change something."""
+    """Return a fault for the requests that change something."""
     return lambda request: effect if request.method == "POST" else None
 
 
 def comes_back(place: Clinic, name: str) -> None:
-    """Let a node pass the preflight of its new boot, and the gate do what it does then."""
+    """Let a node pass the preflight of its new boot, and the gate react to that."""
     place.plane.passes(name)
     place.plane.report(name, "True", "NodeIsHealthy")
     with place.plane.client() as client:
@@ -104,7 +104,7 @@ def test_from_the_ask_to_the_return(place: Clinic) -> None:
         "HOST9",
         f"azure://{pool.path}/virtualMachines/2",
     )
-    # Instances by name, and nothing of the scale set: not its model, not a tag.
+    # Instances are named individually, and nothing is sent to the scale set: neither its model nor a tag changes.
     assert sorted(place.sent(pool)) == [
         "POST /virtualMachines/0/restart",
         "POST /virtualMachines/1/reimage",
@@ -132,7 +132,7 @@ def test_from_the_ask_to_the_return(place: Clinic) -> None:
 
 @EACH_REMEDY
 def test_killed_before_its_request_leaves(place: Clinic, pool: Pool, remedy: str, request_line: str) -> None:
-    """The next run finds no trace of it, and sends nothing; a person's word does."""
+    """The next run finds no trace of the request, and sends nothing; it does so only when told to."""
     (name,) = pool.names
     pool.ask(name, remedy)
     pool.killed("drop")
@@ -203,7 +203,7 @@ def test_a_node_that_does_not_come_back_is_named(place: Clinic, pool: Pool) -> N
 
 
 def test_a_pod_that_lands_before_the_last_look(place: Clinic, pool: Pool) -> None:
-    """Between the mark and the request: nothing is sent, and the node is asked for as before."""
+    """Between the mark and the request: nothing is sent, and the node's request stands as before."""
     (name,) = pool.names
     pool.ask(name, "reboot")
     admin = place.plane.admin
@@ -222,7 +222,7 @@ def test_a_pod_that_lands_before_the_last_look(place: Clinic, pool: Pool) -> Non
         ended = pool.repair(status=16)[name]
     assert ended["state"] == "skipped" and "lands/late" in ended["reason"]
     assert place.sent(pool) == [] and pool.stage(name) == "asked"
-    # Nor is it marked where the pod is there before.
+    # It isn't marked either if the pod is already there.
     assert pool.repair(status=16)[name]["state"] == "skipped" and place.sent(pool) == []
     (pod,) = workloads.pods_of(admin, space)
     place.plane.kubelets.finish(space, pod["metadata"]["name"])
@@ -259,7 +259,7 @@ def test_a_node_that_the_inventory_does_not_have_is_named(place: Clinic) -> None
 
 
 def test_a_set_that_a_roll_holds_is_skipped_and_named(place: Clinic, pool: Pool) -> None:
-    """By its Lease, and by its tag where the roll is of another cluster."""
+    """By its Lease, or by its tag if the roll belongs to another cluster."""
     (name,) = pool.names
     pool.ask(name, "reboot")
     access = place.plane.cluster.admin.access
@@ -276,7 +276,7 @@ def test_a_set_that_a_roll_holds_is_skipped_and_named(place: Clinic, pool: Pool)
 
 
 def test_what_the_breaker_holds_is_not_sent(place: Clinic, pool: Pool) -> None:
-    """Asked for before so many failed alike that it is no fault of the nodes."""
+    """It was requested before so many nodes had failed for the same reason that the nodes can't be at fault."""
     (name,) = pool.names
     pool.ask(name, "reboot")
     held = hold.Hold(FINDINGS["reboot"], "pool", "", failed=12, of=100, since=int(time.time()))
@@ -330,7 +330,7 @@ def test_only_what_was_sent_is_sent_again(pool: Pool) -> None:
 
 
 def test_the_rights_are_enough_and_no_more(place: Clinic) -> None:
-    """After all tests above: in the cluster and in Azure, what was used is exactly what is documented."""
+    """After all tests above: what was used, in the cluster and in Azure, is exactly what is documented."""
     lines = (place.plane.cluster.work / "audit.log").read_text().splitlines()
     events: list[dict[str, Any]] = [json.loads(line) for line in lines]
     done = [e for e in events if e.get("userAgent") == AGENT and e["stage"] == "ResponseComplete"]

@@ -1,4 +1,4 @@
-"""The HTML report in a real headless Chromium: what a person meets there, with 7,500 hosts and with hostile ones."""
+"""The HTML report in a real headless Chromium: what a person sees there, with 7,500 hosts and with hostile ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHROMIUM = browser.program()
 if CHROMIUM is None:
     pytest.skip("no Chromium on this host", allow_module_level=True)
 
-# Returns [text, contrast] of every text that is seen, as https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio defines it.
+# Returns [text, contrast] for every visible text, as defined by https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio.
 CONTRASTS = """(() => {
   const numbers = (colour) => colour.match(/[0-9.]+/g).map(Number);
   const channel = (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
@@ -85,19 +85,19 @@ def _write(folder: Path, run: tuple[Progress, list[Record]]) -> Path:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of 7,500 hosts, of which 108 failed."""
+    """Write the page of 7,500 hosts, of which 108 failed."""
     return _write(tmp_path_factory.mktemp("large"), large_run(failing=70))
 
 
 @pytest.fixture(scope="module")
 def bad_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a run with all kinds of failures, a red gate, soaks and late hosts."""
+    """Write the page of a run with all kinds of failures, a red gate, soaks and late hosts."""
     progress, _, records = simulate(make(600, WIDE), FAULTS)
     return _write(tmp_path_factory.mktemp("bad_day"), (progress, records))
 
 
 def _complaints(tab: Tab) -> list[dict[str, Any]]:
-    """Return what the browser has to say against a page: errors of its script, what its policy refused."""
+    """Return the browser's complaints about a page: errors in its script, and what its policy blocked."""
     shown = (
         "Log.entryAdded",
         "Runtime.exceptionThrown",
@@ -125,13 +125,13 @@ def test_7500_hosts_can_be_searched(chromium: Tab, large: Path) -> None:
     assert len(chromium.run(SHOWN)) == 500
     chromium.run("document.querySelector('#words').focus()")
     chromium.send("Input.insertText", text="GPU-07-0007 disk")
-    # Of gpu-07-000700 to 000799 each 70th failed.
+    # Of gpu-07-000700 to 000799, every 70th failed.
     assert sorted(chromium.run(SHOWN)) == ["gpu-07-000700", "gpu-07-000770"]
     assert chromium.run(COUNT_OF_MATCHES) == "2 of 7500 hosts"
     chromium.run("document.querySelector('#words').value = ''")
     chromium.run(CHOOSE % "failed disk 31")
     assert len(chromium.run(SHOWN)) == 108
-    # Sorted, all that fit are still those that are shown, and no others.
+    # After sorting, the matching hosts are still shown, and no others.
     chromium.run("document.querySelector('#table thead button').click()")
     names = chromium.run(SHOWN)
     assert len(names) == 108 and names == sorted(names)
@@ -147,7 +147,7 @@ def test_a_link_to_a_host_shows_it_whatever_is_searched_for(chromium: Tab, large
     chromium.run("document.querySelector('#words').focus()")
     chromium.send("Input.insertText", text="no such host")
     assert chromium.run(SHOWN) == []
-    # The last of those that are slowest is no failed host, and far down in the table.
+    # The last of the slowest hosts hasn't failed, and is far down in the table.
     chromium.run("[...document.querySelectorAll('#slow a')].at(-1).click()")
     chromium.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     top, bottom, height = chromium.run(TARGET)
@@ -188,7 +188,7 @@ def test_a_narrow_window_need_not_be_moved_sideways(chromium: Tab, bad_day: Path
     try:
         chromium.open(bad_day)
         assert chromium.run("document.documentElement.scrollWidth") <= width
-        # What is wider lies in parts that can be moved, also by the keyboard.
+        # Wider content is in parts that can be scrolled, also with the keyboard.
         assert chromium.run(f"{WIDER}.filter((e) => e.tabIndex !== 0).length") == 0
         assert bool(chromium.run(f"{WIDER}.length")) == (width == 320)
     finally:
@@ -253,7 +253,7 @@ def test_what_assistive_technology_is_told(chromium: Tab, bad_day: Path) -> None
 
 
 def test_a_roll_shows_what_became_of_work(chromium: Tab, tmp_path: Path) -> None:
-    """Who was evicted, deferred or skipped, and why; each leads to its host."""
+    """Which pods were evicted, and which hosts deferred or skipped, and why; each links to its host."""
     progress, records = deadline_run()
     target = Target(version=f"{DEFINITION}/versions/1.2.3", build="0123456789ab", before={})
     progress.plan = progress.plan.model_copy(update={"target": target})
@@ -290,7 +290,7 @@ def test_hostile_hosts_are_shown_as_they_are_and_do_nothing(chromium: Tab, tmp_p
 
 
 def test_its_policy_lets_nothing_else_act(chromium: Tab, bad_day: Path, tmp_path: Path) -> None:
-    """Were a name ever written unescaped, the browser would still refuse to run it."""
+    """Even if a name were ever written unescaped, the browser would refuse to run it."""
     text = bad_day.read_text(encoding="utf-8")
     broken = tmp_path / "broken.html"
     attack = (

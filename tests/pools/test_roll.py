@@ -57,7 +57,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 @contextmanager
 def driver(fleet: World, last: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """Begin a driver of a fleet's plan in a process of its own, which dies after so many records of its journals."""
+    """Start a driver of a fleet's plan in a separate process, which dies after ``last`` records in its journals."""
     arguments = [os.fspath(fleet.folder), fleet.served.url, os.fspath(fleet.account()), str(last)]
     with subprocess.Popen(
         [sys.executable, "-m", "tests.support.pools.rolls", *arguments],
@@ -70,7 +70,7 @@ def driver(fleet: World, last: int = 0) -> Iterator[subprocess.Popen[str]]:
 
 
 def killed_at(fleet: World, number: int, effect: Literal["drop", "lose"]) -> int:
-    """Run a driver, and kill it as its request to Azure of a number that changes something arrives; how it ended."""
+    """Run a driver and kill it as its Nth request that changes something arrives at Azure; return its exit status."""
     numbers = itertools.count(1)
     with driver(fleet) as process:
 
@@ -81,7 +81,7 @@ def killed_at(fleet: World, number: int, effect: Literal["drop", "lose"]) -> int
             process.wait()
             return effect
 
-        # After the recorder, which looks at everything.
+        # After the recorder, which sees everything.
         fleet.served.arm.faults.insert(1, fault)
         process.communicate(timeout=120)
         fleet.served.arm.faults.remove(fault)
@@ -89,7 +89,7 @@ def killed_at(fleet: World, number: int, effect: Literal["drop", "lose"]) -> int
 
 
 def test_a_roll_around_jobs(fleet: World) -> None:
-    """One host has a job that ends in its wave, one in the last wave, one a job that doesn't, one somebody's cordon."""
+    """One host's job ends in its wave, one's in the last wave, one's never, and one host has someone else's cordon."""
     admin = fleet.admin
     workloads.namespace(admin, "work")
     workloads.create(admin, "work", daemon_set("agent"))
@@ -107,7 +107,7 @@ def test_a_roll_around_jobs(fleet: World) -> None:
     def finish(stop: object) -> None:
         if wait_until(lambda: fleet.is_ours("gpu-0-1"), 60):
             finish_job("ends")
-        # Cordoned in its wave, let go of, and cordoned in the last one before its job ends.
+        # Cordoned in its wave, released, and cordoned in the last one before its job ends.
         turns = [
             wait_until(lambda: fleet.is_ours("gpu-1-1"), 90),
             wait_until(lambda: not fleet.is_ours("gpu-1-1"), 90),
@@ -156,7 +156,7 @@ def test_a_canary_that_fails_takes_everything_back(fleet: World) -> None:
 
 
 def test_a_driver_that_is_killed_again_and_again(fleet: World) -> None:
-    """Each takes up what the one before left, wherever that was: in a drain, between a request and its answer."""
+    """Each takes over what the previous one left, wherever that was: in a drain, between a request and its answer."""
     rolled = plan(fleet, **GENEROUS)
     save(rolled, fleet.folder / "plan.json")
     for last in (6, 9, 14, 22, 16, 19):
@@ -169,7 +169,7 @@ def test_a_driver_that_is_killed_again_and_again(fleet: World) -> None:
     assert not any(fleet.is_ours(host.name) for host in fleet.hosts)
     posts = fleet.reimages()
     intents = [r for r in read_journal(fleet.folder / "requests.jsonl") if isinstance(r, Replacement)]
-    # Upgrades may go together. An intent whose request never left is followed by another one.
+    # Upgrades may be combined. An intent whose request was never sent is followed by another one.
     assert sum(path.lower().endswith("/reimage") for path in posts) == 8
     assert 8 < len(posts) <= 16 <= len(intents)
     fleet.require_clean_sets()
@@ -178,10 +178,10 @@ def test_a_driver_that_is_killed_again_and_again(fleet: World) -> None:
 
 @pytest.mark.nightly
 def test_fifty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL at fifty points, by turns after a record, before a request arrives, and before its answer does.
+    """SIGKILL at fifty points, alternately after a record, before a request arrives, and before its answer does.
 
-    What may never be is looked for after each; what must be in the end after each roll, of which there are as many as
-    it takes.
+    After each kill, check what must never happen; after each roll, check what must be true in the end. There are as
+    many rolls as it takes.
     """
     drawn, kills = random.Random(20), 0
     with world(8, 3, tmp_path) as whole:
@@ -216,7 +216,7 @@ def test_fifty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 def test_a_rollback_takes_models_first_and_then_every_host(fleet: World) -> None:
-    """One host failed with the new version and was left cordoned, one has a job that is waited for."""
+    """One host failed with the new version and was left cordoned; another one has a job that is waited for."""
     rolled = plan(fleet, **GENEROUS)
     broken = rolled.waves[-1].hosts[-1]
     fleet.broken.add(broken)
@@ -230,7 +230,7 @@ def test_a_rollback_takes_models_first_and_then_every_host(fleet: World) -> None
     with ResourceManager(SUBSCRIPTION, endpoint=fleet.served.url) as manager:
         azure = Client(manager)
         back = plan_rollback(progress, inventory, azure, only_failed=False).plan
-        # As a driver of it leaves a scale set that is killed: the next one goes on.
+        # As a driver of the rollback leaves a scale set when it is killed: the next one continues.
         azure.hold(fleet.hosts[0].scale_set_id, back.holder, azure.now() + 600)
     assert len(back.hosts) == 8 and back.target and back.target.broken == (broken,)
     sent = len(fleet.served.arm.log)
@@ -267,7 +267,7 @@ def test_a_run_sends_what_its_plan_says(fleet: World) -> None:
         return method, path, re.sub(r"until [^\"]*", f"until {UNTIL}", json.dumps(body, ensure_ascii=False))
 
     def bodies(body: Any) -> list[Any]:
-        # Which hosts go together depends on the moment.
+        # Which hosts are combined depends on timing.
         return [{"instanceIds": [number]} for number in (body or {}).get("instanceIds", ())] or [body]
 
     sent = [(e.method, e.path, body) for e in fleet.served.arm.log for body in bodies(e.body)]
@@ -287,7 +287,7 @@ def test_a_run_sends_what_its_plan_says(fleet: World) -> None:
 
 @pytest.mark.nightly
 def test_a_second_roll_is_refused_and_leaves_nothing(fleet: World) -> None:
-    """R23: by the Lease, which names the holder. Where that is gone, its Lease runs out."""
+    """R23: refused because of the Lease, which names the holder. If that holder is gone, its Lease expires."""
     rolled = plan(fleet, **GENEROUS)
     access = load(fleet.account())
     paths = sorted({host.scale_set_id for host in fleet.hosts})

@@ -1,4 +1,4 @@
-"""Rolls on the command line, as far as no host is touched: a version and its proof, and the way back of a run."""
+"""Rolls on the command line, as far as they touch no host: a version and its proof, and the rollback of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.root
 
 @dataclass
 class Desk:
-    """Where an operator works: an inventory of a scale set, a build that was published and signed, and its keys."""
+    """An operator's workplace: an inventory with a scale set, a published and signed build, and its keys."""
 
     folder: Path
     service: Served
@@ -57,7 +57,7 @@ class Desk:
         return self.pool("plan", "gpu", "-i", "hosts.yml", "--to", NEW, "--out", "roll.json", *argv)
 
     def run(self, plan: str, facts: str, *argv: str) -> tuple[int, list[str]]:
-        """Try to run a plan, which a host without a cluster stops in any case; return what is against it."""
+        """Try to run a plan, which is refused in any case without a cluster; return the objections."""
         status, answer, _ = self.pool(
             *("run", plan, "-i", "hosts.yml", "--trust-first-use", "seen", "--key", "key"),
             "--facts",
@@ -67,7 +67,7 @@ class Desk:
         return status, [problem["what"] for problem in json.loads(answer)["error"]["problems"]]
 
     def facts(self, build: str) -> str:
-        """Write a facts.json of a build; return its name."""
+        """Write a facts.json for a build; return its name."""
         name = f"{build[:4]}.json"
         content = dict.fromkeys(FACTS, "") | {"image": "worker", "build_id": build}
         (self.folder / name).write_text(json.dumps(content))
@@ -105,7 +105,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 
 
 def write_keys(private: Path) -> None:
-    """Write a private key, and its public one beside it."""
+    """Write a private key, and its public one next to it."""
     key = ed25519.Ed25519PrivateKey.generate()
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
@@ -113,7 +113,7 @@ def write_keys(private: Path) -> None:
 
 
 def signed(desk: Desk, content: dict[str, Any] | None = None) -> Path:
-    """Write a signed statement about the build, where `publish run` writes it."""
+    """Write a signed statement about the build to the place where `publish run` writes it."""
     file = desk.folder / f"output/publish/nodes/worker/{desk.built.build}.intoto.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(sign(content or statement(desk.built), str(desk.folder / "signer")))
@@ -211,7 +211,7 @@ def test_a_plan_shows_each_request_of_its_run(desk: Desk) -> None:
 
 
 def ran(desk: Desk) -> Plan:
-    """Let the plan have been run, so far that one host has the new version; return it."""
+    """Pretend that the plan has been run until one host has the new version; return it."""
     rolled = load(desk.folder / "roll.json")
     name = rolled.waves[0].hosts[0]
     machine = desk.group.machines[rolled.host[name].instance]
@@ -228,7 +228,7 @@ def ran(desk: Desk) -> Plan:
 
 
 def test_the_way_back_of_a_roll(desk: Desk) -> None:
-    """It needs no proof: its hosts ran that version before."""
+    """It needs no proof: its hosts have run that version before."""
     assert desk.plan("--unproven", "a test")[0] == 0
     status, _, err = desk.pool("rollback", "roll.json", "--out", "back.json")
     assert status == errors.UsageError.exit_code and "no host needs a rollback" in err

@@ -39,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def part(whole: World, sets: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """Return the world with so many scale sets that no test has had."""
+    """Return the world with this number of scale sets that no test has used."""
     found_by(whole.served.environment, monkeypatch)
     hosts, whole.hosts = whole.hosts[: sets * _EACH], whole.hosts[sets * _EACH :]
     fleet = replace(whole, hosts=hosts, folder=folder, began=time.time())
@@ -76,7 +76,7 @@ def test_jobs_are_listed_and_nothing_begins_without_the_confirmation(
 
 
 def evictions(fleet: World) -> dict[int, dict[str, list[float]]]:
-    """Return when the roll asked for the eviction of which workload's pods, by the API server's answer."""
+    """Return when the roll requested evictions of which workload's pods, by the API server's answer."""
     asked: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for entry in fleet.changes():
         target = entry["objectRef"]
@@ -90,7 +90,7 @@ def evictions(fleet: World) -> dict[int, dict[str, list[float]]]:
 def test_after_the_deadline_owners_are_overruled_and_nobody_else(
     whole: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gang has its hosts in the plan, one has not; a budget and a rule hold; a lone pod's owner never agreed."""
+    """One gang's hosts are all planned, another's aren't; a budget and a rule hold; a lone pod's owner never agreed."""
     fleet = part(whole, 2, tmp_path, monkeypatch)
     (gang, idle, stranded), (partner, budgeted, lone) = (
         [host.name for host in fleet.hosts[first : first + _EACH]] for first in (0, _EACH)

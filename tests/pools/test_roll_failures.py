@@ -1,7 +1,7 @@
-"""What goes wrong in a roll, on a real control plane: each with the outcome that the matrix of failures says.
+"""Failures during a roll, on a real control plane: each has the outcome that the failure matrix specifies.
 
-The matrix is in tests/unit/pool/test_roll_failures.py. All tests share one control plane, and have two scale sets of
-their own; the invariants of a roll are held after each.
+The matrix is in tests/unit/pool/test_roll_failures.py. All tests share one control plane, and each has two scale sets
+of its own; the invariants of a roll are checked after each.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def fleet(whole: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """Return two scale sets of the world that no test has had."""
+    """Yield two scale sets of the world that no test has used."""
     found_by(whole.served.environment, monkeypatch)
     hosts, whole.hosts = whole.hosts[:_HOSTS], whole.hosts[_HOSTS:]
     part = replace(whole, hosts=hosts, folder=tmp_path, began=time.time())
@@ -66,7 +66,7 @@ def fleet(whole: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def first(part: str, effect: Answer | Literal["drop", "lose"], count: int = 1) -> Fault:
-    """Return a fault of the first requests whose path ends like that."""
+    """Return a fault for the first requests whose path ends like that."""
     numbers = iter(range(count))
 
     def fault(request: Request) -> Answer | Literal["drop", "lose"] | None:
@@ -78,7 +78,7 @@ def first(part: str, effect: Answer | Literal["drop", "lose"], count: int = 1) -
 
 @contextmanager
 def faulty(fleet: World, fault: Fault) -> Iterator[None]:
-    # After the recorder, which looks at everything.
+    # After the recorder, which sees everything.
     fleet.served.arm.faults.insert(1, fault)
     try:
         yield
@@ -87,13 +87,13 @@ def faulty(fleet: World, fault: Fault) -> Iterator[None]:
 
 
 def require_ok(progress: Progress, but: int = 0) -> None:
-    """Hold that every host of a roll has the new image, but for so many."""
+    """Assert that every host of a roll has the new image, except for this number."""
     ends = {name: status.outcome for name, status in progress.hosts.items()}
     assert counts(progress.hosts.values())["ok"] == _HOSTS - but, ends
 
 
 def at_first_reimage(fleet: World, act: Callable[[str], None]) -> Fault:
-    """Return a fault that acts once, as the first host of a fleet is about to be reimaged, and lets it pass."""
+    """Return a fault that acts once, when the first host of a fleet is about to be reimaged, and lets it pass."""
     done: list[str] = []
 
     def fault(request: Request) -> None:
@@ -118,7 +118,7 @@ def test_lost_requests(fleet: World, effect: Literal["drop", "lose"]) -> None:
 
 @pytest.mark.nightly
 def test_azure_is_throttled_and_away(fleet: World) -> None:
-    """R4, R20: hosts wait empty and cordoned, and go on."""
+    """R4, R20: hosts wait empty and cordoned, and then continue."""
     rolled = plan(fleet, **GENEROUS)
     since = time.monotonic()
     throttled = error(429, "OperationNotAllowed", "The request is being throttled.", Retry_After="0")
@@ -138,7 +138,7 @@ def test_azure_is_throttled_and_away(fleet: World) -> None:
 @pytest.mark.nightly
 def test_three_hosts_of_a_later_wave_fail_alike(fleet: World) -> None:
     """R27: the run stops, models go back first, then the hosts that failed; the canaries keep the new image."""
-    # Of one zone, half of which is three hosts.
+    # All in one zone, of which half is three hosts.
     fleet.hosts = tuple(host.model_copy(update={"zone": ""}) for host in fleet.hosts)
     rolled = plan(fleet, wave_budget="100%", budget="100%", same_least=3, same_share="1%")
     canaries = rolled.waves[0].hosts
@@ -175,7 +175,7 @@ def test_a_node_that_never_comes_back_is_quarantined(fleet: World) -> None:
 
 @pytest.mark.nightly
 def test_a_host_that_failed_and_has_a_pod_does_not_go_back(fleet: World) -> None:
-    """I2 holds on the way back as well: what tolerates everything runs on a host that failed, and isn't lost."""
+    """I2 also holds during the rollback: a pod that tolerates everything runs on a host that failed, and isn't lost."""
     rolled = plan(fleet)
     canary = rolled.waves[0].hosts[0]
     fleet.broken.add(canary)
@@ -203,7 +203,7 @@ def test_a_pod_that_is_bound_after_the_last_look_never_starts(fleet: World) -> N
     def bind(name: str) -> None:
         workloads.create(fleet.admin, "work", workloads.pod(f"late-{name}", name))
         bound.append(name)
-        # It has been taken note of by now.
+        # By now, it has been noticed.
         assert wait_until(lambda: not runs(f"late-{name}"), 5)
         time.sleep(0.5)
 
@@ -220,7 +220,7 @@ def test_a_pod_that_is_bound_after_the_last_look_never_starts(fleet: World) -> N
 
 @pytest.mark.nightly
 def test_the_api_server_is_away_while_hosts_are_reimaged(fleet: World) -> None:
-    """R18: what runs is waited for, and the run goes on."""
+    """R18: operations in progress are waited for, and the run continues."""
     rolled = plan(fleet, **GENEROUS)
     away: list[str] = []
 
@@ -258,7 +258,7 @@ def test_a_human_uncordons_a_host_that_is_drained(fleet: World) -> None:
 
 
 def test_a_driver_that_is_lost_with_its_journal(fleet: World) -> None:
-    """R22: the plan is enough. What the lost one cordoned and suspended is taken over, and no disk replaced twice."""
+    """R22: the plan is enough. What the lost driver cordoned and suspended is taken over; no disk is replaced twice."""
     rolled = plan(fleet, **GENEROUS)
     save(rolled, fleet.folder / "plan.json")
     arguments = [os.fspath(fleet.folder), fleet.served.url, os.fspath(fleet.account()), "0"]
@@ -278,13 +278,13 @@ def test_a_driver_that_is_lost_with_its_journal(fleet: World) -> None:
     require_ok(fleet.drive(rolled))
     assert [fleet.machine(host).reimages for host in fleet.hosts] == [1] * _HOSTS
     assert not any(fleet.is_ours(host.name) for host in fleet.hosts)
-    # Who was emptied by the lost one counts when it is its turn.
+    # A host that the lost driver emptied counts when its turn comes.
     invariants.require(fleet.log(rolled), but="I1")
 
 
 @pytest.mark.nightly
 def test_a_host_that_a_lost_roll_left_with_the_new_image_takes_pods_again(fleet: World) -> None:
-    """Its plan is lost, too: another one finds the host with the version, under a cordon of the other name."""
+    """Its plan is lost, too: another roll finds the host with the new version, under a cordon with the other name."""
     host = fleet.hosts[0]
     fleet.machine(host).version = fleet.machine(host).disk = NEW
     _, patch = fence.cordon(fleet.node(host.name), "roll-lost", time.time())
@@ -297,8 +297,8 @@ def test_a_host_that_a_lost_roll_left_with_the_new_image_takes_pods_again(fleet:
 
 @pytest.mark.nightly
 def test_hosts_that_were_missing_before_are_left_alone(fleet: World) -> None:
-    """R34, I1: one is NotReady, one has no Node; so of three that may be away one may be, and they are named."""
-    # Of one zone, half of which is three hosts.
+    """R34, I1: one is NotReady, one has no Node; so only one more of three may be unavailable, and they are named."""
+    # All in one zone, of which half is three hosts.
     fleet.hosts = tuple(host.model_copy(update={"zone": ""}) for host in fleet.hosts)
     down, absent = fleet.hosts[0].name, fleet.hosts[-1].name
     for name in (down, absent):
@@ -324,13 +324,13 @@ def test_hosts_that_were_missing_before_are_left_alone(fleet: World) -> None:
 
 @pytest.mark.nightly
 def test_a_node_that_says_itself_that_it_works_is_left_alone(fleet: World) -> None:
-    """No pod shows it: a lease, or a container that somebody started by hand. It ends, or the host is named."""
+    """No pod shows it: a lease, or a container that was started by hand. Either it ends, or the host is named."""
     passing, lasting = fleet.hosts[0].name, fleet.hosts[-1].name
     fleet.works |= {passing: "its node says: lease a", lasting: "its node says: lease b"}
     rolled = plan(fleet, **GENEROUS)
 
     def end(_stop: object) -> None:
-        # It was to be reimaged, and was let go of.
+        # It was about to be reimaged, and was released.
         assert wait_until(lambda: fleet.is_ours(passing), 60)
         assert wait_until(lambda: not fleet.is_ours(passing), 60)
         del fleet.works[passing]
@@ -347,7 +347,7 @@ def test_a_node_that_says_itself_that_it_works_is_left_alone(fleet: World) -> No
 
 
 def test_a_second_roll_of_a_set_is_refused(fleet: World) -> None:
-    """R23: the mark on the set names who drives it; nothing is sent, no host is cordoned; it goes on later."""
+    """R23: the mark on the set names its driver; nothing is sent, no host is cordoned; it continues later."""
     rolled = plan(fleet, **GENEROUS)
     path = fleet.hosts[0].scale_set_id.lower()
     group = fleet.scale_sets.sets[path]
@@ -365,7 +365,7 @@ def test_a_second_roll_of_a_set_is_refused(fleet: World) -> None:
 
 @pytest.mark.nightly
 def test_instances_that_are_scaled_out_meanwhile_are_named(fleet: World) -> None:
-    """R24: one before the model changed, one after; the first one has the old version, and is no success."""
+    """R24: one before the model changed, one after; the first has the old version, and doesn't count as a success."""
     rolled = plan(fleet, **GENEROUS)
 
     def scale_out(name: str) -> str:
@@ -413,7 +413,7 @@ def test_a_host_in_work_is_scaled_in(fleet: World) -> None:
 
 @pytest.mark.nightly
 def test_the_way_back_is_gone_when_it_is_needed(fleet: World) -> None:
-    """R29: the run says so and ends; services run, and what failed stays cordoned."""
+    """R29: the run says so and ends; services are running, and what failed stays cordoned."""
     rolled = plan(fleet)
     fleet.broken.add(rolled.waves[0].hosts[0])
     versions = fleet.served.arm.resources
@@ -429,7 +429,7 @@ def test_the_way_back_is_gone_when_it_is_needed(fleet: World) -> None:
                 fleet.drive(rolled)
         finally:
             versions[OLD.lower()] = before
-    # The run ended amid its first wave, so what it held there may still be ours; nothing else is broken.
+    # The run ended during its first wave, so what it held there may still be ours; nothing else is violated.
     hosts = rolled.waves[0].hosts
     assert fleet.is_ours(hosts[0])
     broken = invariants.violations(fleet.log(rolled))

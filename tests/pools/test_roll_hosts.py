@@ -1,6 +1,6 @@
-"""Rolls of real hosts by the command line: planned, run, killed and resumed, and reported, as an operator does it.
+"""Rolls of real hosts with the command line: planned, run, killed and resumed, and reported, as an operator does it.
 
-Each test has hosts of its own: a scale set of the simulated Azure, whose reimage gives them another boot, build, key.
+Each test has its own hosts: a scale set of the simulated Azure, whose reimage gives them a new boot, build and key.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def outcomes(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def require_new(world: RealWorld, names: list[str], before: Mapping[str, tuple[str, str]]) -> None:
-    """Hold hosts to what a roll leaves: another boot of the new image, and nothing of ours on their nodes."""
+    """Assert what a roll leaves on hosts: another boot, the new image, and nothing of ours on their nodes."""
     for name in names:
         boot_id, build = world.tells(name)
         assert build not in (OLD_BUILD[:12], "") and boot_id != before[name][0]
@@ -58,7 +58,7 @@ def require_new(world: RealWorld, names: list[str], before: Mapping[str, tuple[s
 
 
 def test_hosts_are_rolled_around_a_job(world: RealWorld, tmp_path: Path) -> None:
-    """Three get another image and pass the suite, each by the key that they have then; who is busy is named."""
+    """Three get the new image and pass the suite, each with its new host key; the busy one is named."""
     busy = ROLLED[3]
     workloads.namespace(world.admin, "work")
     workloads.create(world.admin, "work", job("endless", 1, [busy], gpus=True))
@@ -88,7 +88,7 @@ def test_hosts_are_rolled_around_a_job(world: RealWorld, tmp_path: Path) -> None
 
 
 def test_a_roll_that_is_killed_is_resumed(world: RealWorld, tmp_path: Path) -> None:
-    """The process dies while a host is away; the next one finds the host with its new key, and goes on."""
+    """The process dies while a host is away; the next one finds the host with its new key, and continues."""
     before = {name: world.tells(name) for name in KILLED}
     plan = world.plan(tmp_path, KILLED, {})
 
@@ -111,7 +111,7 @@ def test_a_roll_that_is_killed_is_resumed(world: RealWorld, tmp_path: Path) -> N
 
 
 def test_hosts_that_return_as_others(world: RealWorld, tmp_path: Path) -> None:
-    """One has a key that nobody signed and is not touched; one returns without a signed key, one with its old image."""
+    """One has an unsigned key and isn't touched; one returns without a signed key, one with its old image."""
     before = {name: world.tells(name) for name in ODD}
     plan = world.plan(tmp_path, ODD, {"retries": 0})
     canary = json.loads(plan.read_text())["waves"][0]["slices"][0][0]

@@ -1,4 +1,4 @@
-"""A roll with exactly the rights that its plan prints: RBAC of a real API server, 403 by the simulated Azure."""
+"""A roll with exactly the permissions that its plan prints: RBAC of a real API server, 403 from the simulated Azure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fleet(whole: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worl
 
 @contextmanager
 def without(fleet: World, role: str, verb: str) -> Iterator[None]:
-    """Take a verb out of the first rule of a role (`clusterroles/NAME`) for a while."""
+    """Remove a verb from the first rule of a role (`clusterroles/NAME`) for a while."""
     path = f"{ROLES}/{role}"
     rules = fleet.admin.request("GET", path)["rules"]
     less = [{**rules[0], "verbs": [each for each in rules[0]["verbs"] if each != verb]}, *rules[1:]]
@@ -64,7 +64,7 @@ def without(fleet: World, role: str, verb: str) -> Iterator[None]:
     before = len(missing_in_cluster(account, ROLL))
     fleet.admin.request("PATCH", path, {"rules": less}, MERGE_PATCH)
     try:
-        # What authorizes reads the roles a moment later.
+        # The authorizer sees changed roles a moment later.
         assert wait_until(lambda: len(missing_in_cluster(account, ROLL)) == before + 1)
         yield
     finally:
@@ -73,7 +73,7 @@ def without(fleet: World, role: str, verb: str) -> Iterator[None]:
 
 
 def told(*argv: str) -> tuple[int, set[str]]:
-    """Run a command of pools; return its status, and the problems that it tells."""
+    """Run a `pool` command; return its status, and the problems that it reports."""
     done = CliRunner().invoke(app, ["pool", *argv, "--json"])
     document: dict[str, Any] = json.loads(done.stdout)
     return done.exit_code, {problem["what"] for problem in document.get("error", {}).get("problems", ())}
@@ -108,7 +108,7 @@ def test_one_missing_right_of_either_side_is_told_before_anything_is_done(fleet:
 
 
 def test_the_rights_are_enough_and_no_more(fleet: World) -> None:
-    """With a pod to evict and a Job to wait for: what was used is exactly what a plan prints; nothing was refused."""
+    """With a pod to evict and a Job to wait for: exactly what a plan prints was used, and nothing was refused."""
     admin = fleet.admin
     workloads.create(admin, "work", workloads.job("ends", 1, ["gpu-0-0"], gpus=True))
     workloads.create(admin, "work", workloads.replica_set("web", 1, ["gpu-0-1", "gpu-0-2"]))

@@ -32,7 +32,7 @@ from tests.support.pools.traces import here, wait_until_hosts_are_bare
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
 SOUND = 6
-# Of the hosts behind the sound ones. The last ones have no agent, one that fails, and a disk that is full.
+# The faults of the hosts after the sound ones. The last ones have no agent, one that fails, and a full disk.
 FAULTS: list[Fault] = [fault for fault, kind in CLASSES.items() if kind != "ok"]
 AGENTLESS, BROKEN, FILLED = (SOUND + len(FAULTS) + n for n in range(3))
 COUNT = FILLED + 1
@@ -51,7 +51,7 @@ def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_each_host_ends_in_exactly_one_class(rollout: Callable[..., Rollout]) -> None:
-    """A rollout over sound hosts and faults: every class is the fault's, and no sound host suffers from others."""
+    """A rollout over sound hosts and faults: each class matches its fault, and no sound host is affected by others."""
     run = rollout(*range(COUNT), policy={"verify": "100%"}, sound=range(SOUND))
     report = run.finish()
     results = {name: result["outcome"] for name, result in report["results"].items()}
@@ -74,15 +74,15 @@ def test_each_host_ends_in_exactly_one_class(rollout: Callable[..., Rollout]) ->
 
 
 def test_one_failure_too_many_stops_the_run_before_the_next_host(rollout: Callable[..., Rollout]) -> None:
-    """Nobody may fail, and one may be unavailable: who comes after the one that failed is neither told nor asked."""
+    """No host may fail, and one may be unavailable: hosts after the failed one are neither told nor probed."""
     limits = {"max_unavailable": "1", "wave_budget": "0"}
     run = rollout(0, 2, 4, BROKEN, policy=limits, sound=(0, 2, 4))
     waves = [wave["slices"] for wave in json.loads(run.plan.read_text())["waves"]]
-    order = [int(name.rpartition("-")[2]) for ((name,),) in waves]  # each wave is of one host
+    order = [int(name.rpartition("-")[2]) for ((name,),) in waves]  # each wave has one host
     before, after = order[: order.index(BROKEN)], order[order.index(BROKEN) + 1 :]
     assert before and after
     joins = run.joins()
-    report = run.finish(status=1)  # of the tests' own driver (drive.py)
+    report = run.finish(status=1)  # from the tests' own driver (drive.py)
     assert report["state"] == "stopped" and "its budget is 0" in report["reason"]
     assert {n: times - joins[n] for n, times in run.joins().items()} == {
         n: int(n not in after) for n in order
@@ -94,14 +94,14 @@ def test_one_failure_too_many_stops_the_run_before_the_next_host(rollout: Callab
     records = (record for record in run.records if isinstance(record, Intent | Result))
     hosts = [host for r in records for host in (r.hosts if isinstance(r, Intent) else (r.host,))]
     assert set(hosts) == {f"host-{n}" for n in (*before, BROKEN)}
-    # One after the other: between a host's first step and its last there is no other's.
+    # One after another: no other host's step comes between a host's first step and its last.
     assert hosts == sorted(hosts, key=hosts.index)
     assert run.left() == []
 
 
 @pytest.mark.nightly
 def test_killed_anywhere_nobody_joins_twice_and_nobody_is_lost(rollout: Callable[..., Rollout]) -> None:
-    """SIGKILL of the driver, at moments from the first question to the last host: resumed, it comes to the end."""
+    """SIGKILL of the driver, at moments from the first probe to the last host: when resumed, it runs to the end."""
     run = rollout(*range(SOUND), agent="seconds=2\n")
     (run.folder / "configs").mkdir()
     for host in run.pool.hosts[:SOUND]:
@@ -117,7 +117,8 @@ def test_killed_anywhere_nobody_joins_twice_and_nobody_is_lost(rollout: Callable
             wait(lambda: child.poll() is not None or moment(run.records))  # noqa: B023  # not beyond this round
             child.kill()
             child.communicate()
-        # What it began is gone at once, before anything else looks. A directory may be left that no process had yet.
+        # What it started is gone at once, before anything else checks. A directory may remain that no process had
+        # yet.
         wait(lambda: not run.running())
     report = run.finish(is_resumed=True)
     assert report["state"] == "finished"
@@ -137,7 +138,7 @@ def _is_verified(report: Mapping[str, Any], number: int) -> bool:
 
 @pytest.mark.nightly
 def test_what_breaks_in_the_middle_of_a_task_is_one_hosts_business(rollout: Callable[..., Rollout]) -> None:
-    """Who was cut off at one of three moments is looked at, not told again; where sudo hangs, nobody is ever told."""
+    """A host cut off at one of three moments is checked, not told again; a host whose sudo hangs is never told."""
     others = (0, 4)
     moments: dict[int, Moment] = {1: "verified", 2: "joining", 3: "told", 5: "sudo"}
     # Patience for longer than the others take.
@@ -171,7 +172,7 @@ def test_what_breaks_in_the_middle_of_a_task_is_one_hosts_business(rollout: Call
     for number in (2, 3):
         lost = ended(run.records, number, "bootstrap")
         assert [(r.outcome.kind, r.joined) for r in lost] == [("dropped", "unknown")]
-    # What waited for sudo has its answer by now, and did not go on.
+    # What waited for sudo has been answered by now, and didn't continue.
     wait_until_hosts_are_bare(run.pool)
     assert run.joins() == {n: int(n != 5) for n in range(SOUND)}
 

@@ -1,4 +1,4 @@
-"""Rollouts on real hosts that nobody tells to join, and those that a real API server holds up."""
+"""Rollouts on real hosts that aren't told to join, and those that a real API server holds up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.pools.rollouts import Rollout, install, intents, signature, w
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts, pytest.mark.image("control_plane")]
 
-# As an image's unit does at first boot.
+# As an image's unit does on first boot.
 JOIN = "node-agent join"
 
 
@@ -41,7 +41,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_where_the_image_does_it_all_nobody_is_told(rollout: Callable[..., Rollout]) -> None:
-    """Who has joined by itself is up, who still joins is waited for, who does neither has failed."""
+    """A host that joined on its own is up, one still joining is waited for, one that does neither has failed."""
     deadlines = {"probe": 15, "bootstrap": 6, "verify": 60}
     policy = {"mode": "verify", "waves": ["100%"], "verify": "100%", "deadlines": deadlines}
     run = rollout(0, 1, 2, policy=policy, agent="seconds=4\n")
@@ -60,7 +60,7 @@ def test_where_the_image_does_it_all_nobody_is_told(rollout: Callable[..., Rollo
 def test_a_control_plane_that_falls_behind_holds_the_next_wave(
     rollout: Callable[..., Rollout], cluster: Cluster
 ) -> None:
-    """A node's certificate request pends: after the policy's patience the run stops, and nobody else is touched."""
+    """A node's certificate request is pending: after the policy's patience, the run stops, touching no other host."""
     kubeconfig = str(cluster.kubeconfig("pool-operator"))
     gate = {"csr_seconds": 1, "interval_seconds": 0.5, "patience_seconds": 3}
     run = rollout(0, 1, 2, 3, policy={"waves": ["100%"], "gate": gate}, agent="seconds=3\n")

@@ -1,4 +1,4 @@
-"""What a roll left whose driver and journal are lost, taken back on a real control plane."""
+"""Cleaning up after a roll whose driver and journal are lost, on a real control plane."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_only_who_has_the_image_from_before_is_freed(tmp_path: Path, monkeypatch
             Leases(connect, "abort", OFTEN) as leases,
         ):
             azure = Client(manager)
-            # Before its first request a driver holds the Lease alone.
+            # Before its first request, a driver holds only the Lease.
             with Leases(connect, RUN, OFTEN) as driver:
                 driver.hold(path)
                 with pytest.raises(PoolError, match=f"is held by {RUN} "):
@@ -78,7 +78,7 @@ def test_only_who_has_the_image_from_before_is_freed(tmp_path: Path, monkeypatch
 
 
 def test_a_driver_that_is_gone_with_its_journals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What Azure has accepted shows within this, instead of a minute.
+    # What Azure has accepted shows within this time, instead of a minute.
     monkeypatch.setattr("image_builder.pool.salvage.salvage", partial(salvage, settle=PATIENCE.settle))
     with world(2, 3, tmp_path) as fleet:
         found_by(fleet.served.environment, monkeypatch)

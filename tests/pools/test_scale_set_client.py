@@ -1,6 +1,6 @@
-"""A scale set is read, patched, upgraded and reimaged by Azure's own SDK, and by a driver that is killed.
+"""A scale set is read, patched, upgraded and reimaged through Azure's own SDK, and by a driver that is killed.
 
-Kills are where a run that isn't killed changes something: each request is one point before it arrives and one after.
+Kills come where an uninterrupted run changes something: each request is one point before it arrives and one after.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.root, pytest.mark.process]
 
 @pytest.fixture
 def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fleet, Served]]:
-    """A scale set, and an environment in which the SDK finds its service."""
+    """Serve a scale set, in an environment in which the SDK finds it."""
     machines = fleet(5, page=2)
     (tmp_path / "cloud").mkdir()
     with served(machines.arm, tmp_path / "cloud") as service:
@@ -50,6 +50,6 @@ def test_an_instance_is_rolled_through_the_real_sdk(cloud: tuple[Fleet, Served],
             assert roll_instance(drive, "3", vm_id, version, machines.node("3")) == Ending("ok")
     assert [machine.disk for machine in machines.group.machines.values()] == [OLD, OLD, OLD, NEW, OLD]
     assert machines.group.services == dict.fromkeys(machines.group.services, "Running")
-    # What changes something is sent once: the service has seen nothing twice.
+    # Each change is sent once: the service has received nothing twice.
     posts = [entry.path for entry in machines.arm.log if entry.method == "POST" and "Orch" not in entry.path]
     assert len(posts) == len(set(posts)) == 2

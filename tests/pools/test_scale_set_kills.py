@@ -1,6 +1,6 @@
-"""A driver that is killed at twenty points, and loses answers besides, replaces a disk once and leaves nothing behind.
+"""A driver that is killed at twenty points, and also loses answers, replaces a disk once and leaves nothing behind.
 
-Each point is a request, before it arrives or after: what a driver does between two requests is to write its journal.
+Each point is a request, before it arrives or after: all that a driver does between two requests is write its journal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _processes = multiprocessing.get_context("forkserver")
 
 
 class Driver:
-    """A scale set, and the processes that roll one of its instances, one after the other."""
+    """A scale set, and the processes that roll one of its instances, one after another."""
 
     def __init__(self, machines: Fleet, service: Served, folder: Path) -> None:
         self.machines, self.service, self.folder = machines, service, folder
@@ -49,14 +49,14 @@ class Driver:
         machines.arm.faults = [self.arrived]
 
     def reimaged(self, _: SetState, machine: Machine) -> None:
-        """The node of an instance comes up with another boot, and what its disk has."""
+        """Bring an instance's node up with a new boot and the build on its disk."""
         content = {machine.id: {"boot_id": machine.boot_id, "build": BUILDS[machine.disk]}}
         draft = self.folder / "nodes.draft"
         draft.write_text(json.dumps(content))
         draft.rename(self.folder / "nodes.json")
 
     def arrived(self, request: Request) -> Answer | Literal["drop", "lose"] | None:
-        """Look at each request as it arrives: I3; kill who sent it, if it is the point."""
+        """Check each request as it arrives: I3; kill its sender at the chosen point."""
         self.count += 1
         verb = next((v for part, v in _VERBS.items() if request.path.endswith(part)), None)
         if verb and request.method == "POST":
@@ -65,7 +65,7 @@ class Driver:
             if self.posts[verb] > intents[verb]:
                 self.violations.append(f"{verb} number {self.posts[verb]} with {intents} intents")
         if self.count == self._point:
-            # The test goes on to the next process as soon as this one is dead.
+            # The test starts the next process as soon as this one is dead.
             process, effect = self._process, self._effect
             assert process
             process.kill()
@@ -82,7 +82,7 @@ class Driver:
         return Counter(record.verb for record in records if isinstance(record, Replacement))
 
     def run(self, point: int = -1, effect: str = "before", *, lost: bool = False) -> int | None:
-        """Run a driver, killed at its request number ``point``; return how it ended."""
+        """Run a driver that is killed at its request number ``point``; return its exit code."""
         self.count, self._point, self._effect, self._lost = 0, point, effect, lost
         address, environment = self.service.url, dict(self.service.environment)
         arguments = (address, environment, self.machines.path, NEW, self.folder, NUMBER)

@@ -1,4 +1,4 @@
-"""What `slices` saw last, which stands in the docs; and its parts, without any machine.
+"""The last results of `slices`, which are in the docs; and its parts, without any machine.
 
 The run itself boots a machine and takes ten minutes: `.venv/bin/python -m tests.e2e.slices`.
 """
@@ -36,7 +36,7 @@ def record() -> Record:
 
 
 def test_every_fact_holds_in_the_record(record: Record) -> None:
-    """Of the commands and the Job that the page has now: who changes them has to run them again."""
+    """This is about the page's current commands and Job: anyone who changes them has to run them again."""
     assert len(slices_facts.facts(record)) >= 14
     assert slices_facts.broken(record) == []
 
@@ -176,7 +176,7 @@ def test_the_page_is_of_the_record(record: Record) -> None:
 
 
 def test_the_documented_commands_are_shell(tmp_path: Path) -> None:
-    """And the Job has an index for each slice, and their Secret."""
+    """The Job has an index for each slice, and their Secret."""
     start, take_in = slices_howto.commands()
     for text in (start, take_in):
         subprocess.run(["sh", "-n"], input=text, text=True, check=True)

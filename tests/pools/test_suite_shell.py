@@ -1,4 +1,4 @@
-"""The suite's one shell on a machine: real sshd and sudo, and commands of every kind, one after the other."""
+"""The suite's one shell on a machine: real sshd and sudo, and commands of every kind, one after another."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def machine(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture
 def ssh(machine: Fleet, targets: ModuleType, tmp_path: Path) -> BaseBackend:
-    """The suite's own connection."""
+    """Open the suite's own connection."""
     host = machine.hosts[0]
     known_hosts = tmp_path / "known_hosts"
     known_hosts.write_text(f"{host.address} {(machine.folder / 'host-0.pub').read_text()}")
@@ -49,7 +49,7 @@ def ssh(machine: Fleet, targets: ModuleType, tmp_path: Path) -> BaseBackend:
 
 @pytest.fixture
 def relayed(machine: Fleet, targets: ModuleType) -> Iterator[BaseBackend]:
-    """A pool's, which the driver has."""
+    """Relay a pool's connection, which the driver holds."""
     with Reach(machine.access()) as reach, reach.session(machine.hosts[0], root=True, seconds=300) as session:
         ours, theirs = socket.socketpair()
         with Connection(ours.detach()) as requests, ThreadPoolExecutor(1) as threads:

@@ -1,4 +1,4 @@
-"""The suite on many real hosts at once: each host's run is its own, whatever becomes of another one's."""
+"""The suite on many real hosts at once: each host's run is independent, whatever happens to another one's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(runs: Runs, pool: Fleet, number: int, seconds: float = 300) -> Outcome:
 
 
 def hanging(pool: Fleet) -> set[str]:
-    """Return the commands on the host that hangs, those of runs that were given up among them."""
+    """Return the commands on the host that hangs, including those of runs that were given up."""
     return set(pool.run(HANGS, "pgrep", "-fx", SLEEP, ok=False).split())
 
 
@@ -81,7 +81,7 @@ def children_of(process: int) -> list[int]:
 
 
 def has_ended(process: int) -> bool:
-    """Tell whether a process is gone, or only nobody has waited for it yet."""
+    """Return whether a process is gone or a zombie."""
     stat = Path(f"/proc/{process}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
@@ -212,7 +212,7 @@ def test_checks_may_use_what_pytest_has(pool: Fleet, tmp_path: Path) -> None:
 def verify(
     minimal: Workplace, pool: Fleet, folder: Path, numbers: Sequence[int], *host_keys: str | Path
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run ``pool verify`` on hosts; return how that ended, and its result."""
+    """Run ``pool verify`` on hosts; return the completed process, and its result."""
     plan = write_plan(pool, folder, numbers, POLICY)
     facts = minimal.artefact / "facts.json"
     host_keys = host_keys or ("--known-hosts", pool.pinned.path)
@@ -224,12 +224,12 @@ def verify(
 def test_pool_verify_holds_real_hosts_to_the_real_suite(
     minimal: Workplace, pool: Fleet, tmp_path: Path
 ) -> None:
-    """The command as it is, all checks of the image; one of two hosts is damaged: by that alone they differ."""
+    """The command as it is, with all checks of the image; one of two hosts is damaged, which is the only difference."""
     be_quick(pool, (0, 4))
     pool.run(4, "sh", "-c", "echo '/swap none swap sw,nofail 0 0' >>/etc/fstab")
     logins = [pool.log(number).count(ACCEPTED) for number in (0, 4)]
     done, report = verify(minimal, pool, tmp_path, (0, 4))
-    # The suite goes on where it was asked whether it has joined.
+    # The suite continues on the connection over which the host was asked whether it had joined.
     assert [pool.log(number).count(ACCEPTED) for number in (0, 4)] == [logins[0] + 1, logins[1] + 1]
     assert done.returncode != 0 and report["counts"]["failed"] == 2, done.stderr
     failed, passed = {}, {}
@@ -278,7 +278,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def mine(pool: Fleet, minimal: Workplace, tmp_path: Path) -> Path:
-    """A directory of an ordinary user, with a key for the hosts, their keys, and what must hold on them."""
+    """Make a directory of an ordinary user, with a login key, the hosts' keys, and the facts to verify."""
     mine = tmp_path / "mine"
     mine.mkdir()
     for name, file in (
@@ -289,12 +289,12 @@ def mine(pool: Fleet, minimal: Workplace, tmp_path: Path) -> Path:
         (mine / name).write_bytes(file.read_bytes())
     (mine / "key").chmod(0o600)
     for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)  # pytest's own are closed to others
+        parent.chmod(0o755)  # pytest's own directories are closed to others
     return mine
 
 
 def start(mine: Path, *argv: str | Path) -> subprocess.Popen[str]:
-    """Start the command line as the user, whose everything in the directory is."""
+    """Start the command line as the user, who owns everything in the directory."""
     for path in (mine, *mine.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
     return subprocess.Popen(
@@ -311,14 +311,14 @@ def start(mine: Path, *argv: str | Path) -> subprocess.Popen[str]:
 
 
 def test_a_machine_is_verified_by_an_ordinary_user(pool: Fleet, mine: Path) -> None:
-    """By the command line, which starts no service and writes only where its user may."""
+    """With the command line, which starts no service and writes only where its user may."""
     address = pool.hosts[0].address
     _, public = pool.pinned.path.read_text().splitlines()[0].split(" ", 1)
     (mine / "known_hosts").write_text(f"{address} {public}\n")
     target = f"ssh://{USER}@{address}?key={mine}/key&known_hosts={mine}/known_hosts"
     checks = mine / "reports/suite.jsonl"
     with start(mine, "verify", target, "--facts", "facts.json", "--output", "reports") as verification:
-        # Those that wait for a booted machine come later, and need minutes.
+        # Checks that wait for a booted machine come later, and take minutes.
         while not checks.exists() or checks.read_text().count('"outcome": "passed"') < 10:
             assert verification.poll() is None, verification.stderr and verification.stderr.read()
             time.sleep(0.1)
@@ -327,7 +327,7 @@ def test_a_machine_is_verified_by_an_ordinary_user(pool: Fleet, mine: Path) -> N
 
 
 def test_a_pool_is_brought_up_by_an_ordinary_user(pool: Fleet, mine: Path) -> None:
-    """Planned, brought up, asked about; a canary has the whole suite, by whose checks of a booted machine it fails."""
+    """Planned, brought up, queried; a canary gets the whole suite, whose checks for a booted machine fail on it."""
     be_quick(pool, (0, 4))
     install(pool, (0, 4))
     policy = POLICY | {"deadlines": {"probe": 60, "bootstrap": 120, "verify": 300}}

@@ -1,7 +1,7 @@
 """Slices on worker hosts: real sshd, real ansible-runner on both sides, real Ansible to real hosts.
 
-The workers are hosts of the fleet with this environment's ansible-runner; the hosts that join have the stand-in
-for the node agent.
+The workers are hosts of the fleet with this environment's ansible-runner; the hosts that join have a stand-in for the
+node agent.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.support.pools.rollouts import Rollout, configuration, install, make, 
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
-# The hosts that join come first; the last worker can't be reached.
+# The hosts that join come first; the last worker is unreachable.
 HOSTS, WORKERS, DEAD = (0, 1, 2), (3, 4), 5
 SITE_PACKAGES = Path(ansible_runner.__file__).parents[1]
 RUNNER = "/usr/local/bin/ansible-runner"
-# As a worker has them: two programs, found by their place.
+# As on a worker: two programs, found by path.
 PROGRAMS = {
     RUNNER: "ansible_runner",
     "/usr/local/bin/ansible-playbook": "ansible.cli.playbook",
@@ -66,7 +66,7 @@ def _workers(pool: Fleet, *numbers: int) -> dict[str, Any]:
 
 
 def _left(pool: Fleet, number: int) -> str:
-    """Return what a slice left on a worker: files, and the processes of its network."""
+    """Return what a slice left on a worker: files, and the processes in its network namespace."""
     script = (
         "ls -A /dev/shm /tmp | grep image-builder;"
         "for p in /proc/[0-9]*; do [ $p/ns/net -ef /proc/self/ns/net ] || continue;"
@@ -81,7 +81,7 @@ def _kinds(report: dict[str, Any]) -> set[str]:
 
 
 def test_a_slice_on_a_worker_is_a_slice(rollout: Callable[..., Rollout], pool: Fleet) -> None:
-    """Every host joins once, with its configuration; what ends is told as it ends; the worker is as it was."""
+    """Every host joins once, with its configuration; results are reported as they come; the worker stays unchanged."""
     run = rollout(*HOSTS, policy=_workers(pool, WORKERS[0]))
     (run.folder / "configs").mkdir()
     for number in HOSTS:
@@ -94,7 +94,7 @@ def test_a_slice_on_a_worker_is_a_slice(rollout: Callable[..., Rollout], pool: F
         written = pool.run(number, "cat", "/etc/node-agent/node-config.json")
         assert json.loads(written) == configuration(f"host-{number}")
     ends = {r.host: r.at for r in run.records if isinstance(r, Result) and r.step == "bootstrap"}
-    # The others were not told at the end of the slice, which waits for the slow one.
+    # The others weren't reported at the end of the slice, which waits for the slow one.
     assert max(ends["host-0"], ends["host-1"]) + 2 < ends["host-2"]
     assert _left(pool, WORKERS[0]) == "" and run.left() == []
     log = pool.run(WORKERS[0], "cat", "/var/log/sshd.log")
@@ -105,7 +105,7 @@ def test_a_slice_on_a_worker_is_a_slice(rollout: Callable[..., Rollout], pool: F
 
 
 def test_a_slice_on_a_worker_goes_through_its_hosts_bastion(pool: Fleet, tmp_path: Path) -> None:
-    """Over one connection to it, as the driver's own questions do; nobody else comes to the hosts."""
+    """The slice uses one connection to it, as the driver's probes do; no other address connects to the hosts."""
     bastion, worker = WORKERS
     address = pool.hosts[bastion].address
     keys = tmp_path / "keys"
@@ -130,12 +130,12 @@ _COME_FROM = re.compile(rf"Accepted publickey for {USER} from (\S+)")
 def test_a_worker_that_can_t_be_reached_or_dies_costs_an_attempt(
     rollout: Callable[..., Rollout], pool: Fleet
 ) -> None:
-    """The first slice finds nobody; the second one's worker dies in the middle, as a slice does that dies here."""
+    """The first slice finds no worker; the second one's worker dies midway, which counts as the slice dying."""
     policy = _workers(pool, DEAD, WORKERS[0], WORKERS[1]) | {"retries": 3}
     run = rollout(*HOSTS, policy=policy, agent="seconds=10\n")
     with run.start() as child:
         wait(lambda: child.poll() is not None or any(run.joins().values()))
-        # All at once, and what is in memory, as when its power fails. No other host has such processes.
+        # All at once, including what is in memory, as in a power failure. No other host has such processes.
         pool.run(WORKERS[0], "sh", "-c", _KILL, ok=False)
         out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err
@@ -153,7 +153,7 @@ _KILL = (
 )
 
 
-# Ends what a host's stand-in waits for.
+# Ends the process that a host's stand-in waits for.
 _JOINED = (
     "for p in /proc/[0-9]*; do [ $p/ns/net -ef /proc/self/ns/net ]"
     " && [ \"$(tr '\\0' ' ' <$p/cmdline)\" = 'sleep infinity ' ] && kill ${p#/proc/} && echo joining; done; true"
@@ -161,7 +161,7 @@ _JOINED = (
 
 
 def _is_intended(run: Rollout, host: str) -> bool:
-    """Tell whether a host is to be told: it was asked, and answered."""
+    """Return whether a host is about to be told, that is, was probed and answered."""
     return any(isinstance(r, Intent) and r.step == "bootstrap" and host in r.hosts for r in run.records)
 
 
@@ -180,10 +180,10 @@ def test_a_killed_driver_leaves_nothing_on_the_worker(rollout: Callable[..., Rol
 def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice(
     rollout: Callable[..., Rollout], pool: Fleet
 ) -> None:
-    """In mid-slice one worker loses its link, the other one its way to here alone: it could still tell its hosts.
+    """In mid-slice, one worker loses its link, the other one only its route to here: it could still tell its hosts.
 
-    Neither hears an end of its connection; both have ended when the driver gives them up. Hosts that were told are
-    asked, and are well; the one that was not is taken up again.
+    Neither sees its connection close; both have ended when the driver gives up on them. Hosts that had been told are
+    checked, and are fine; the one that hadn't is retried.
     """
     lost, parted = WORKERS
     more = {"canaries": len(HOSTS), "slice_hosts": 2, "retries": 0, "worker_silent_seconds": 5}
@@ -193,7 +193,7 @@ def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice
         put(pool, number, "/etc/stand-in", "seconds=infinity\n")
     with run.start() as child, ExitStack() as mending:
         wait(lambda: child.poll() is not None or _is_intended(run, "host-1"))
-        pool.cut(1)  # so that it is not told
+        pool.cut(1)  # so that it isn't told
         wait(lambda: child.poll() is not None or run.joins() == {0: 1, 1: 0, 2: 1})
         assert all("ansible" in _left(pool, worker) for worker in WORKERS)
         pool.cut(lost)
@@ -201,7 +201,7 @@ def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice
         pool.part(parted)
         mending.callback(pool.unite, parted)
         wait(lambda: not any(_left(pool, worker) for worker in WORKERS))
-        # The slices did not come to their own end: their hosts are still joining, and may be done only now.
+        # The slices didn't complete: their hosts are still joining, and can only finish now.
         for number in joined:
             assert pool.run(number, "sh", "-c", _JOINED).splitlines() == ["joining"]
         pool.mend(1)
@@ -222,7 +222,7 @@ def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice
 
 
 def test_nothing_runs_on_for_those_who_are_silent(tmp_path: Path) -> None:
-    """A network that parted sends no end: the guard takes silence for one, and ends what the runner started."""
+    """A partitioned network sends no end: the guard takes silence for one, and ends what the runner started."""
     runner = tmp_path / "runner"
     runner.write_text(
         f'#!/bin/sh\necho "$3"\ncat >{tmp_path}/got\nsetsid sleep 600 &\necho $! >{tmp_path}/pid\nwait\n'
@@ -242,9 +242,9 @@ def test_nothing_runs_on_for_those_who_are_silent(tmp_path: Path) -> None:
 
 
 def test_the_stream_goes_from_file_to_file(pool: Fleet, tmp_path: Path) -> None:
-    """What any other engine does with a slice, by ansible-runner's own commands: transmit, worker, process."""
+    """What any other engine does with a slice, using ansible-runner's own commands: transmit, worker, process."""
     host = pool.hosts[0]
-    # Once what an earlier test left joining has ended.
+    # Once a join left over from an earlier test has ended.
     pool.run(0, "sh", "-c", f"flock {LOCK} true; rm -rf /var/joins /run/node /etc/stand-in")
     access = pool.access()
     slice_ = Slice((Work(host, 1, 0.0),), access, 30.0)

@@ -1,7 +1,7 @@
 """``node-agent preload`` with real engines: Docker 20.10 and 26.1, containerd 1.6 and 1.7.
 
-Their packages are Debian's, unpacked into a scratch directory. Each scenario is one script in namespaces of its
-own, without a network: a first engine makes the archive, a second one with a blank disk gets it loaded.
+Their packages are Debian's, unpacked into a scratch directory. Each scenario is one script in namespaces of its own,
+without a network: a first engine makes the archive, which is loaded into a second one with a blank disk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RELEASES = {
 
 @dataclass(frozen=True)
 class Engines:
-    """Programs of one Debian release, and the names of the renderings that are for them."""
+    """The programs of one Debian release, and the names of the renderings for them."""
 
     tree: Path
     docker: str
@@ -52,7 +52,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a scenario left in its scratch directory."""
+    """The results of a scenario in its scratch directory."""
 
     scratch: Path
 
@@ -103,7 +103,7 @@ def _descriptor(kind: str, content: bytes, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Two:
-    """An image of two layers (bytes of their tars, and of those compressed), its configuration, manifest and index."""
+    """An image of two layers (the bytes of their tars, and compressed), its configuration, manifest and index."""
 
     layers: list[bytes]
     zipped: list[bytes]
@@ -187,7 +187,7 @@ def _recorded(two: _Two) -> list[dict[str, Any]]:
 
 
 def _write_images(scratch: Path) -> None:
-    """Write two images as archives, the lab's pause and ``_two``, and the programs that tell the agent of them."""
+    """Write two images as archives, the lab's pause and ``_two``, and the programs that describe them to the agent."""
     two = _two()
     pause.write_archive(scratch / "pause.tar")
     (scratch / "two.oci.tar").write_bytes(_oci_archive(two))
@@ -201,7 +201,7 @@ def _write_images(scratch: Path) -> None:
 def _run(engines: Engines, scratch: Path, script: str) -> Ran:
     for name in ("etc", "work", "agent/image_builder"):
         (scratch / name).mkdir(parents=True)
-    # The node has nothing else of this program.
+    # The node has no other part of this program.
     shutil.copytree(NODE, scratch / "agent/image_builder/node", ignore=shutil.ignore_patterns("__pycache__"))
     (scratch / "agent/image_builder/__init__.py").write_text("")
     _write_images(scratch)
@@ -236,7 +236,7 @@ def _loaded_nothing(ran: Ran, name: str) -> None:
 
 
 def _failed(ran: Ran, name: str, code: str) -> str:
-    """Return the reason of a run that failed, which people are told as well."""
+    """Return the reason why a run failed, which is also shown to people."""
     assert ran.rc(name) == 1
     status = ran.status(name)
     assert (status["state"], status["code"]) == ("failed", code), ran.text(name)
@@ -261,7 +261,7 @@ def test_docker_gets_its_images(engines: Engines, tmp_path: Path) -> None:
     _loaded(ran, "first", pause.REFERENCE, TWO)
     assert f"{TWO} is missing" in ran.text("first")
     _loaded_nothing(ran, "second")
-    _loaded(ran, "moved", TWO)  # the tag led to another image
+    _loaded(ran, "moved", TWO)  # the tag pointed to another image
     found = {image["RepoTags"][0]: image for image in json.loads(ran.text("inspect.json"))}
     assert {ref: image["Id"] for ref, image in found.items()} == {i["ref"]: i["id"] for i in images}
     assert found[TWO]["RootFS"]["Layers"] == images[1]["diff_ids"]
@@ -292,7 +292,7 @@ def test_docker_seeded_or_not_is_told(engines: Engines, tmp_path: Path) -> None:
     assert (unseeded["seeded"], list(unseeded["loaded"])) == (0, [pause.REFERENCE, TWO])
     fallback = degraded("fallback", "preload.fallback")
     assert "store.verity: block 7 is not what was baked" in fallback["reason"]
-    # The other image is there, from the load before, and that is seen by its digest.
+    # The other image is there from the previous load, which shows in its digest.
     assert fallback["reasons"] == [
         f"{TWO} is missing",
         f"{pause.REFERENCE} has no digest {images[0]['digest']}, only its tag",
@@ -306,7 +306,7 @@ def test_docker_seeded_or_not_is_told(engines: Engines, tmp_path: Path) -> None:
 
 
 def test_docker_keeps_what_is_guarded(engines: Engines, tmp_path: Path) -> None:
-    """What deletes a pinned image of Docker's and what does not, as README.md and the how-to say."""
+    """Show what deletes a pinned image in Docker and what doesn't, as README.md and the how-to say."""
     ran = _run(engines, tmp_path, scripts.GUARDS)
     identity = json.loads(ran.text("images.json"))[1]["id"]
     guard = f"preload-pin-{identity.removeprefix('sha256:')[:12]}"
@@ -323,9 +323,9 @@ def test_docker_keeps_what_is_guarded(engines: Engines, tmp_path: Path) -> None:
     for name in ("rm-tag", "rm-id"):
         assert ran.rc(name) == 1
         assert "conflict: unable to" in ran.text(name), ran.text(name)
-    assert ran.rc("prune") == 0  # it deletes what no container has: the pause image
+    assert ran.rc("prune") == 0  # it deletes what no container uses: the pause image
     assert identity not in ran.text("prune") and ran.rc("inspect") == 0
-    # With a second tag the first can be taken away, the last one can not.
+    # With a second tag, the first can be removed; the last one can't.
     assert (ran.rc("rm-second-tag"), ran.rc("rm-last-tag")) == (0, 1)
     assert ran.text("left").splitlines() == [f"registry.lab.internal/two/layers:other {identity}"]
     _loaded(ran, "retagged", pause.REFERENCE, TWO)
@@ -339,7 +339,7 @@ def test_docker_keeps_what_is_guarded(engines: Engines, tmp_path: Path) -> None:
         guard in ran.text("unguarded") or ran.text("after-system-prune") == ""
     )  # it removes stopped containers
     assert ran.status("pruned")["named"] == [TWO]
-    assert ran.rc("inspect-pruned") == 1  # and with --all the images that they kept
+    assert ran.rc("inspect-pruned") == 1  # and with --all, the images that they kept
     _loaded(ran, "lost", pause.REFERENCE, TWO)
     _loaded_nothing(ran, "unpinned")
     assert ran.status("unpinned")["named"] == [guard]
@@ -372,7 +372,7 @@ def test_containerd_gets_its_images(engines: Engines, tmp_path: Path) -> None:
     assert ran.status("unpinned")["named"] == [pause.REFERENCE]
     rows = {line.split()[0]: line.split() for line in ran.text("list-unpinned").splitlines()[1:]}
     assert "io.cri-containerd.pinned=pinned" in rows[pause.REFERENCE][-1].split(",")
-    _loaded_nothing(ran, "elsewhere")  # its content is asked for where it is not found on the disk
+    _loaded_nothing(ran, "elsewhere")  # its content is looked up in the engine if it isn't found on the disk
     _had_no_room(ran, "full")
     _refused(ran, "damaged")
     reason = _failed(ran, "dead", "preload.engine")

@@ -1,4 +1,4 @@
-"""The lab's registry: Debian's docker-registry itself, pushed to and pulled from over its API."""
+"""The lab's registry: Debian's own docker-registry, with pushes and pulls through its API."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _argv(tools: Path, base: Path, body: str) -> list[str]:
 
 
 def _run(tools: Path, base: Path, body: str) -> Any:
-    """Run ``body`` in namespaces of its own; return what it printed, as JSON, or None."""
+    """Run ``body`` in namespaces of its own; return its JSON output, or None if there is none."""
     done = subprocess.run(_argv(tools, base, body), cwd=REPO, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout) if done.stdout else None
@@ -104,7 +104,7 @@ def test_image_comes_back_as_it_was_pushed(tools_tree: Path, tmp_path: Path) -> 
 
 
 def test_packages_made_by_dpkg_become_a_layer(tools_tree: Path, tmp_path: Path) -> None:
-    """A package of the tools tree's dpkg-deb, and the gzip of that tree: what tar then finds in the layer."""
+    """Build a package with the tools tree's dpkg-deb and gzip, and check what tar then finds in the layer."""
     out = _run(
         tools_tree,
         tmp_path,
@@ -254,7 +254,7 @@ def test_it_dies_with_a_parent_that_is_killed(tools_tree: Path, tmp_path: Path) 
 
 
 def test_the_thread_of_a_caller_is_enough_to_hold_it(tools_tree: Path, tmp_path: Path) -> None:
-    """It dies with the thread that started it: that of a worker may serve, as long as the block lasts."""
+    """The registry dies with the thread that started it; a worker thread will do if it outlives the block."""
     _run(
         tools_tree,
         tmp_path,

@@ -39,7 +39,7 @@ def no_lab() -> Iterator[None]:
 
 @pytest.fixture
 def own(copies: Callable[[Workplace], Workplace], worker: Workplace) -> Workplace:
-    """The worker's store, and nobody else's: what is left behind is seen by its path."""
+    """Return the worker's store for exclusive use: leftovers are recognized by its path."""
     return copies(worker)
 
 
@@ -49,10 +49,10 @@ def test_it_serves_until_it_is_taken_down(own: Workplace) -> None:
     assert up.returncode == 0, up.stderr
     state = json.loads(up.stdout)
     assert state["address"].startswith("127.") and state["port"] == 443
-    assert _lab("up", store=own.store).stdout == up.stdout  # there is one
+    assert _lab("up", store=own.store).stdout == up.stdout  # one is already running
     assert json.loads(_lab("status").stdout)["answers"] is True
     trust = ssl.create_default_context(cafile=state["ca"])
-    trust.check_hostname = False  # asked by its address here; whoever pulls has it in /etc/hosts
+    trust.check_hostname = False  # addressed by IP here; clients that pull have its name in /etc/hosts
     with urllib.request.urlopen(f"https://{state['address']}/v2/_catalog", context=trust) as answer:
         assert json.load(answer)["repositories"] == ["pause", "software"]
     assert json.loads(_lab("down").stdout) == {"stopped": True}
@@ -87,7 +87,7 @@ def test_one_that_was_killed_is_not_taken_for_a_running_one(own: Workplace) -> N
 
 
 class _Impatient(Monitor):
-    """Remembers the process that tells its number, and presses Ctrl-C where that is wanted."""
+    """Remembers the process that reports its PID, and presses Ctrl-C if requested."""
 
     def __init__(self, *, interrupts: bool) -> None:
         self.interrupts, self.pid = interrupts, 0

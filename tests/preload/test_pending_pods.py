@@ -1,4 +1,4 @@
-"""What `pending_pods` measured last, which stands in the docs; and its parts, without any machine.
+"""The last measurements of `pending_pods`, which are in the docs; and its parts, without any machine.
 
 The measurement itself boots two machines and takes half an hour: `.venv/bin/python -m tests.e2e.pending_pods`.
 """
@@ -107,7 +107,7 @@ def _line(seconds: float, pod: str, reason: str, message: str) -> str:
 def test_events_are_read_from_the_journal() -> None:
     lines = [
         json.dumps({"__MONOTONIC_TIMESTAMP": "1", "MESSAGE": "something else"}),
-        json.dumps({"__MONOTONIC_TIMESTAMP": "1", "MESSAGE": [1, 2]}),  # what journald does with odd bytes
+        json.dumps({"__MONOTONIC_TIMESTAMP": "1", "MESSAGE": [1, 2]}),  # journald's form of non-text bytes
         _line(12.5, "big", "Failed", 'Failed to pull image "x": said "no"'),
     ]
     (event,) = read_events("\n".join(lines), 100.0)
@@ -182,7 +182,7 @@ def _serve(server: socket.socket, content: bytes) -> None:
 
 @pytest.fixture
 def served() -> Any:
-    """A server that sends the same bytes to everybody: its address and the bytes."""
+    """Serve the same bytes to every client; yield the address and the bytes."""
     content = bytes(range(256)) * 1200  # 307 kB
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=_serve, args=(server, content), daemon=True)

@@ -1,4 +1,4 @@
-"""What a change of the list pulls, with the real command: the images that are new, and nothing else."""
+"""What a change of the list pulls, with the real command: only the images that are new."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAUSE, SOFTWARE = "registry.lab.internal/pause:1.0", "registry.lab.internal/soft
 
 
 def _inventory(folder: Path, refs: list[str], *, optional: tuple[str, ...] = ()) -> Path:
-    """Make a copy of the lab's inventory that preloads ``refs``, those of ``optional`` if they can be had.
+    """Make a copy of the lab's inventory that preloads ``refs``, with those in ``optional`` not required.
 
     Its worker has no kubelet, which would have to be compiled.
     """
@@ -37,7 +37,7 @@ def _inventory(folder: Path, refs: list[str], *, optional: tuple[str, ...] = ())
 
 
 def _pulls(workplace: Workplace, inventory: Path) -> dict[str, str]:
-    """Build as far as the preload; return what became of each image."""
+    """Build up to the preload; return the outcome for each image."""
     done = workplace.build("--stop-after", "preload", inventory=inventory)
     assert done.status == 0, done.stderr
     stage: dict[str, Any] = next(s for s in done.result["stages"] if s["name"] == "preload")
@@ -55,12 +55,12 @@ def test_a_change_of_the_list_pulls_what_is_new(
     workplace = copies(pulled_worker)
     original = workplace.object("preload")
     before = _state(original)
-    # One less: taken over from the build that has both, nothing is pulled.
+    # One image less: taken over from the build that has both, and nothing is pulled.
     assert _pulls(workplace, _inventory(tmp_path, [PAUSE])) == {PAUSE: "there already"}
-    # What was taken over shares its files with the stage that it came from, which stays as it was.
+    # What was taken over shares its files with its original stage, which stays unchanged.
     assert _state(original) == before
     workplace.forget_id(original.name)
-    # One more: that one alone is pulled. (Without its pin the list is another one than the original's.)
+    # One more: only that one is pulled. (Without its pin, the list differs from the original's.)
     both = _inventory(tmp_path, [PAUSE, SOFTWARE])
     assert _pulls(workplace, both) == {PAUSE: "there already", SOFTWARE: "done"}
 
@@ -93,6 +93,6 @@ def test_the_manifest_tells_which_program_pulled(worker: Workplace, pulled_worke
     facts = json.loads((pulled_worker.object("preload") / "meta.json").read_text())["facts"]
     assert facts["engine"]["name"] == "docker"
     assert facts["engine"]["version"].startswith("26.1")
-    # A pull that is there already doesn't need the layer, which may be another one by now with the same program.
+    # A pull that is already there doesn't need the layer, which may be a different one by now with the same program.
     binary = worker.object("container_runtime") / "product/tree" / facts["engine"]["binary"].lstrip("/")
     assert hashlib.sha256(binary.read_bytes()).hexdigest() == facts["engine"]["binary_sha256"]

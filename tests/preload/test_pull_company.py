@@ -1,4 +1,4 @@
-"""Pulls from a company's registry: images by their digests, clear errors, and no secret anywhere."""
+"""Pulls from a company's registry: images by digest, clear errors, and no secrets anywhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TOKEN_SECONDS = 2.0
 
 
 def pull_from_a_company(lab: Lab) -> Result:
-    """Lock and pull images: a layer that outlives its token and breaks off, one that is stored elsewhere, a limit."""
+    """Lock and pull images: a layer that outlives its token and breaks off, one stored elsewhere, a rate limit."""
     pushed = {name: lab.push(name, 3 * MB) for name in ("team/long", "team/moved", "team/limited")}
     with company(lab, token_seconds=TOKEN_SECONDS) as place:
         located = {
@@ -124,7 +124,7 @@ def test_a_companys_registry_is_locked_and_pulled_from(worker: Workplace, engine
 
 
 def fail_midway(lab: Lab) -> Result:
-    """Refuse the login, or lose the way out, once a part of a layer has come; then pull without either."""
+    """Refuse the login, or lose the proxy, once part of a layer has arrived; then pull without either fault."""
     pushed = {name: lab.push(name, 3 * MB) for name in ("refused", "cut")}
     result: Result = {}
     with company(lab, token_seconds=TOKEN_SECONDS) as place:
@@ -157,7 +157,7 @@ def test_what_fails_within_a_layer_is_told_and_ends(worker: Workplace, engine: s
     refused = found["refused"]
     assert not refused["bug"] and refused["error"].startswith(f"{REGISTRY}/refused:1: ")
     assert "401" in refused["error"] or "unauthorized" in refused["error"], refused
-    # Docker goes on trying for a minute by itself, longer than this attempt may last; the next one is told why.
+    # Docker keeps retrying on its own for a minute, longer than this attempt may last; the next one gets the reason.
     assert len(refused["records"][0]["attempts"]) == (2 if family(engine) == "docker" else 1), refused
     cut = found["cut"]
     assert not cut["bug"] and cut["error"].startswith(f"{REGISTRY}/cut:1: ")
@@ -165,11 +165,11 @@ def test_what_fails_within_a_layer_is_told_and_ends(worker: Workplace, engine: s
     assert len(cut["records"][0]["attempts"]) == 2 and cut["seconds"] < 2 * (HASTY.progress_seconds + 5) + 5
 
 
-# -- a registry that falls silent once it has let somebody in ----------------------------------------------------
+# -- a registry that falls silent after a login ------------------------------------------------------------------
 
 
 def fall_silent(lab: Lab) -> Result:
-    """Lock and pull an image whose manifest never comes, after a login; then without that."""
+    """Lock and pull an image whose manifest never arrives after a login; then without that fault."""
     pushed = lab.push("team/mute", MB)
     with company(lab) as place:
         image = locate(place.reference(pushed), PLATFORM, lab.endpoints)

@@ -1,4 +1,4 @@
-"""Images as registries outside have them: each is there by its digest, or what is wrong with it is said."""
+"""Images as real-world registries have them: each is there by its digest, or the problem with it is named."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _plain(place: RawRepository, name: str, tag: str = "", architecture: str = "
 
 
 def _attestation(place: RawRepository) -> Descriptor:
-    """Put what BuildKit puts beside an image: a manifest whose layer is a statement."""
+    """Push what BuildKit puts next to an image: a manifest whose layer is a statement."""
     layer = place.blob(b'{"_type":"https://in-toto.io/Statement/v0.1"}', _IN_TOTO)
     config = place.blob(
         b'{"architecture":"unknown","os":"unknown"}', "application/vnd.oci.image.config.v1+json"
@@ -57,7 +57,7 @@ def _attestation(place: RawRepository) -> Descriptor:
 
 
 def push_contents(lab: Lab) -> dict[str, str]:
-    """Push each shape; return the digest of the manifest that is meant, for those that have one."""
+    """Push each shape; return the digest of the expected manifest, for those that have one."""
     place = RawRepository(lab, "shapes")
     tar = _tar("zstd")
     meant = {"zstd": place.image([place.blob(zstd(tar), f"{LAYER}+zstd")], [tar], "zstd")["digest"]}
@@ -74,13 +74,13 @@ def push_contents(lab: Lab) -> dict[str, str]:
         meant[tag] = plain["digest"]
     tar = _tar("foreign")
     layer = place.blob(gzip.compress(tar, 1, mtime=0), _FOREIGN)
-    # The registry keeps it all the same: Docker takes it from there, containerd asks only elsewhere.
+    # The registry keeps it anyway: Docker takes it from there, containerd only asks the other place.
     meant["foreign"] = place.image([{**layer, "urls": [f"{_ELSEWHERE}/layer"]}], [tar], "foreign")["digest"]
     meant["hub"] = _plain(RawRepository(lab, "library/hubs"), "hubs", "1")["digest"]
     return meant
 
 
-# What can't be had by any engine, or not by all, and what the lock says of it.
+# Images that no engine can pull, or not all of them, and what the lock says about them.
 REFUSED = {
     "newest": f"none for {PLATFORM}; the registry has {PLATFORM}/v3, {PLATFORM}/v4",
     "foreign": f"is foreign: it is kept outside of the registry, at {_ELSEWHERE}/layer",

@@ -1,4 +1,4 @@
-"""Pulls that are ended from outside: by a failure beside them, by the build, with their engine, by a full disk."""
+"""Pulls that are ended from outside: by a failure of another one, by the build, with their engine, by a full disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.root
 
 
 def end_early(lab: Lab) -> Result:
-    """End pulls from outside, and the engine itself; then pull with a new one on the same data root."""
+    """End pulls from outside, and the engine itself; then pull with a new engine on the same data root."""
     names = ("optional", "required", "cancelled", "killed")
     stuck = {name: lab.push(name, SIZE) for name in names}
     good = {name: lab.push(f"good{name}", MB) for name in names}
@@ -131,7 +131,7 @@ def test_a_new_engine_goes_on_where_all_of_this_ended(ended: Result) -> None:
 
 @contextmanager
 def small_disk(lab: Lab, mib: int) -> Iterator[Path]:
-    """Mount a filesystem of its own, as small as that."""
+    """Mount a separate filesystem of this size."""
     file, place = lab.base / "disk.img", lab.folder("disk")
     with file.open("wb") as stream:
         stream.truncate(mib << 20)
@@ -145,8 +145,8 @@ def small_disk(lab: Lab, mib: int) -> Iterator[Path]:
 
 
 def _loop_of(file: Path) -> str:
-    """Return a loop device with a file, which goes with its mount; another test may take a free one first."""
-    # The namespace's /dev has no devices of the host.
+    """Return a loop device for a file, which is released on unmount; another test may take a free one first."""
+    # The namespace's /dev has none of the host's devices.
     if not os.path.exists("/dev/loop-control"):
         os.mknod("/dev/loop-control", 0o20600, os.makedev(10, 237))
     while True:
@@ -163,7 +163,7 @@ def _loop_of(file: Path) -> str:
 
 
 def fill_disk(lab: Lab) -> Result:
-    """Pull what has no room when it is unpacked, then what has."""
+    """Pull an image that doesn't fit when it is unpacked, then one that does."""
     large = lab.push("large", zeros=300 << 20)
     small = lab.push("small", MB)
     mib = 128
@@ -174,7 +174,7 @@ def fill_disk(lab: Lab) -> Result:
             result = lab.pull(engine, [large], limits=PATIENT, attempts=5)
             result["blobs"] = len([r for r in lab.proxy.requests if r.path.startswith("/v2/large/blobs/")])
             result["layers"] = len(large.layers)
-            # containerd gives room back a moment after it has said that there is none.
+            # containerd frees space a moment after it has reported that there is none.
             result["freed"] = wait_until(lambda: shutil.disk_usage(disk).free > (mib << 20) / 2)
             result["small"] = lab.pull(engine, [small], limits=PATIENT, attempts=1)
             result["has"] = [engine.has(large), engine.has(small)]
@@ -188,6 +188,6 @@ def test_a_full_disk_is_told_and_not_tried_again(worker: Workplace, engine: str)
     assert retry.classify(found["error"]) == "full", "by this a build exits as for a full disk"
     assert len(found["records"][0]["attempts"]) == 1
     assert found["blobs"] == found["layers"] + 1, "each layer and the configuration once"
-    # What did not fit is gone, so that something smaller does.
+    # What didn't fit has been removed, so something smaller fits.
     assert found["freed"]
     assert not found["small"]["error"] and found["has"] == [False, True], found["small"]

@@ -1,4 +1,4 @@
-"""Both engines of a worker as the bake drives them: what they pull, keep, hand on, save and tell."""
+"""Both engines of a worker as the bake drives them: what they pull, keep, hand over, save and report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.root
 
 
 def use_engine(lab: Lab) -> Result:
-    """Pull two images and a third, drop the third; go on with a copy of the data root."""
+    """Pull four images, remove the third; continue with a copy of the data root."""
     one, two, three = lab.push("one", 8 * MB, 2 * MB), lab.push("two", MB), lab.push("three", MB)
     pause = lab.base / "pause.tar.gz"
     images.push(lab.registry, "pause", "1.0", images.pause_image(pause))
@@ -112,7 +112,7 @@ def test_a_copied_data_root_has_the_images_without_a_request(used: Result) -> No
 
 
 def test_pins_are_those_of_the_last_bake(used: Result, engine: str) -> None:
-    """Docker has none."""
+    """Docker has no pins."""
     name, digest = f"{HOST}/pause", used["images"][-1]["digest"]
     expected = sorted([f"{name}:1.0", f"{name}@{digest}"]) if family(engine) == "containerd" else []
     assert used["pinned"] == expected
@@ -163,13 +163,13 @@ def test_progress_is_shown_in_bytes(used: Result) -> None:
 
 
 def lock_another_platform(lab: Lab) -> Result:
-    """Lock an image for another processor, alone and as a part of an index."""
+    """Lock an image for another processor, both on its own and as part of an index."""
     found: Result = {}
     try:
         lab.push("arm", MB, settings={"architecture": "arm64"})
     except PullError as error:
         found["alone"] = error.message
-    # Its manifest alone was refused, by now it is in the registry.
+    # Only its manifest was refused; by now it is in the registry.
     arm = locate(f"{HOST}/arm:1", "linux/arm64", lab.behind)
     amd = lab.push("arm", MB, tag="amd")
     for tag, ours in (("both", [arm, amd]), ("other", [arm])):
@@ -210,7 +210,7 @@ def lock_another_platform(lab: Lab) -> Result:
         found["index"] = error.message
     state = lab.folder("state")
     with lab.running(state) as engine:
-        # By the index' digest: the engine chooses the platform itself.
+        # By the index's digest: the engine chooses the platform itself.
         found["pulled"] = lab.pull(engine, [both], attempts=1)
         found["has"] = engine.has(both)
     return found
@@ -252,7 +252,7 @@ def rehearse(lab: Lab) -> Result:
     return {"seeded": seeded, "has": has, "seconds": seconds}
 
 
-# Those of the archive are rehearsed by tests/disk/test_preload_seed.py.
+# The archive's versions are rehearsed by tests/disk/test_preload_seed.py.
 @pytest.mark.parametrize("engine", [e for e in every_engine() if e.values[0] in NEWER], indirect=True)
 def test_what_a_newer_engine_pulled_is_seeded_and_runs(worker: Workplace, engine: str) -> None:
     found = isolated(rehearse, worker, engine)

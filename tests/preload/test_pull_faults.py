@@ -1,7 +1,7 @@
-"""Registries, disks and engines that fail during a pull: what comes of it, what is said, and what it costs.
+"""Registries, disks and engines that fail during a pull: the outcome, the message, and the cost.
 
-All faults of one engine that may be met at once are: each has an image of its own, and one daemon has them all. The
-proxy's books tell them apart by the repository's name.
+All faults of one engine that can occur at the same time do: each has an image of its own, and one daemon has them
+all. The proxy's records tell them apart by the repository's name.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ STALLED = rf"no progress for 0:0[{HASTY.progress_seconds:.0f}-9] min"
 pytestmark = pytest.mark.root
 
 
-# containerd writes a layer in steps of 1 MiB: of what comes after the last whole one nothing is seen.
+# containerd writes a layer in steps of 1 MiB: anything after the last whole step is invisible.
 @dataclass(frozen=True)
 class Case:
     """What goes wrong with one image; a fault's path is a regular expression below the image's repository.
 
-    ``{layer}`` in it is the digest of the large layer. ``words`` are in the message, ``attempts`` are made.
-    ``{stalled}`` in them tells of an attempt that HASTY ended, which a busy machine hears some seconds later.
+    ``{layer}`` in it is the digest of the large layer. The message contains ``words``, and ``attempts`` attempts are
+    made. ``{stalled}`` in the words stands for an attempt that HASTY ended, which a busy machine may notice some
+    seconds later.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -71,9 +72,10 @@ class Case:
 
 
 def _limit(engine: str, attempts: int | None, *headers: tuple[str, str]) -> tuple[Fault, ...]:
-    """Refuse a manifest with 429 for so many of our attempts.
+    """Refuse a manifest with 429 for this number of our attempts.
 
-    Docker asks once, by GET, then we ask how long to wait. containerd asks six times by HEAD without a pause, then we.
+    Docker requests it once, by GET, then we ask how long to wait. containerd requests it six times by HEAD without a
+    pause, then we do.
     """
     asked = {"docker": {"GET": 1, "HEAD": 1}, "containerd": {"HEAD": 7}}[engine]
     return tuple(
@@ -90,7 +92,7 @@ def _limit(engine: str, attempts: int | None, *headers: tuple[str, str]) -> tupl
 
 
 def transient(engine: str) -> Mapping[str, Case]:
-    """Return what is met by trying again."""
+    """Return the faults that retries overcome."""
     return {
         "reset": Case((layer_fault("reset", times=1),)),
         "short": Case((layer_fault("short", times=1),)),
@@ -105,12 +107,12 @@ def transient(engine: str) -> Mapping[str, Case]:
 
 
 def permanent(engine: str) -> Mapping[str, Case]:
-    """Return what no patience helps against."""
+    """Return the faults that no number of retries overcomes."""
     docker = engine == "docker"
     redirects = "stopped after 10 redirects"
     return {
         "stall_always": Case(
-            # containerd goes on where the attempt before ended: all of them get less than the whole.
+            # containerd continues where the previous attempt ended: all of them together get less than the whole.
             (layer_fault("stall", after=1_500_000),),
             HASTY,
             words="{stalled}; layer {layer}: downloading",
@@ -125,7 +127,7 @@ def permanent(engine: str) -> Mapping[str, Case]:
             attempts=2,
         ),
         "redirect": Case((Fault("redirect_loop", path="/manifests/"),), words=redirects, attempts=1),
-        # Docker tries again by itself and doesn't say why.
+        # Docker retries on its own and doesn't say why.
         "redirect_layer": Case(
             (layer_fault("redirect_loop"),),
             HASTY,
@@ -151,7 +153,7 @@ def permanent(engine: str) -> Mapping[str, Case]:
 
 
 def meet_faults(lab: Lab) -> Result:
-    """Pull one image for each case, some at once; then those that failed once more, without faults."""
+    """Pull one image for each case, some of them at once; then pull those that failed again, without faults."""
     cases = {**transient(lab.engine), **permanent(lab.engine)}
     yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
     lab.serve_proxy(EXPIRED, not_after=yesterday)
@@ -184,7 +186,7 @@ def meet_faults(lab: Lab) -> Result:
         }
 
     with lab.running(state) as engine:
-        # Not all at once: a program that waits for one of few processors is as slow as a registry.
+        # Not all at once: a program waiting for one of a few processors is as slow as a registry.
         with ThreadPoolExecutor(8) as threads:
             met = threads.map(lambda name: meet(engine, name), cases)
             result: Result = {"cases": dict(zip(cases, met, strict=True))}
@@ -196,7 +198,7 @@ def meet_faults(lab: Lab) -> Result:
         result["again"]["has"] = [engine.has(image) for image in again]
         result["again"]["wire"] = sum(r.sent for r in lab.proxy.requests[before:] if "/blobs/" in r.path)
         result["again"]["bytes"] = sum(image.size for image in again)
-    # Docker leaves a connection open on which nothing comes, until it ends itself.
+    # Docker leaves an idle connection open until it exits.
     wait_until(lambda: all(r.ended is not None for r in lab.proxy.requests))
     result["open"] = [r.path for r in lab.proxy.requests if r.ended is None]
     lab.module.strip(state)
@@ -219,9 +221,9 @@ def test_transient_fault_is_overcome(met: Result, engine: str, name: str) -> Non
     wire = case["wire"] / case["bytes"]
     assert wire >= 1, "all of it came from there"
     if name == "wrong_once":
-        assert wire <= 2.01 and len(attempts) == 2  # what is wrong is no beginning of what is right
+        assert wire <= 2.01 and len(attempts) == 2  # wrong bytes can't be the beginning of the right ones
     elif (engine, name) == ("containerd", "reset"):
-        # ctr's lease ends with its failure, and what came before the connection was reset goes with it.
+        # ctr's lease ends when it fails, and what arrived before the reset is lost with it.
         assert wire <= 1.01 + AFTER / case["bytes"]
     else:
         assert wire <= 1.2
@@ -249,10 +251,10 @@ def test_permanent_fault_is_reported(met: Result, engine: str, name: str) -> Non
     assert re.search(words, case["error"]), case["error"]
     assert case["records"][0]["outcome"] == "failed"
     assert len(attempts) == planned.attempts, attempts
-    # Every attempt ends by its deadline, with a moment more for a busy machine; then there are the pauses.
+    # Every attempt ends by its deadline, with some allowance for a busy machine; the pauses come on top.
     assert case["seconds"] < planned.attempts * (planned.limits.progress_seconds + 5) + 5
     if name == "stall_always":
-        # Docker tells of what came in a burst only in part.
+        # Docker reports only part of what arrives in a burst.
         assert re.search(r"downloading, [\d.]+ [kM]B of 6 MB", case["error"]), case["error"]
     if name == "slow":
         assert case["error"].split(": ")[1].startswith("too slow for 0:0")
@@ -273,7 +275,7 @@ def test_what_failed_comes_without_faults_and_nothing_else_is_left(met: Result) 
 
 
 def lock_what_fails(lab: Lab) -> Result:
-    """Lock what is not there, is not reachable, or has the wrong bytes."""
+    """Lock images that don't exist, can't be reached, or have the wrong bytes."""
     good = lab.push("good", MB)
     lab.endpoints[REFUSED] = Endpoint(REFUSED, new_address(), PORT, lab.endpoints[HOST].ca)
     lab.serve_proxy(EXPIRED, not_after=datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1))
@@ -289,7 +291,7 @@ def lock_what_fails(lab: Lab) -> Result:
     def message(ref: str) -> str:
         return told(lambda: locate(ref, PLATFORM, lab.endpoints))[0]
 
-    # What is not reached is tried for some 15 s.
+    # Unreachable registries are retried for about 15 s.
     with ThreadPoolExecutor(len(refs)) as threads:
         return dict(zip(refs, threads.map(message, refs.values()), strict=True))
 

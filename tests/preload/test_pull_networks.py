@@ -1,8 +1,8 @@
-"""What a definition says of the nodes' network, walked in three places: by the lock, by the bake, by a node.
+"""What a definition says about the nodes' network, exercised in three places: by the lock, by the bake, by a node.
 
-In each world only the variable that is tried leads to the image, and without it the lock fails. The node is the image's
-engine with the files that the role makes of the variables: the trust store, the units' environment, the mirrors. Pods
-aren't part of it: ``docker pull`` and ``ctr`` ask.
+In each world, only the variable under test leads to the image, and without it the lock fails. The node is the image's
+engine with the files that the role derives from the variables: the trust store, the units' environment, the mirrors.
+Pods aren't involved: ``docker pull`` and ``ctr`` make the requests.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 def walk(lab: Lab, variable: str) -> Result:
-    """Lock and pull an image to which one variable leads, and pull it as a node does."""
-    registry._RETRIES = registry.Patience(0)  # what is unreachable here stays so
+    """Lock and pull an image that only one variable leads to, and pull it as a node does."""
+    registry._RETRIES = registry.Patience(0)  # what is unreachable here stays unreachable
     image = lab.push("library/walked", MB)
     proxy = lab.serve_proxy(OUTSIDE)
     endpoint = lab.endpoints.pop(OUTSIDE)
@@ -99,7 +99,7 @@ def walk(lab: Lab, variable: str) -> Result:
 
 
 def _name_here(lab: Lab) -> None:
-    """Let this process find by name what the lab's roots find."""
+    """Let this process resolve the names that the lab's roots resolve."""
     hosts = lab.base / "hosts"
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in lab.names.items())]
     hosts.write_text("\n".join(lines) + "\n")
@@ -107,14 +107,14 @@ def _name_here(lab: Lab) -> None:
 
 
 def _network(lab: Lab, settings: Mapping[str, Any]) -> Network:
-    """Return what a definition with these variables says of the network."""
+    """Return what a definition with these variables says about the network."""
     image = "worker" if lab.engine == "docker" else "worker_containerd"
     declaration = Declaration(image, json.dumps(settings) if settings else "{}", ())
     return node_network(define(declaration, lab.folder("inventory")))
 
 
 def _pull_as_a_node(lab: Lab, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Start the engine with what the role makes of the variables, and pull; return how that ended."""
+    """Start the engine with the files that the role derives from the variables, and pull; return the result."""
     variables = {**settings, "container_runtime_engine": lab.engine}
     binds = {lab.module.DATA_ROOT: lab.folder("state")}
     with open_root(lab.trees, lab.folder("node"), writable_binds=binds, network=True) as root:
@@ -174,7 +174,7 @@ def _on_manifests(kind: Any, **more: Any) -> tuple[Fault, ...]:
     return tuple(Fault(kind, path="/manifests/", method=method, **more) for method in ("GET", "HEAD"))
 
 
-# By image: what its mirror does.
+# What its mirror does, by image.
 FAILURES: Mapping[str, tuple[Fault, ...]] = {
     "absent": _on_manifests("status", status=404),
     "refused": _on_manifests("status", status=403),
@@ -182,12 +182,12 @@ FAILURES: Mapping[str, tuple[Fault, ...]] = {
     "silent": _on_manifests("silence"),
     "stalled": (layer_fault("stall", after=300_000),),
 }
-# A part of what is said of the mirror; of a layer that stalls, only where it stalled.
+# Part of the error about the mirror; a layer that stalls only gets the place where it stalled.
 SAID = {"absent": "404", "refused": "403", "broken": "503", "silent": "Read timed out"}
 
 
 def lose_the_mirror(lab: Lab) -> Result:
-    """Pull images from Docker Hub, which only a mirror leads to, while it fails; then from one that is mended."""
+    """Pull images from Docker Hub, which only a mirror leads to, while it fails; then again once it works."""
     images = {name: lab.push(f"library/{name}", MB) for name in FAILURES}
     mirror = lab.serve_proxy(OUTSIDE)
     endpoint = lab.endpoints.pop(OUTSIDE)
@@ -238,7 +238,7 @@ def test_a_mirror_that_is_the_only_way_out_and_fails_is_named(worker: Workplace,
         assert case["error"].startswith(f"docker.io/library/{name}:1: "), case
         assert (OUTSIDE if name in SAID else "layer") in case["error"], case
         assert SAID.get(name, "no progress for 0:0") in case["error"], case
-        # containerd hands on at once what the mirror refused.
+        # containerd reports at once that the mirror refused.
         was_refused = family(engine) == "containerd" and name == "refused"
         assert len(case["records"][0]["attempts"]) == (1 if was_refused else 2), case
         assert case["seconds"] < 2 * (HASTY.progress_seconds + 5) + 5, case

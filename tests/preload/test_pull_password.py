@@ -1,4 +1,4 @@
-"""A registry that wants a password: it opens, and the password is found nowhere afterwards."""
+"""A registry that requires a password: the password opens it, and is found nowhere afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.root
 
 @contextmanager
 def private_registry(lab: Lab, username: str, password: str) -> Iterator[Endpoint]:
-    """Run a second registry on the same storage, one that lets nobody in without a password."""
+    """Run a second registry on the same storage, which rejects every client without a password."""
     storage = next(lab.base.glob("storage-*"))
     address = new_address()
     with open_root(
@@ -55,7 +55,7 @@ def private_registry(lab: Lab, username: str, password: str) -> Iterator[Endpoin
 
 
 def use_password(lab: Lab) -> Result:
-    """Pull from a registry that wants a password: with it, with a wrong one, without; look where it is found."""
+    """Pull from a registry that requires a password: with it, with a wrong one, without; find every place it got to."""
     username, password = "robot", f"canary-{secrets.token_hex(12)}"
     pushed = [lab.push(name, 20 * MB) for name in ("locked", "denied", "anonymous")]
     locked, denied, anonymous = (i.model_copy(update={"ref": i.ref.replace(HOST, PRIVATE)}) for i in pushed)

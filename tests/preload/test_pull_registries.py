@@ -1,4 +1,4 @@
-"""Registries as they are outside of a laboratory: slow to answer, and particular about who asks."""
+"""Registries as they are outside a lab: slow to answer, and particular about their clients."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 def wait_for_a_manifest(lab: Lab) -> Result:
-    """Pull from a registry that takes the request for a manifest and is silent: to each deadline, and to a stop."""
+    """Pull from a registry that accepts a manifest request and never answers, until each deadline and until a stop."""
     names = ("progress", "overall", "stopped")
     pushed = {name: lab.push(name, MB) for name in names}
-    # Neither the manifest nor, for those that ask by HEAD, whether it exists.
+    # Neither the manifest nor, for clients that use HEAD, whether it exists.
     lab.proxy.faults = [Fault("silence", path="/manifests/", method=method) for method in ("GET", "HEAD")]
     hurried = Limits(progress_seconds=60.0, overall_seconds=HASTY.progress_seconds)
     result: Result = {}

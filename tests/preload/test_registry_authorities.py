@@ -1,4 +1,4 @@
-"""CAs and mirrors of registries on a live node: what the role wrote before and is declared no more goes away."""
+"""CAs and mirrors of registries on a live node: what the role wrote earlier goes away once it is no longer declared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.registries.pulls import Lab, Result, isolated
 pytestmark = pytest.mark.root
 
 _FOLDER = "usr/local/share/ca-certificates"
-# The role on a booted node, as far as it needs no systemd: its files, its CAs, none of its units.
+# The parts of the role on a booted node that don't need systemd: its files and its CAs, but none of its units.
 _PLAY = """---
 - name: Configure a live node
   hosts: images
@@ -57,12 +57,12 @@ def configure(lab: Lab, root: Root, **variables: Any) -> int:
     return play.changed
 
 
-# What is declared, run after run; "other" is somebody else's, and there all the time.
+# What is declared, run after run; "other" belongs to someone else, and is there all the time.
 STEPS = {"two": ("new", "old"), "two again": ("new", "old"), "one": ("new",), "none": (), "none again": ()}
 
 
 def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]) -> Result:
-    """Configure CAs; return what changed, whose files and links there are, and who is trusted."""
+    """Configure CAs; return what changed, whose files and links are there, and which CAs are trusted."""
     changed = configure(lab, root, container_runtime_ca_certificates={name: pems[name] for name in declared})
     bundle = (root.path / "etc/ssl/certs/ca-certificates.crt").read_text()
     links = (path for path in (root.path / "etc/ssl/certs").iterdir() if path.is_symlink())
@@ -76,7 +76,7 @@ def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]
 
 
 def take_authorities_back(lab: Lab) -> Result:
-    """Declare two CAs, one of them, none; somebody else's is there all the time."""
+    """Declare two CAs, one of them, then none; someone else's is there all the time."""
     pems = {
         name: certificate.make(f"{name}.test", lab.folder(name)).ca.read_text()
         for name in ("new", "old", "other")
@@ -85,7 +85,7 @@ def take_authorities_back(lab: Lab) -> Result:
         (root.path / _FOLDER / "other.crt").write_text(pems["other"])
         found: Result = {}
         for name, declared in STEPS.items():
-            if name == "none":  # as a run leaves it that was ended before it updated the trust store
+            if name == "none":  # as a run leaves it that was stopped before it updated the trust store
                 (root.path / _FOLDER / "container-runtime-new.crt").unlink()
             found[name] = converge(lab, root, pems, declared)
         return found
@@ -103,7 +103,7 @@ def test_a_ca_that_is_declared_no_more_is_trusted_no_more(worker: Workplace) -> 
 
 
 def take_mirrors_back(lab: Lab) -> Result:
-    """Declare mirrors of two registries, of one, of none; an administrator's file is there all the time."""
+    """Declare mirrors of two registries, of one, then of none; an administrator's file is there all the time."""
     certs = "etc/containerd/certs.d"
     found: Result = {}
     with open_root(lab.trees, lab.folder("root")) as root:

@@ -1,4 +1,4 @@
-"""Builds of which a registry, or the way to it, fails within a layer: an exit code, clear words, nothing published.
+"""Builds where a registry, or the way to it, fails within a layer: an exit code, a clear message, nothing published.
 
 One image has Docker, the other today's containerd.
 """

@@ -1,7 +1,7 @@
-"""A registry that wants a token, asked with what a login left: a password, or an identity token.
+"""A registry that requires a token, queried with the result of a login: a password, or an identity token.
 
-The server is a stand-in that answers as the specifications of distribution have it ("Token Authentication" and
-"Docker Registry v2 authentication using OAuth2"), over TLS.
+The server is a stand-in that answers as specified by distribution ("Token Authentication" and "Docker Registry v2
+authentication using OAuth2"), over TLS.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, _CONFIG if "/blobs/" in self.path else _MANIFEST)
 
     def _drip(self) -> None:
-        """Send a byte now and then until the client leaves: never silent, never done."""
+        """Send a byte now and then until the client disconnects: never silent, never done."""
         self.send_response(200)
         self.send_header("Content-Length", "100000")
         self.end_headers()
@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Serve, and return the registry's name."""
+    """Serve, and yield the registry's name."""
     authority = Authority()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue("registry", addresses=[ADDRESS]).write(tmp_path, "server"))

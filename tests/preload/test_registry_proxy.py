@@ -1,4 +1,4 @@
-"""The proxy that goes wrong on purpose, before a server of known bytes and seen by real clients."""
+"""The proxy that goes wrong on purpose, in front of a server of known bytes, as seen by real clients."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Start = Callable[..., RegistryProxy]
 
 @pytest.fixture
 def start(upstream: Upstream, server_tls: ssl.SSLContext) -> Iterator[Start]:
-    """Start a proxy with the given faults; no thread of it may be left in the end."""
+    """Start a proxy with the given faults; none of its threads may be left in the end."""
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
 
@@ -70,7 +70,7 @@ def start(upstream: Upstream, server_tls: ssl.SSLContext) -> Iterator[Start]:
             return stack.enter_context(proxy)
 
         yield made
-    # The upstream's threads end by themselves, once the proxy's connections are closed.
+    # The upstream's threads exit on their own once the proxy's connections are closed.
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -100,7 +100,7 @@ def _get(
 
 
 def _raw(proxy: RegistryProxy, *, timeout: float = 10) -> tuple[bytes, OSError | None]:
-    """Ask for the blob; the body that came and what ended it, None for an orderly end (in TLS too)."""
+    """Request the blob; return the body received and what ended it, None for an orderly end (in TLS too)."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     got, ended = b"", None
@@ -158,7 +158,7 @@ def test_answers_come_through_unchanged_on_one_connection(start: Start, connect:
 def test_uploads_come_through_unchanged(start: Start, connect: Connect, method: str) -> None:
     client = connect(start())
     body = BLOB[:200_000]
-    for sent in (body, iter([body[:70_000], body[70_000:]])):  # the second goes in chunks
+    for sent in (body, iter([body[:70_000], body[70_000:]])):  # the second is sent in chunks
         client.request(method, "/v2/app/blobs/uploads/1?a=b", body=sent)
         with client.getresponse() as response:
             assert response.status == 201
@@ -192,7 +192,7 @@ def test_upstream_that_refuses_gives_502(server_tls: ssl.SSLContext, connect: Co
 def test_reset_comes_after_the_given_bytes(start: Start, after: int) -> None:
     proxy = start(Fault("reset", after=after))
     body, error = _raw(proxy)
-    # Python's TLS doesn't tell a reset from the end of a connection; both are no orderly end of TLS.
+    # Python's TLS doesn't distinguish a reset from the end of a connection; neither is an orderly end of TLS.
     assert isinstance(error, ConnectionResetError | ssl.SSLEOFError)
     assert body == BLOB[:after]
     assert proxy.bytes_sent() == after
@@ -297,7 +297,7 @@ def test_plan_counts_and_can_be_changed(start: Start, connect: Connect) -> None:
     def statuses(count: int) -> list[int]:
         return [_get(client, BLOB_PATH, Range="bytes=2999990-")[0].status for _ in range(count)]
 
-    # The second fault gets the request that the first one lets through.
+    # The second fault applies to the request that the first one lets through.
     assert statuses(5) == [500, 503, 503, 206, 206]
     proxy.faults = (Fault("status", status=502, times=1),)
     assert statuses(2) == [502, 206]
@@ -344,7 +344,7 @@ def test_parallel_clients_of_a_limit_are_never_counted_double(start: Start, conn
     proxy = start()
     clients = [connect(proxy) for _ in range(3)]
     turns = itertools.cycle(clients)
-    for _ in range(60):  # one after the other, each on another connection
+    for _ in range(60):  # one after another, each on a different connection
         assert len(_get(next(turns), BLOB_PATH, Range="bytes=2800000-")[1]) == 200_000
     assert proxy.peak == 1
 
@@ -359,9 +359,9 @@ def test_closing_ends_what_is_under_way(
         address = proxy.address
         asked = [connect(proxy) for _ in range(3)]
         for client in asked:
-            client.request("GET", BLOB_PATH)  # and reads nothing: without a fault the proxy blocks in sending
+            client.request("GET", BLOB_PATH)  # and read nothing: without a fault, the proxy blocks sending
         connect(proxy).connect()  # idle
-        silent = socket.create_connection(address)  # never begins with TLS
+        silent = socket.create_connection(address)  # never starts TLS
         _until(lambda: len(proxy.requests) == 3 and (not fault or all(r.status for r in proxy.requests)))
     silent.close()
     assert all(r.ended for r in proxy.requests)
@@ -389,9 +389,9 @@ def test_clients_that_hang_up_are_no_error(
                 client.recv(100)
             if reset:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    for beginning in (b"", b"\x16\x03\x01", get):  # in or instead of the handshake
+    for beginning in (b"", b"\x16\x03\x01", get):  # during or instead of the handshake
         with socket.create_connection(proxy.address) as raw:
             raw.sendall(beginning)
-    # A file handed to a client that doesn't read it, and an idle connection, end with the client too.
+    # A file being sent to a client that doesn't read it, and an idle connection, both end with the client.
     _until(lambda: proxy.requests and all(r.ended for r in proxy.requests))
     assert capfd.readouterr() == ("", "")

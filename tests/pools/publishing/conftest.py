@@ -1,4 +1,4 @@
-"""What publishing is tried with: Azurite behind the import host, the simulated service, an inventory and a build."""
+"""The environment for publishing: Azurite behind the import host, the simulated service, an inventory and a build."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture
 def azure(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A subscription with a gallery, and an environment in which the SDK finds it."""
+    """Serve a subscription with a gallery, in an environment in which the SDK finds it."""
     (tmp_path / "cloud").mkdir()
     with place(store, tmp_path / "cloud") as cloud:
         found_by(cloud.environment, monkeypatch)
@@ -30,7 +30,7 @@ def azure(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture
 def inventory(tmp_path: Path) -> Path:
-    """An inventory with the image `worker`, and where it is published to."""
+    """Write an inventory with the image `worker` and its publishing target."""
     return write_inventory(tmp_path / "hosts.yml")
 
 

@@ -1,7 +1,7 @@
 """The simulator as Azure's own SDK sees it: its typed operations, their status codes, pollers and models.
 
-What the SDK takes for an error would end here: a status that an operation doesn't have, a header that its poller
-needs, an answer that isn't the model's.
+Anything that the SDK considers an error would fail here: a status that an operation doesn't have, a header that its
+poller needs, an answer that doesn't match the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADERS = [("Location",), ("Azure-AsyncOperation", "Location")]
 
 
 class Client:
-    """The SDK's operations on disks and galleries, whose pollers don't wait between two looks."""
+    """The SDK's operations on disks and galleries, with pollers that don't wait between polls."""
 
     def __init__(self, azure: Place, credential: Any) -> None:
         def client(api: str) -> Any:
@@ -49,7 +49,7 @@ def client(azure: Place) -> Iterator[Client]:
 
 
 def _upload(azure: Place, client: Client, footer: bytes) -> str:
-    """Make a disk, write its last page and release it; return its id."""
+    """Make a disk, write its last page and release it; return its ID."""
     creation = {"createOption": "Upload", "uploadSizeBytes": SIZE}
     body = {"location": "westus3", "sku": {"name": "Standard_LRS"}, "properties": {"creationData": creation}}
     disk = client.disks.begin_create_or_update(GROUP, "d", body).result()

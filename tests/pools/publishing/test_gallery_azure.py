@@ -1,6 +1,6 @@
-"""Resource Manager refuses, conflicts, loses answers and is slow: nothing is sent blindly, one thing is made.
+"""Resource Manager refuses, conflicts, loses answers and is slow: nothing is sent blindly, only one version is made.
 
-Each failure is one of the table in the issue; the simulator makes it happen to Azure's real SDK.
+Each failure is one from the table in the issue; the simulator makes it happen to Azure's real SDK.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def publishing(azure: Place, tmp_path: Path) -> Publishing:
 
 
 def _once(method: str, part: str, effect: Answer | Literal["drop", "lose"], count: int = 1) -> Fault:
-    """Return a fault of the first requests of a kind."""
+    """Return a fault for the first requests of a kind."""
     numbers = itertools.count()
 
     def fault(request: Request) -> Answer | Literal["drop", "lose"] | None:
@@ -117,7 +117,7 @@ def test_what_was_refused_or_lost_is_asked_for_and_made_once(
 
 
 def test_operations_are_followed_by_their_location_where_that_is_all_there_is(publishing: Publishing) -> None:
-    """As the reference has it for disks."""
+    """The reference documents disks that way."""
     arm = publishing.cloud.arm
     arm.monitors, arm.looks = ("Location",), 3
     publishing()
@@ -291,7 +291,7 @@ def test_a_lost_journal_costs_no_second_upload(publishing: Publishing) -> None:
 
 
 def test_two_machines_that_publish_the_same_build_make_one_version(publishing: Publishing) -> None:
-    """The second one may be refused, since the first one takes the disk away; the same command again finds it done."""
+    """The second may be refused, since the first takes the disk away; the same command again finds the version done."""
     other = copy.copy(publishing)
     other.journal = publishing.journal.with_name("other.jsonl")
     with ThreadPoolExecutor(2) as pool:
@@ -346,7 +346,7 @@ def test_quota_that_is_used_up_is_named_by_region_before_anything_is_made(publis
     arm = publishing.cloud.arm
     arm.quotas = {
         ("westus3", "StandardDiskCount"): 0,
-        ("westus3", "GalleryImage"): 1,  # the definition is there already
+        ("westus3", "GalleryImage"): 1,  # the definition already exists
         ("eastus", "GalleryImageVersion"): 0,
     }
     with pytest.raises(PublishError) as caught:
@@ -361,7 +361,7 @@ def test_quota_that_is_used_up_is_named_by_region_before_anything_is_made(publis
     arm.quotas = {}
     publishing()
     arm.quotas = {("eastus", "GalleryImageVersion"): 0, ("westus3", "StandardDiskCount"): 0}
-    publishing()  # it is there, so it needs none
+    publishing()  # it already exists, so it needs no quota
     publishing.require_published()
 
 
@@ -390,7 +390,7 @@ def test_a_source_that_changes_meanwhile_ends_before_the_footer(publishing: Publ
 
 
 def test_a_disk_without_a_footer_never_becomes_a_version(publishing: Publishing) -> None:
-    """The simulator's own rule, as the service has it: what is revoked without the cookie is no disk."""
+    """The simulator enforces the service's own rule: what is revoked without the cookie isn't a disk."""
     target, arm = publishing.cloud.target, publishing.cloud.arm
     publishing.cloud.host.faults = [lambda page: 403 if page.length == 512 else None]
     with pytest.raises(PublishError, match="Put Page"):
@@ -410,7 +410,7 @@ def test_a_disk_without_a_footer_never_becomes_a_version(publishing: Publishing)
 
 
 def test_a_disk_that_lacks_a_page_gets_no_footer(publishing: Publishing) -> None:
-    """A page that the host says it has, and has not."""
+    """The host claims to have a page that it doesn't have."""
     numbers = itertools.count()
     publishing.cloud.host.faults = [lambda _: 201 if next(numbers) == 0 else None]
     with pytest.raises(PublishError, match="ranges differ from the image's"):

@@ -1,4 +1,4 @@
-"""Pages to the import host: whatever it does, the disk has the image's ranges in the end, and nothing else."""
+"""Pages to the import host: whatever it does, the disk ends up with the image's ranges, and nothing else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def disk(tmp_path: Path) -> Path:
 
 
 class Attempt:
-    """An upload to a disk of its own; ``granted`` counts the addresses that were asked for."""
+    """An upload to a separate disk; ``granted`` counts the addresses that were requested."""
 
     def __init__(self, host: ImportHost, disk: Path) -> None:
         self.host, self.disk, self.name = host, disk, f"upload-{uuid.uuid4().hex[:8]}"
@@ -63,7 +63,7 @@ class Attempt:
 
 
 def _first(count: int, effect: int | str) -> Fault:
-    """Return a fault of the first pages."""
+    """Return a fault for the first pages."""
     numbers = itertools.count()
     return lambda _: effect if next(numbers) < count else None  # type: ignore[return-value]
 
@@ -153,7 +153,7 @@ def test_what_is_there_is_not_sent_again(host: ImportHost, disk: Path) -> None:
 
 
 def test_the_import_host_refuses_what_azures_refuses(host: ImportHost, disk: Path) -> None:
-    """The proxy's own refusals: Azurite takes all of these."""
+    """These are the proxy's own refusals: Azurite accepts all of them."""
     assert host.refusal("PUT", {}, "d", None) == 403  # Put Blob
     assert host.refusal("DELETE", {}, "d", None) == 403
     assert host.refusal("PUT", {"comp": ["properties"]}, "d", None) == 403

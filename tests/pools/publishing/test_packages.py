@@ -1,4 +1,4 @@
-"""`publish age --packages`: today's packages by real apt, against the lock of the build that machines run."""
+"""`publish age --packages`: today's packages with real apt, compared with the lock of the build that machines run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_packages_that_have_newer_versions_make_a_machine_old(azure: Place, tmp_
 
         def age(status: int) -> dict[str, Any]:
             options = ("--packages", "--store", str(store), "--mirror", f"{address}/debian")
-            # It works in namespaces of its own, so in another process.
+            # It works in its own namespaces, so it runs in another process.
             with started(azure, inventory, output, "age", *options) as child:
                 answer, problem = child.communicate()
             assert child.returncode == status, problem

@@ -54,12 +54,12 @@ def test_a_build_becomes_a_version_by_the_calls_of_its_plan(
 
 
 def test_an_ordinary_user_publishes_what_root_built(azure: Place, inventory: Path, tmp_path: Path) -> None:
-    """The build is root's; the journal is in a directory of the user's own."""
+    """The build belongs to root; the journal is in the user's own directory."""
     write_build(tmp_path / "output")
     (tmp_path / "output/publish").mkdir()
     os.chown(tmp_path / "output/publish", 65534, 65534)
     for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)  # pytest's own are closed to others
+        parent.chmod(0o755)  # pytest's own directories are closed to others
     with started(azure, inventory, tmp_path / "output", user=65534) as publication:
         out, err = publication.communicate()
     assert publication.returncode == 0, err
@@ -67,7 +67,7 @@ def test_an_ordinary_user_publishes_what_root_built(azure: Place, inventory: Pat
 
 
 def _write_keys(folder: Path) -> tuple[Path, Path]:
-    """Write a pair of keys; return the private one's file and the public one's."""
+    """Write a key pair; return the file of the private key and that of the public one."""
     private, public = folder / "key.pem", folder / "key.pub"
     key = Ed25519PrivateKey.generate()
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
@@ -90,7 +90,7 @@ def test_keys_of_the_inventory_sign_and_are_required(
     publish("run")
     publish("promote", name, *reason)
     assert [v["in_latest"] for v in publish("status")["versions"]] == [True]
-    _write_keys(tmp_path)  # others
+    _write_keys(tmp_path)  # a different pair
     publish("promote", name, *reason, status=PublishError.exit_code)
 
 
@@ -102,7 +102,7 @@ def test_a_version_is_promoted_with_a_reason_and_a_signed_statement_and_withdraw
     reason = ("--because", "canaries are well")
     publish("promote", name, "--public-key", str(public), *reason)
     assert [v["in_latest"] for v in publish("status")["versions"]] == [True]
-    # Who may write to the gallery gives the tags of this version to other bytes.
+    # Someone who may write to the gallery gives this version's tags to other bytes.
     content = next(r.content for path, r in azure.arm.resources.items() if path.endswith(name))
     content["tags"]["image-builder-vhd-sha256"] = "0" * 64
     publish("promote", name, "--public-key", str(public), *reason, status=PublishError.exit_code)

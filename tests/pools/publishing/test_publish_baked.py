@@ -1,4 +1,4 @@
-"""A VHD that was baked, booted and verified becomes a version: in the end Azurite has the file, byte for byte."""
+"""A VHD that was baked, booted and verified becomes a version: in the end, Azurite has the file, byte for byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IMAGE = "minimal"
 
 @pytest.fixture
 def inventory(tmp_path: Path) -> Path:
-    """The lab's inventory, whose smallest image is made as a VHD and published."""
+    """Make the lab's inventory, whose smallest image is made as a VHD and published."""
     folder = tmp_path / "inventory"
     folder.mkdir()
     for name in ("hosts.yml", "group_vars"):
@@ -59,7 +59,7 @@ def test_a_baked_vhd_is_published_byte_for_byte(azure: Place, inventory: Path, t
     assert boot.returncode == 0, boot.stderr
     result = publish("run")
     assert copies == [True]
-    # What is a hole in the file was not sent.
+    # Holes in the file weren't sent.
     data = sum(end - start for start, end in pages.data_ranges(disk))
     assert result["bytes_sent"] == azure.host.received == data + 512 < disk.stat().st_size // 2
     tags = azure.arm.resources[result["version"].lower()].content["tags"]

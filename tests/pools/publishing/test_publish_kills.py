@@ -1,4 +1,4 @@
-"""A publication that is killed goes on: one disk, one version, and nothing sent twice but what was in flight."""
+"""A publication that is killed continues: one disk, one version, and nothing sent twice except what was in flight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA = 24 * MIB
 
 
 def test_a_publication_that_is_killed_goes_on(azure: Place, inventory: Path, tmp_path: Path) -> None:
-    """Killed while the disk is made, twice among the pages, when it is released, and when it becomes a version."""
+    """Killed while the disk is made, twice during the pages, when it is released, and when it becomes a version."""
     azure.store.sizes.clear()
     write_build(tmp_path / "output", size=64 * MIB, data=DATA)
     points = [
@@ -37,7 +37,7 @@ def test_a_publication_that_is_killed_goes_on(azure: Place, inventory: Path, tmp
 def test_a_publication_that_is_killed_twenty_times_goes_on(
     azure: Place, inventory: Path, tmp_path: Path
 ) -> None:
-    """Killed at each request that changes something but the last one, and at random among the pages."""
+    """Killed at each request that changes something except the last one, and at random during the pages."""
     azure.store.sizes.clear()
     chance, data = random.Random(1), 192 * MIB
     write_build(tmp_path / "output", size=512 * MIB, data=data)

@@ -27,13 +27,13 @@ KEYS: dict[str, Callable[[], ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivate
     "ed25519": ed25519.Ed25519PrivateKey.generate,
     "ecdsa": lambda: ec.generate_private_key(ec.SECP256R1()),
 }
-# Without COSIGN_MAX_ATTACHMENT_SIZE cosign reads no file of more than 128 MiB.
+# Without COSIGN_MAX_ATTACHMENT_SIZE, cosign doesn't read files larger than 128 MiB.
 SIZE = 160 * MIB
 
 
 @pytest.fixture(scope="module")
 def debian(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Debian 13 tree with cosign: unpacked packages, of which none is configured."""
+    """Make a Debian 13 tree with cosign: unpacked packages, none of them configured."""
     tree = tmp_path_factory.mktemp("debian") / "tree"
     subprocess.run(
         ["mmdebstrap", "--quiet", "--variant=extract", "--include=base-files,cosign", "trixie", tree],
@@ -51,7 +51,7 @@ def built(tmp_path: Path) -> Artefact:
 
 
 class Verifier:
-    """``cosign verify-blob-attestation`` as docs/how-to/publish.md has it, by a key and on a VHD that it copies."""
+    """``cosign verify-blob-attestation`` as in docs/how-to/publish.md, with a key, on a VHD that it copies."""
 
     def __init__(self, tree: Path, disk: Path, public: bytes) -> None:
         self.tree, self.folder = tree, tree / "tmp"

@@ -1,4 +1,4 @@
-"""A statement signed with a key that never leaves its HSM: SoftHSM, of the host's Debian, through PKCS#11."""
+"""A statement signed with a key that never leaves its HSM: SoftHSM, from the host's Debian release, through PKCS#11."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.images.builds import REPO
 pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.nightly]
 
 PIN = "canary-7315"
-# Neither may be imported by the test's own process: the library's place is in the environment that it starts with.
+# The test's own process mustn't import either: the library's path must be in the environment at process start.
 MAKE_KEY = """
 import sys, pkcs11
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_der_public_key

@@ -1,4 +1,4 @@
-"""Who uses a version, as Azure lists it; and that what can't be read is never unused."""
+"""What uses a version, as Azure lists it; and that anything that can't be read never counts as unused."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_everything_that_cannot_be_read_is_told_at_once(azure: Place, publish: P
 def test_a_command_asks_for_its_own_rights_first(
     azure: Place, publish: Publisher, command: tuple[str, ...], lacking: str
 ) -> None:
-    """With every other one of its rights it names the one that is lacking; with that one too it does its work."""
+    """Lacking only one of its permissions, it names that one; with all of them, it does its work."""
     rights = [f"Microsoft.Compute/{action}" for action in RIGHTS[command[0]]]
     machines = ["Microsoft.Compute/virtualMachine*/read"]
     azure.arm.add(
