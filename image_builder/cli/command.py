@@ -173,7 +173,7 @@ def completion(
 @completion
 def complete_images(options: Mapping[str, Any]) -> Iterable[str]:
     """Return the images of an inventory, by default that of the ``ansible.cfg``."""
-    return read_inventory(options.get("inventory"), options.get("vault"), options.get("extra")).images
+    return read_inventory(options.get("inventory"), options.get("vault"), options.get("extra_vars")).images
 
 
 Image = Annotated[

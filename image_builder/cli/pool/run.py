@@ -324,6 +324,7 @@ def _salvage(
 def _abort(plan: Path, *, wait: bool, as_json: bool) -> int:
     from image_builder.pool.run.abort import ask_to_stop, wait_until_over
     from image_builder.pool.run.journal import journal_of
+    from image_builder.pool.run.state import IN_WORK
     from image_builder.pool.show.report import text
 
     progress, _, report = plan_commands.read_run(plan)
@@ -333,7 +334,7 @@ def _abort(plan: Path, *, wait: bool, as_json: bool) -> int:
     if wait:
         wait_until_over(journal_of(plan))
     report = plan_commands.read_run(plan)[2]
-    in_work = sorted(name for name, r in report["results"].items() if r["state"] in _IN_WORK)
+    in_work = sorted(name for name, r in report["results"].items() if r["state"] in IN_WORK)
     result = {
         "state": report["state"],
         "reason": report["reason"],
@@ -342,9 +343,6 @@ def _abort(plan: Path, *, wait: bool, as_json: bool) -> int:
     }
     show(result, text(report), as_json=as_json)
     return 0
-
-
-_IN_WORK = ("probing", "joining", "joined", "verifying")
 
 
 @register(app)

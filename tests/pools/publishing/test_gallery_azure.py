@@ -1,6 +1,6 @@
 """Resource Manager refuses, conflicts, loses answers and is slow: nothing is sent blindly, only one version is made.
 
-Each failure is one from the table in the issue; the simulator makes it happen to Azure's real SDK.
+The simulator makes each failure happen to Azure's real SDK.
 """
 
 from __future__ import annotations

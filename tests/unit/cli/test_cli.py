@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from image_builder.bake import build as builds
 from image_builder.bake.lock.model import Lock, LockedGroup
 from image_builder.cli import failure
 from image_builder.cli.main import app
+from image_builder.cli.pool import plan as pool_plan
+from image_builder.pool.run import abort as pool_abort
+from image_builder.pool.show import report as pool_report
 from image_builder.settings import REPO_ROOT
 from image_builder.verify import boot as booting
 from tests.support.azure.attested import SUBSCRIPTION
@@ -238,6 +242,31 @@ def test_the_brokers_configuration_is_looked_at(tmp_path: Path) -> None:
     path.write_text("pools: []")
     status, _, err = _run("pool", "broker", "--config", str(path), "--check")
     assert status == errors.DefinitionError.exit_code and "listen" in err and "identity" in err
+
+
+def test_an_abort_names_the_hosts_that_a_roll_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {
+        "a": "draining",
+        "b": "reimaging",
+        "c": "waiting",
+        "d": "ended",
+        "e": "restoring",
+        "f": "joining",
+    }
+    report = {
+        "state": "running",
+        "reason": "",
+        "counts": {},
+        "results": {name: {"state": state} for name, state in states.items()},
+    }
+    monkeypatch.setattr(pool_plan, "read_run", lambda _: (SimpleNamespace(stopped=""), None, report))
+    monkeypatch.setattr(pool_abort, "ask_to_stop", lambda _: None)
+    monkeypatch.setattr(pool_report, "text", lambda _: "")
+    (tmp_path / "plan.json").touch()
+    status, out, err = _run("pool", "abort", str(tmp_path / "plan.json"), "--no-wait", "--json")
+    assert (status, json.loads(out)["in_work"]) == (0, ["a", "b", "e", "f"]), err
 
 
 @pytest.mark.parametrize(
