@@ -22,7 +22,7 @@ IMAGE = Image(TWO, INDEX, MANIFEST, CONFIG, True, LAYERS)
 
 
 def document(archive: Path, engine: str = "docker", **image: Any) -> dict[str, Any]:
-    """Return a list of one image in an archive that exists."""
+    """Return a list with one image, in an archive that exists."""
     content = archive.read_bytes()
     one = {
         "ref": TWO,

@@ -17,7 +17,7 @@ def digest(text: str) -> str:
 
 
 def stored(name: str, *layers: str, mode: str = "reference") -> Image:
-    """Return an image with layers by name."""
+    """Return an image with layers of these names."""
     return Image(
         ref=f"lab/{name}:1",
         digest=digest(f"{name} digest"),
@@ -31,7 +31,7 @@ def stored(name: str, *layers: str, mode: str = "reference") -> Image:
 
 
 def docker_store(folder: Path, images: Sequence[Image]) -> Path:
-    """Make what a store has for Docker; a layer has one file, ``name``. Returns the store's mount point."""
+    """Make the Docker part of a store; each layer has one file, ``name``. Return the store's mount point."""
     image_root = folder / "docker/image/overlay2"
     (image_root / "imagedb/content/sha256").mkdir(parents=True)
     names: dict[str, dict[str, str]] = {}
@@ -54,7 +54,7 @@ def docker_store(folder: Path, images: Sequence[Image]) -> Path:
 
 
 def edit_records(source: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change what a store's records say."""
+    """Change a store's records."""
     path = source / records.NAME
     found = json.loads(path.read_bytes())
     change(found)

@@ -1,4 +1,4 @@
-"""A data root: its links into the store and its layers, counted. Who uses one: test_seed_command.py."""
+"""A data root: its links into the store and its layers, counted. Its users: test_seed_command.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_links_of_a_data_root_are_counted(tmp_path: Path, engine: str, folder: s
         (tmp_path / folder / str(number)).mkdir(parents=True)
         (tmp_path / folder / str(number) / name).symlink_to(store / layer)
     (tmp_path / folder / "2" / name).mkdir(parents=True)
-    (tmp_path / folder / "l").mkdir()  # Docker's short names: no layer
+    (tmp_path / folder / "l").mkdir()  # Docker's short names, not a layer
     local = frozenset[str]() if engine == "docker" else None
     assert scan(tmp_path, engine) == Links(frozenset({A, B}), frozenset({B}), 1, local)
 
@@ -68,7 +68,7 @@ def test_there_may_be_no_data_root(tmp_path: Path) -> None:
 
 
 def _start(root: Path) -> None:
-    """Make what containerd's first start leaves, of 1.7 and of 2.1."""
+    """Make what the first starts of containerd 1.7 and 2.1 leave behind."""
     for folder in (
         SNAPSHOTS,
         BLOBS,

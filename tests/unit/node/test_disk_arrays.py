@@ -1,4 +1,4 @@
-"""Members that are missing: which boots count."""
+"""Missing array members: which boots count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Node:
         self.note, self.ordered = base / "state/absence.json", base / "state/reboot.json"
 
     def boot(self, boot_id: str, *roles: int) -> bool:
-        """Return whether the same members were missing before."""
+        """Return whether the same members were missing at an earlier boot."""
         seen = [
             Observation(
                 Disk(f"n{n}", Path(f"/dev/n{n}"), 1, serial=f"S{n}"), raid=Raid(UUID, "local", 0, 8, n)
@@ -67,7 +67,7 @@ def test_a_damaged_note_is_no_earlier_boot(node: Node, text: str) -> None:
 
 
 def _boots(seen: Survey, base: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return what three boots do, one after another, with the same disks; nothing is ever formatted."""
+    """Return the actions of three consecutive boots with the same disks; nothing is ever formatted."""
     places = Places(
         etc=base,
         release=base / "release",

@@ -1,6 +1,6 @@
-"""Azure's resource disk: what is on it, on volumes that mkntfs and ntfs-3g 2022.10.3 made, and on damaged ones.
+"""The contents of Azure's resource disk, on volumes made by mkntfs and ntfs-3g 2022.10.3, and on damaged ones.
 
-``tests/data/ntfs.tar.xz`` holds volumes with a readme, a file or two beside it, and of other sizes of clusters.
+``tests/data/ntfs.tar.xz`` holds volumes with a readme, with a file or two next to it, and with other cluster sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ README = "DATALOSS_WARNING_README.txt"
 RESERVED, DATA = UUID("e3c9e316-0b5c-4db8-817d-f92df00215ae"), UUID("ebd0a0a2-b9e5-4433-87c0-68b6b72699c7")
 LINUX = UUID("0fc63daf-8483-4772-8e79-3d69d8477de4")
 
-# What a volume holds beside NTFS' own files, and whether it is blank.
+# What a volume holds besides NTFS's own files, and whether it is blank.
 VOLUMES: Mapping[str, tuple[set[str], bool]] = {
     "readme": ({README}, True),
     "files": ({README, "precious.txt"}, False),
@@ -60,7 +60,7 @@ def volumes() -> Mapping[str, bytes]:
 
 
 def reader(data: bytes | bytearray) -> ntfs.Read:
-    """Read as from a disk: what is beyond its end is an error."""
+    """Return a function that reads as from a disk: reading beyond its end is an error."""
 
     def read(offset: int, count: int) -> bytes:
         assert offset >= 0 and 0 <= count <= 2 * MIB, "no read is larger than it must be"
@@ -115,7 +115,7 @@ def test_the_readme_alone_is_blank(entries: list[ntfs.Entry], is_blank: bool) ->
 
 @pytest.mark.parametrize("name", ["files", "many", "directory", "system_file"])
 def test_damage_never_makes_a_volume_blank(volumes: Mapping[str, bytes], name: str) -> None:
-    """Whatever byte is wrong, the answer comes, and a person's file is seen or the volume is unreadable."""
+    """Whichever bytes are wrong, reading ends: either a person's file is seen, or the volume is unreadable."""
     data = volumes[name]
     random = Random(name)
     places = [0, *_found(data, b"FILE", 6), *_found(data, b"INDX", 20)]
@@ -283,7 +283,7 @@ def test_a_volume_that_cannot_be_read_is_not_blank(volumes: Mapping[str, bytes])
 
 @pytest.mark.parametrize("name", ["files", "many"])
 def test_an_index_that_lacks_a_part_is_not_read(volumes: Mapping[str, bytes], name: str) -> None:
-    """The bitmap says that no block is in use, and the root's record leads to some."""
+    """The bitmap says that no block is in use, but the root's record points to some."""
     data = volumes[name]
     cluster = struct.unpack_from("<H", data, 11)[0] * data[13]
     record = struct.unpack_from("<Q", data, 48)[0] * cluster + 5 * 1024

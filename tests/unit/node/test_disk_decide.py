@@ -78,7 +78,7 @@ ONE_EXPECTED = replace(SETTINGS, expected_disks=1)
 REBUILD = replace(SETTINGS, incomplete_array="rebuild")
 WIPE = replace(SETTINGS, wipe=("crypto_LUKS", "gpt"))
 
-# What is seen, and the row that it is.
+# The settings, what is seen, and the row that applies.
 CASES: dict[str, tuple[Settings, Survey, str]] = {
     "nothing": (SETTINGS, Survey(), "none"),
     "system disk": (SETTINGS, Survey((Observation(disk(system=True)),)), "system"),
@@ -309,7 +309,7 @@ def test_a_mounted_filesystem_is_not_made_anew() -> None:
     assert decide(SETTINGS, "one", seen).row == "busy"
 
 
-# Everything that one disk can be; all pairs and triples of it.
+# Everything that one disk can be; all pairs and triples are tried.
 KINDS: dict[str, Callable[[int], Observation]] = {
     "blank": blank,
     "ours": lambda n: ours(number=n),
@@ -390,7 +390,7 @@ observations = st.builds(
 
 @given(st.lists(observations, max_size=4), st.sampled_from([0, 1, 2]))
 def test_without_proof_nothing_is_touched(seen: list[Observation], expected: int) -> None:
-    """None of these is ours: whatever is not blank by every mark keeps all from being touched."""
+    """None of these is ours: one disk that isn't blank by every mark keeps all of them from being touched."""
     found = decide(replace(SETTINGS, expected_disks=expected), "one", Survey(tuple(seen)))
     if found.action != "none":
         assert found.action == "format"

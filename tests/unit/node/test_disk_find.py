@@ -1,4 +1,4 @@
-"""Which disks are local ones, on trees of /sys and /dev as Azure's machines have them."""
+"""Which disks are local, on /sys and /dev trees like those of Azure's machines."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ AZURE = Selector()
 GIB = 1 << 30
 LOCAL_V1, LOCAL_V2 = "Microsoft NVMe Direct Disk", "Microsoft NVMe Direct Disk v2"
 REMOTE = "MSFT NVMe Accelerator v1.0"
-# Of the Hyper-V bus, as the rules of azure-vm-utils know them.
+# Ids on the Hyper-V bus, as the rules of azure-vm-utils know them.
 IDE_OS, IDE_RESOURCE = "{00000000-0000-8899-0000-000000000000}", "{00000000-0001-8899-0000-000000000000}"
 PASSED_THROUGH = "44c4f61d-4444-4400-9d52-802e27ede19f"
 SCSI = "{f8b3781a-1e82-4818-a1c3-63d806ec15bb}"
 
 
 class Machine:
-    """Trees that are filled disk by disk."""
+    """A machine's trees, filled disk by disk."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -135,7 +135,7 @@ def test_resource_disk(machine: Machine, has_rules: bool, device_id: str, lun: i
 
 @pytest.mark.parametrize("has_rules", [True, False])
 def test_first_local_nvme_has_links_by_serial_alone(machine: Machine, has_rules: bool) -> None:
-    """Lsv3: a small resource disk is there too, and isn't taken."""
+    """Lsv3: there is also a small resource disk, which isn't selected."""
     with_scsi_system(machine)
     machine.azure("resource", machine.scsi("b", IDE_RESOURCE))
     for number, serial in ((0, "b2"), (1, "a1")):
@@ -147,7 +147,7 @@ def test_first_local_nvme_has_links_by_serial_alone(machine: Machine, has_rules:
 
 
 def test_order_is_the_index_not_the_kernels_name(machine: Machine) -> None:
-    """The sixth generation: remote disks behind one controller, the system's among them."""
+    """The sixth generation: remote disks behind one controller, the system disk among them."""
     for nsid in (1, 2, 3):
         machine.nvme(0, REMOTE, "SN: 000001", nsid=nsid)
     machine.partition("nvme0n1", "nvme0n1p1", "259:900")
@@ -289,7 +289,7 @@ def test_a_superblock_says_how_many_disks_there_are(tmp_path: Path, head: bytes,
 
 
 class Clock:
-    """Time that passes while somebody sleeps; ``events`` happen at their second."""
+    """A clock that moves only during sleeps; ``events`` happen at their second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0

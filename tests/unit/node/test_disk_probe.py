@@ -1,4 +1,4 @@
-"""What is on a disk that is ours, or was: tables over names, signatures and superblocks."""
+"""What is on a disk that is or was ours: tables of names, signatures and superblocks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_filesystem_of_ours_is_known_by_label_and_uuid(
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of what is looked into: the mount and the NTFS reader are the root tests'."""
+    """Return the names of what is looked into: the root tests cover the mount and the NTFS reader."""
     seen: list[str] = []
 
     def volume(path: Path, *_: object) -> Volume:
@@ -201,7 +201,7 @@ class PowerCutError(Exception):
 def test_no_disk_is_blank_while_another_still_says_that_it_is_a_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """The power goes after each write of the erasure of two members."""
+    """The power fails after each write in turn while two members are erased."""
     several = []
     for name in ("one", "two"):
         (tmp_path / name).write_bytes(b"x" * (16 * MIB))

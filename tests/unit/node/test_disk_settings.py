@@ -1,4 +1,4 @@
-"""What the role may write, and that all that is wrong with it is told at once."""
+"""What the role may write; everything wrong with it is reported at once."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def rendered(role: str, name: str, **variables: Any) -> Any:
-    """Return the settings that a role renders: its defaults, ``variables`` and its vars, lowest first."""
+    """Return the settings that a role renders: its defaults, ``variables`` and its vars, lowest precedence first."""
     folder, loader = REPO / "roles" / role, DataLoader()
     files = [
         loader.load_from_file(str(folder / file), trusted_as_template=True)
@@ -133,7 +133,7 @@ def test_role_writes_the_agents_names_and_defaults() -> None:
 
 
 def test_numbers_from_a_command_line_are_numbers() -> None:
-    """``-e NAME=VALUE`` gives Ansible a string; the agent takes none for a number."""
+    """``-e NAME=VALUE`` gives Ansible a string; the agent doesn't accept one as a number."""
     written = rendered(
         "local_disk",
         "__local_disk_settings",

@@ -1,4 +1,4 @@
-"""Who is believed: an authority as clusters have them, on a Python as nodes have it."""
+"""Which authority is trusted: one like those of clusters, on a Python like that of nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "127.0.0.1"
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
-    """Let both prove what they have to, in memory; raises ssl.SSLError."""
+    """Complete the handshake of both sides in memory. Raises ssl.SSLError."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         client.wrap_bio(back, there, server_hostname=NAME),
@@ -45,7 +45,7 @@ def server(authority: Authority, tmp_path: Path) -> ssl.SSLContext:
 
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be Python 3.13 in that respect, whatever this one is."""
+    """Verify as strictly as Python 3.13, whichever version this is."""
     made = ssl.create_default_context
 
     def default(*words: Any, **names: Any) -> ssl.SSLContext:
@@ -69,12 +69,12 @@ def test_an_authority_without_key_usages_is_believed(authority: Authority, serve
     [
         ("120", 120.0),
         ("86401", 86400.0),
-        # More than a float holds.
+        # More than a float can hold.
         ("9" * 400, 86400.0),
         ("Thu, 01 Jan 1970 00:01:40 GMT", 90.0),
         ("Thu, 01 Jan 1970 00:00:05 GMT", 0.0),
         ("soon", None),
-        # Headers are Latin-1, and its ², to Python, is a digit but no number.
+        # Headers are Latin-1, and to Python its ² is a digit, but it can't be converted to a number.
         ("\xb2", None),
         (None, None),
     ],

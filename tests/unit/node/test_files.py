@@ -1,4 +1,4 @@
-"""Writes that are whole or not there, the exchange of two names, deleting and setting aside."""
+"""All-or-nothing writes, the exchange of two names, deleting and setting aside."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ WARNING = Finding("network.api", "192.0.2.1:6443", "warn", "refused", patient=Tr
 
 
 class Node:
-    """Looks once a minute, as the timer does, and counts what Kubernetes is told."""
+    """A node that looks once a minute, as the timer does, and counts its patches to Kubernetes."""
 
     def __init__(self, settings: Settings = SETTINGS) -> None:
         self.settings, self.now, self.patches = settings, 0.0, 0
@@ -69,7 +69,7 @@ def test_a_check_that_can_t_look_changes_nothing() -> None:
 
 
 def test_flapping_is_told_a_few_times_an_hour() -> None:
-    """Every pattern of a finding that comes and goes: at most 4 patches an hour, however fast it is."""
+    """A finding that comes and goes, in any pattern, causes at most 4 patches an hour, however fast it flaps."""
     for period in range(2, 40):
         node = Node()
         first = 0

@@ -1,4 +1,4 @@
-"""What Azure's extension is told: of a node's documents, from one question to the next, and while jobs run."""
+"""What Azure's extension is told: from a node's documents, from one query to the next, and while jobs run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DONE = {"disk": {"state": "ok"}, "preload": {"state": "degraded", "code": "prelo
 
 
 def known(**parts: Any) -> Documents:
-    """Return a node that is up; ``parts`` replace what it has."""
+    """Return a node that is up; ``parts`` override its values."""
     whole: dict[str, Any] = {
         "boot_id": BOOT,
         "now": NOW,
@@ -170,7 +170,7 @@ ANSWERS: dict[str, tuple[Verdict, tuple[str, ...], int, bool]] = {
 def test_what_goes_over_the_wire(found: Verdict, busy: tuple[str, ...], status: int, skip: bool) -> None:
     code, body = answer(found, Upgrade(3, busy))
     assert code == status and body["ApplicationHealthState"] == found.state
-    # The platform takes JSON in a string, with these names.
+    # The platform expects JSON in a string, with these names.
     assert isinstance(body["customMetrics"], str)
     assert json.loads(body["customMetrics"]) == {
         "rollingUpgrade": {"PhaseOrderingNumber": 3, "SkipUpgrade": skip}

@@ -1,4 +1,4 @@
-"""What a look finds in the kernel's log: which lines are trouble, and how grave."""
+"""What a look finds in the kernel log: which lines mean trouble, and how severe it is."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HARMLESS = (
     "nvme nvme0: 4/0/0 default/read/poll queues",
     "SGI XFS with ACLs, security attributes, no debug enabled",
     "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  570.158.01  Release Build",
-    # NVSwitches write such lines at every boot.
+    # NVSwitches log such lines at every boot.
     "nvidia-nvswitch3: SXid (PCI:0000:0a:00.0): 22013, Non-fatal, Link 55 Minion Link DLREQ interrupt",
     "nvidia-nvswitch3: SXid (PCI:0000:0a:00.0): 22013, Severity 0 Engine instance 55 Sub-engine instance 00",
     "mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link ACTIVE",
@@ -70,7 +70,7 @@ def test_log_is_read_on_from_where_it_was() -> None:
     found, lost = kernel_log.collect(lines, 6)
     assert [one.number for one in found] == [9, 10] and lost == 2
     assert found[0] == kernel_log.Record(9, 1.0, "line 9")
-    assert kernel_log.collect(lines, -1)[1] == 0  # the first look loses nothing that it was to have
+    assert kernel_log.collect(lines, -1)[1] == 0  # the first look can't have lost anything
     assert kernel_log.collect([b"", b"nonsense\n", b"6,x,1,-;y\n"], 0) == ([], 0)
 
 
@@ -99,7 +99,7 @@ def test_errors_of_the_node_s_own_drive_fail_it_and_others_are_warnings() -> Non
         ("drive.timeouts", "nvme0", "warn"),
     }
     assert next(one for one in found if one.subject == "nvme0n1").detail.startswith("2 times, last: ")
-    # An hour after the last one it is over.
+    # An hour after the last error, it no longer counts.
     assert kernel_log.rule(troubles, 3605.0, own, kernel_log.catalogue()) == []
 
 
@@ -110,7 +110,7 @@ def test_xids_are_judged_by_the_catalogue(xid: int, severity: str, action: str |
     line = f"NVRM: Xid (PCI:0001:00:00): {xid}, pid=1234, name=python3"
     records, _ = kernel_log.collect([raw(1, line)], -1)
     troubles = kernel_log.merge([], kernel_log.find(records))
-    # Until the next boot, however long that takes.
+    # It counts until the next boot, however long that takes.
     (found,) = kernel_log.rule(troubles, 1e7, frozenset(), kernel_log.catalogue())
     assert (found.code, found.severity) == ("gpu.xid", severity)
     assert action is None or found.action == action

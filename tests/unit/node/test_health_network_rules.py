@@ -1,4 +1,4 @@
-"""Findings about routes, names and links, by each rule on facts."""
+"""Findings about routes, names and links: each rule applied to facts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_flaps_count_within_their_window() -> None:
     seen: dict[str, Any] = {}
     for now, count in ((0, 5), (60, 6), (120, 8)):
         seen = json.loads(json.dumps(network.count_flaps(seen, {"eth0": count}, now, 600)))
-    # What was before the first look is not this machine's trouble now.
+    # Flaps before the first look don't count against this machine.
     assert network.flapping(seen, 3) == [("eth0", 3)] and network.flapping(seen, 4) == []
     assert network.flapping(network.count_flaps(seen, {"eth0": 8}, 700, 600), 1) == [("eth0", 2)]
     assert network.flapping(network.count_flaps(seen, {"eth0": 8}, 800, 600), 1) == []

@@ -1,4 +1,4 @@
-"""The physical host's name in the file of Hyper-V's daemon."""
+"""The physical host's name in the Hyper-V daemon's file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHERS = (
         (kvp_record("PhysicalHostName", ""), ""),
         (kvp_record("PhysicalHostName", "a b"), ""),
         (kvp_record("PhysicalHostName", "x" * 64), ""),
-        # The daemon is writing.
+        # The daemon is still writing.
         (kvp_record("PhysicalHostName", "GGBB90904476")[:-1], ""),
         (b"", ""),
     ],

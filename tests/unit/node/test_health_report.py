@@ -1,4 +1,4 @@
-"""What others get to know of a look: the condition in Kubernetes, and the metrics."""
+"""What a look reports to others: the condition in Kubernetes, and the metrics."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_metrics_are_prometheus_text() -> None:
 
 
 def test_metrics_have_names_as_prometheus_wants_them() -> None:
-    """Base units, `_total` for counters alone, no type in a name (prometheus.io/docs/practices/naming)."""
+    """Base units, `_total` only for counters, no type in a name (prometheus.io/docs/practices/naming)."""
     for name, words in report.HELP.items():
         assert name == name.lower() and name.replace("_", "").isalnum(), name
         assert not name.endswith(("_ms", "_percent", "_kilobytes", "_gauge", "_count", "_bytes_total")), name

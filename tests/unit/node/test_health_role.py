@@ -1,4 +1,4 @@
-"""What the role node_health writes is what the agent takes, and what it refuses is told before a bake."""
+"""The agent accepts what the node_health role writes, and what it refuses is reported before a bake."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def role_file(name: str) -> dict[str, Any]:
 
 
 def templar(**variables: Any) -> Templar:
-    """Return a templar with the role's defaults, ``variables`` and the role's vars, lowest first."""
+    """Return a templar with the role's defaults, ``variables`` and the role's vars, lowest precedence first."""
     scope = {**role_file("defaults/main.yml"), **variables, **role_file("vars/main.yml")}
     return Templar(DataLoader(), scope)
 

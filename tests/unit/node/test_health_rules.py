@@ -1,4 +1,4 @@
-"""What a look finds of the clock, planned maintenance, GPUs and InfiniBand, by each rule on facts."""
+"""Findings about the clock, planned maintenance, GPUs and InfiniBand: each rule applied to facts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def timex(*, status: int = 0, offset: int = 0, worst: int = 500, error: int = 10
     [
         (timex(), 0, 9999.0, []),
         (timex(status=0x40, error=16_000_000), 5, 9999.0, [("clock.unsynchronized", "clock", "warn")]),
-        (timex(status=0x40), 5, 30.0, []),  # it has just come up
+        (timex(status=0x40), 5, 30.0, []),  # it has just booted
         (timex(), 5, 9999.0, [("clock.unsynchronized", "clock", "warn")]),
         (timex(error=1_500_000), 0, 9999.0, [("clock.off", "clock", "fail")]),
         (timex(offset=-1_200_000), 0, 9999.0, [("clock.off", "clock", "fail")]),
@@ -127,7 +127,7 @@ def port_files(root: Path, state: str, physical: str, rate: str, downed: int) ->
 
 
 def test_infiniband(tmp_path: Path) -> None:
-    """Files as a ConnectX-7 has them."""
+    """Use files like those of a ConnectX-7."""
     look = Look(SETTINGS, Places(sys=tmp_path), 0.0)
     port_files(tmp_path, "4: ACTIVE", "5: LinkUp", "400 Gb/sec (4X NDR)", 0)
     first = network.check_infiniband(look)

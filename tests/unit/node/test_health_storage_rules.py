@@ -1,4 +1,4 @@
-"""What a look finds of filesystems, arrays and drives, by each rule on facts."""
+"""Findings about filesystems, arrays and drives: each rule applied to facts."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def of_root(seen: Usage) -> Usage:
     [
         (usage(11), []),
         (usage(10), [("filesystem.full", "/data", "warn")]),
-        # A job that fills its scratch is no reason to give a machine back.
+        # A job that fills its scratch space isn't a reason to return a machine.
         (usage(0, 0), [("filesystem.full", "/data", "warn"), ("filesystem.inodes", "/data", "warn")]),
         (of_root(usage(4)), [("filesystem.full", "/", "warn")]),
         (of_root(usage(3)), [("filesystem.full", "/", "fail")]),
         (of_root(usage(50, 2)), [("filesystem.inodes", "/", "fail")]),
         (usage(50, read_only=True), [("filesystem.read-only", "/data", "fail")]),
         (usage(50, kind="erofs", read_only=True), []),
-        # btrfs and vfat have no limit of inodes.
+        # btrfs and vfat have no inode limit.
         (replace(usage(50), total_inodes=0, free_inodes=0), []),
     ],
 )
@@ -59,7 +59,7 @@ def test_path_lies_on_the_mount_with_the_longest_target_and_of_these_the_last() 
 
 
 def test_mountinfo_tells_the_filesystem_s_own_state(tmp_path: Path) -> None:
-    """A service with ProtectSystem sees every mount read-only (first column); the filesystem is not."""
+    """A service with ProtectSystem sees every mount as read-only (first column); the filesystem itself isn't."""
     (tmp_path / "self").mkdir()
     (tmp_path / "self/mountinfo").write_text(
         "36 35 98:0 / / ro,noatime shared:2 - ext4 /dev/root rw,errors=remount-ro\n"
@@ -72,7 +72,7 @@ def test_mountinfo_tells_the_filesystem_s_own_state(tmp_path: Path) -> None:
 
 
 def test_disks_below_a_filesystem_are_all_that_it_is_made_of(tmp_path: Path) -> None:
-    """An array of a partition and a disk, as /sys has them: links that lead to the devices."""
+    """An array of a partition and a disk, as in /sys: links to the devices."""
     devices = tmp_path / "devices"
     for name in ("md127", "sda/sda1", "nvme0n1"):
         (devices / name).mkdir(parents=True)
@@ -104,7 +104,7 @@ def test_arrays(tmp_path: Path) -> None:
 
 
 def page(warning: int = 0, *, kelvin: int = 310, media: int = 0) -> bytes:
-    """A health page, laid out by the specification: no drive was asked for it."""
+    """Return a health page laid out by the specification; it isn't from a real drive."""
     head = struct.pack("<BHBBB", warning, kelvin, 100, 10, 3)
     return head + bytes(160 - len(head)) + media.to_bytes(16, "little") + bytes(336)
 

@@ -1,4 +1,4 @@
-"""The patience with the metadata service: what is asked again, for how long, and with what pauses."""
+"""Retries of the metadata service: which requests are retried, for how long, and with what pauses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from image_builder.node.net.retry import Deadline
 
 
 class Service:
-    """A metadata service with prepared answers, and a clock that only waiting moves."""
+    """A metadata service with prepared answers, and a clock that moves only while waiting."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: int | Response) -> None:
         self.now, self.asked = 0.0, 0
@@ -53,7 +53,7 @@ def test_what_it_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, sta
 
 
 def test_an_update_of_seventy_seconds_is_outlasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers 410 for as long, by its documentation."""
+    """By its documentation, the service answers 410 for that long."""
     service = Service(monkeypatch, *[410] * 14, 200)
     assert service.answer(120).status == 200
     assert 70 <= service.now <= 120 and max(service.pauses) <= 8

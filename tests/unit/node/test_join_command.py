@@ -1,4 +1,4 @@
-"""A joining that meets what nobody expected (one that goes well: tests/pools)."""
+"""A join that meets something unexpected (one that succeeds: tests/pools)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_what_nobody_expected_is_recorded_as_a_failure(
         run=tmp_path / "run", etc=tmp_path, boot_id=tmp_path / "boot_id", firmware=tmp_path / "none"
     )
     places.boot_id.write_text("11111111-2222-3333-4444-555555555555\n")
-    # No port has this number, which nothing looks for before it is asked.
+    # No port has this number, and nothing checks that before the request.
     settings = {"imds": "http://127.0.0.1:99999", "custom_data": "/nonexistent", "file": "/nonexistent"}
     (tmp_path / "join.json").write_text(json.dumps(settings))
     assert run(places) == 1
@@ -26,7 +26,7 @@ def test_what_nobody_expected_is_recorded_as_a_failure(
     assert (found["state"], found["phase"], found["code"]) == ("failed", "identity", 1)
     assert found["reason"].startswith("ValueError, a bug")
     told = capsys.readouterr().err
-    assert "in ask" in told and "99999" not in told  # where, and nothing of what it was about
+    assert "in ask" in told and "99999" not in told  # where it failed, but no values
 
 
 def test_settings_that_are_wrong_are_the_images_fault(tmp_path: Path) -> None:

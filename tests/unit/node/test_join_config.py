@@ -1,4 +1,4 @@
-"""The node configuration: what is refused, all of it at once, by the schema and by the node's own reader of it."""
+"""The node configuration: what the schema and the node's own reader refuse, every problem at once."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_schema_and_the_node_refuse_the_same(name: str) -> None:
     document = joins.document(CA)
     WRONG[name](document)
     _refused(_text(document))
-    # Python's `$` is also before a last line's end; JSON Schema's is not, and the node's reader knows.
+    # Python's `$` also matches before a trailing newline; JSON Schema's doesn't, and the node's reader refuses it.
     if name != "line's end":
         assert list(jsonschema.Draft202012Validator(json_schema()).iter_errors(document))
 

@@ -1,4 +1,4 @@
-"""The reference page has every code, as the program has it."""
+"""The reference page lists every code as the program defines it."""
 
 from __future__ import annotations
 

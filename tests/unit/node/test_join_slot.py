@@ -18,10 +18,10 @@ def test_7500_machines_never_join_much_faster_than_the_rate() -> None:
     per_second = [0] * int(window)
     for one in slots:
         per_second[int(one)] += 1
-    # 5 on average; independent arrivals have more than 18 in one of 1,500 seconds less than once in 1,000 fleets.
+    # 5 on average; with independent arrivals, fewer than 1 in 1,000 fleets has more than 18 in one of 1,500 seconds.
     assert max(per_second) <= 18
     per_minute = [sum(per_second[at : at + 60]) for at in range(0, int(window), 60)]
-    assert all(230 <= count <= 370 for count in per_minute)  # 300, four standard deviations
+    assert all(230 <= count <= 370 for count in per_minute)  # 300 ± four standard deviations
 
 
 def test_small_waves_are_spread_too() -> None:

@@ -1,4 +1,4 @@
-"""What a node says. What an API server makes of it is in tests/gpu/test_gate.py."""
+"""What a node sends. How an API server handles it is tested in tests/gpu/test_gate.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kubelet's kubeconfig says: as client-go writes it, as kubeadm does, and what is refused."""
+"""A kubelet's kubeconfig: as client-go writes it, as kubeadm writes it, and what is refused."""
 
 from __future__ import annotations
 

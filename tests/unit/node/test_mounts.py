@@ -1,4 +1,4 @@
-"""Mounts as the kernel tells them."""
+"""Mounts as the kernel lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``node-agent preflight`` does with a verdict, and in which order; real programs are in tests/gpu."""
+"""What ``node-agent preflight`` does with a verdict, and in which order; tests/gpu runs real programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FABRIC = Check(smoke.ID, FAILED, "fabric.state", "why", "reboot")
 
 @pytest.fixture
 def places(tmp_path: Path) -> command.Places:
-    """A node with GPUs that has joined."""
+    """Make a node with GPUs that has joined."""
     for name in ("run", "etc"):
         (tmp_path / name).mkdir()
     kubeconfig = tmp_path / "kubelet.conf"
@@ -76,7 +76,7 @@ def test_a_node_that_has_not_joined_reports_to_nobody(
 def test_the_early_report_has_an_end(
     places: command.Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A resolver that never answers; the reboot waits for this."""
+    """A resolver never answers, and the reboot waits for this report."""
     over = threading.Event()
 
     def send(*_: object) -> None:
@@ -104,7 +104,7 @@ BUSY = Check(smoke.ID, INCONCLUSIVE, "procs.foreign", "pid 17")
 
 
 class Api:
-    """The API server, as far as it says what a Node object holds; None: it doesn't answer."""
+    """An API server that only returns the spec of a Node object; None: it doesn't answer."""
 
     def __init__(self, spec: dict[str, Any] | None) -> None:
         self.spec = spec
@@ -123,7 +123,7 @@ class Api:
 
 @pytest.fixture
 def tests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The tests of GPUs that were made; all pass."""
+    """Make all GPU tests pass; return those that were run."""
     made: list[str] = []
 
     def passes(argv: Sequence[str], _seconds: float, _boot_id: str) -> Check:
@@ -182,7 +182,7 @@ def test_gpus_of_a_node_that_has_not_joined_are_tested_again(
 def test_gpus_that_were_never_tested_let_no_admitted_node_pass(
     places: command.Places, monkeypatch: pytest.MonkeyPatch, tests: list[str]
 ) -> None:
-    """The settings could not be read at boot; a person put them right and let the node in."""
+    """The settings couldn't be read at boot; a person corrected them and admitted the node."""
     monkeypatch.setattr(report, "connect", lambda *_: (Api({}), "n"))
     unsettled(places, Check("settings", INCONCLUSIVE, "settings", "no JSON"))
     assert command.again(places) == 0

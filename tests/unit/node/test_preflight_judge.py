@@ -41,7 +41,7 @@ NOW, DAY = 1_800_000_000.0, 86400.0
 
 
 def rebooted(*days: float, code: str = "x", build: str = "now", helped: bool = True) -> Attempts:
-    """Return the account of a machine that was started again so many days ago."""
+    """Return the record of a machine that was rebooted these numbers of days ago."""
     return Attempts(
         tuple(Reboot(code, build, f"boot-{n}", NOW - d * DAY, helped) for n, d in enumerate(days))
     )
@@ -186,7 +186,7 @@ def document(
         (124, document("inconclusive", 124), INCONCLUSIVE, "gpu.deadline", "reboot"),
         (124, b"", INCONCLUSIVE, "gpu.deadline", "reboot"),
         (None, b"", FAILED, "gpu.hung", "reboot"),
-        # Nothing of this boot explains the status: the program is broken, and nobody is condemned.
+        # No document of this boot explains the status: the program is broken, and no GPU is condemned.
         *(
             (status, said, INCONCLUSIVE, "gpu.crashed", "reimage")
             for status in (1, 2, 3, 4, 5, 70, -11)

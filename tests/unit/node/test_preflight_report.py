@@ -1,4 +1,4 @@
-"""What is reported of a boot, and how long it waits for somebody to report to."""
+"""How long the report on a boot waits for the kubelet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a node asks for a re-test, and what it says after one."""
+"""When a node requests a re-test, and what it reports after one."""
 
 from __future__ import annotations
 

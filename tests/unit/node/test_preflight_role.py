@@ -1,4 +1,4 @@
-"""What the role gpu_preflight writes: the kubelet waits and is never stopped, and what ends badly is tried again."""
+"""What the gpu_preflight role writes: the kubelet waits and is never stopped, and failed units are restarted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def role_file(role: Path, name: str) -> dict[str, Any]:
 
 
 def templar(role: Path, **variables: Any) -> Templar:
-    """Return a templar with the role's defaults, ``variables`` and the role's vars, lowest first."""
+    """Return a templar with the role's defaults, ``variables`` and the role's vars, lowest precedence first."""
     scope = {**role_file(role, "defaults/main.yml"), **variables, **role_file(role, "vars/main.yml")}
     return Templar(DataLoader(), scope)
 
@@ -70,13 +70,13 @@ def test_agent_takes_what_the_role_writes() -> None:
 
 @pytest.mark.parametrize("hard", [False, True])
 def test_kubelet_waits_for_a_file_and_requires_no_unit(hard: bool) -> None:
-    """A required unit stops the kubelet when it is restarted, and keeps it down for good when it fails once."""
+    """Restarting a required unit would stop the kubelet, and one failure of it would keep the kubelet down for good."""
     lines = unit("kubelet.conf.j2", gpu_preflight_hard=hard)
     assert {"Wants=preflight.service", "After=preflight.service"} <= set(lines)
     assert not [line for line in lines if line.startswith(("Requires", "Requisite", "BindsTo", "PartOf"))]
     waits = value(lines, "ExecStartPre")
     assert ADMITTED in waits
-    # Any verdict will do, unless only a pass does.
+    # Any verdict will do, unless only a pass is accepted.
     assert (f"test -e {status.DIRECTORY / model.FILE}" in waits) is not hard
     words = waits.split()
     assert words[0] == "/usr/bin/timeout" and 0 < int(words[1]) < 90, "longer than systemd lets it start"

@@ -1,4 +1,4 @@
-"""What the role may write, and that all that is wrong is told at once."""
+"""What the role may write; everything wrong is reported at once."""
 
 from __future__ import annotations
 

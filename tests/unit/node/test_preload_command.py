@@ -1,4 +1,4 @@
-"""What ``node-agent preload`` reports, as far as no engine is asked."""
+"""What ``node-agent preload`` reports, as far as it needs no engine."""
 
 from __future__ import annotations
 
@@ -167,11 +167,11 @@ def test_what_is_still_wrong_is_named() -> None:
     ],
 )
 def test_store_that_is_all_there_is_and_gives_nothing(seed: dict[str, str], cause: str) -> None:
-    """Without an archive every missing image is named, and the node has a taint."""
+    """Without an archive, every missing image is named, and the node gets a taint."""
     lacking = {TWO: "is missing", PAUSE: "has lost layers: /a"}
 
     class Gone:
-        """An engine that has none of the images; nothing but a look is asked of it."""
+        """An engine that has none of the images; only ``look`` is called."""
 
         def look(self, _images: object) -> EngineState:
             return EngineState(lacking)
@@ -189,14 +189,14 @@ def test_store_that_is_all_there_is_and_gives_nothing(seed: dict[str, str], caus
 
 
 def test_role_writes_what_is_read_here() -> None:
-    """The role's template has the keys that are read, by the names that are read."""
+    """The role's vars have the keys that are read here, under the same names."""
     text = (REPO_ROOT / "roles/image_preload/vars/main.yml").read_text()
     for key in ("engine", "namespace", "pause", "data_root"):
         assert re.search(rf"^  {key}: ", text, re.MULTILINE), key
 
 
 def test_role_does_not_read_the_list_of_the_inventory() -> None:
-    """What is preloaded must not reach the id of a layer: nodes are told by a file."""
+    """The list of preloaded images must not affect a layer's id: nodes get it in a file."""
     role = REPO_ROOT / "roles/image_preload"
     named = {
         path.relative_to(role).as_posix()

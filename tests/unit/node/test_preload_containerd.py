@@ -1,4 +1,4 @@
-"""What is made of containerd's answers: recorded ones of 1.7.24 of Debian 13, 1.6 of Debian 12 writes the same."""
+"""How containerd's answers are read: recorded from 1.7.24 on Debian 13; 1.6 on Debian 12 writes the same."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CONTENT: dict[str, dict[str, Any]] = {
 
 
 def listed(**changes: Any) -> dict[str, Any]:
-    """Return what containerd lists of a good image, with other names changed."""
+    """Return containerd's list for a good image, with some names changed or added."""
     labels = frozenset({containerd.MANAGED, containerd.PINNED})
     names = {TWO: containerd.Listed(INDEX, labels), IMAGE.by_digest: containerd.Listed(INDEX, labels)}
     return {**names, **changes}
@@ -139,7 +139,7 @@ def test_manifest_is_read_from_the_disk(tmp_path: Path) -> None:
     place = tmp_path / "io.containerd.content.v1.content/blobs/sha256" / digest
     place.parent.mkdir(parents=True)
     place.write_bytes(data)
-    # Without a program: ctr is asked for what is not there, or damaged.
+    # No program runs: ctr is only asked for content that is missing or damaged.
     assert containerd.Containerd("k8s.io", tmp_path)._content(f"sha256:{digest}") == CONTENT[MANIFEST]
 
 
@@ -149,7 +149,7 @@ def test_lost_layers_are_a_fault() -> None:
     assert containerd.lost_fault(IMAGE, frozenset([LAYERS[1][7:]])) == f"has lost layers: {LAYERS[1]}"
 
 
-# ctr -n k8s.io snapshots --snapshotter overlayfs list: two layers, a container above them, an unpack that was killed
+# ctr -n k8s.io snapshots --snapshotter overlayfs list: two layers, a container on top, an unpack that was killed
 SNAPSHOTS = f"""\
 KEY PARENT KIND
 {LAYERS[0]}            Committed
@@ -171,9 +171,9 @@ def test_containerds_snapshots_are_read() -> None:
 
 @dataclass
 class Engine:
-    """containerd as far as ctr shows it: names, containers (running or not) and snapshots, which its GC collects.
+    """containerd as ctr shows it: names, containers (running or not) and snapshots, which its GC collects.
 
-    A layer is a directory of the data root, or a link to where nothing is. ``tops`` are images' last chain ids.
+    A layer is a directory in the data root, or a dangling link. ``tops`` has each image's last chain id.
     """
 
     root: Path
@@ -183,7 +183,7 @@ class Engine:
     parents: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, *layers: str, lost: Sequence[str] = (), index: bool = False) -> Image:
-        """Have an image. The files of ``lost`` layers are gone; an ``index`` has a platform that isn't here."""
+        """Add an image. The files of ``lost`` layers are gone; an ``index`` lists another platform that isn't here."""
         diff_ids = tuple(_digest(layer.encode()) for layer in layers)
         config = self._blob({"rootfs": {"type": "layers", "diff_ids": list(diff_ids)}, "config": {"x": name}})
         digest = manifest = self._blob({"schemaVersion": 2, "config": {"digest": config}})
@@ -251,7 +251,7 @@ class Engine:
                 raise AssertionError(words)
 
     def _collect(self) -> None:
-        """Delete the snapshots that neither an image nor a container leads to."""
+        """Delete the snapshots that no image or container leads to."""
         used: set[str] = set()
         for key in [*(self.tops[digest] for digest in self.names.values()), *self.running]:
             below = key
@@ -278,7 +278,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def _forget(engine: Engine, *images: Image) -> frozenset[str]:
-    """Return which layers are lost afterwards."""
+    """Forget images; return the layers that are lost afterwards."""
     containerd.Containerd("k8s.io", engine.root).forget(images)
     return scan(engine.root, "containerd").broken
 

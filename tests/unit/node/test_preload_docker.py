@@ -1,4 +1,4 @@
-"""What is made of Docker's answers. They are recorded ones of Docker 26.1 of Debian 13; 20.10 writes the same."""
+"""How Docker's answers are read: recorded from Docker 26.1 on Debian 13; 20.10 writes the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from image_builder.node.preload import docker
 from image_builder.node.store import Image
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, PAUSE, TWO
 
-# docker image inspect, what matters of it
+# docker image inspect, the relevant part
 INSPECTED = {
     "Id": CONFIG,
     "RepoTags": [TWO],

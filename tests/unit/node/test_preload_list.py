@@ -1,4 +1,4 @@
-"""The list of images, the store's description and the archive, up to what an engine is asked."""
+"""The list of images, the store's description and the archive, up to the point where an engine is asked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from image_builder.node.store import Image
 from tests.unit.node.preload_answers import CONFIG, IMAGE, INDEX, LAYERS, MANIFEST, TWO, document
 from tests.unit.node.stores import manifest
 
-# A data root that is not on the root filesystem.
+# A data root that isn't on the root filesystem.
 OWN_DISK = Path("/proc/data")
 
 
@@ -65,7 +65,7 @@ def test_list_is_read(image_list: Path, archive: Path) -> None:
     [pytest.param("docker", False, id="docker"), pytest.param("containerd", True, id="containerd")],
 )
 def test_list_without_an_archive(image_list: Path, engine: str, pinned: bool) -> None:
-    """containerd's seed can't bring back what was deleted, so nothing that is preloaded may be."""
+    """containerd's seed can't restore what was deleted, so nothing preloaded may be deleted."""
     content = json.loads(image_list.read_text())
     image_list.write_text(json.dumps({**content, "engine": engine, "archive": None}))
     preload = images.read_list(image_list)
@@ -111,7 +111,7 @@ def test_damaged_archive_is_refused_before_it_is_loaded(
     image_list: Path, archive: Path, damage: Any, said: str
 ) -> None:
     class Empty:
-        """An engine without images. What it loads with must not be asked for."""
+        """An engine without images, of which only ``look`` may be called."""
 
         def look(self, images: Sequence[Image]) -> EngineState:
             return EngineState({image.ref: "is missing" for image in images})

@@ -1,4 +1,4 @@
-"""``node-agent status``: what is said of a node, from its status file and the names in its data root."""
+"""``node-agent status``: what is reported about a node, from its status file and the names in its data root."""
 
 from __future__ import annotations
 

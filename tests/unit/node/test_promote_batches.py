@@ -1,4 +1,4 @@
-"""When copies are made durable and exchanged, what stops the others, and which link is deleted."""
+"""When copies are made durable and exchanged, what stops the other copies, and which link is deleted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _item(path: Path, rank: int = REST, count: int = 1) -> Item:
 
 
 class Said:
-    """Workers of which is known what they will say."""
+    """Workers with prepared results."""
 
     def __init__(self, *results: Sequence[ItemResult]) -> None:
         self._results = [*results]
@@ -33,7 +33,7 @@ class Said:
 def _follow(
     tmp_path: Path, *results: Sequence[ItemResult], rank: int = REST
 ) -> tuple[Progress, list[str], list[int]]:
-    """Follow such workers; return the progress, whether they were stopped, and what was done at each report."""
+    """Follow such workers; return the progress, whether they were stopped, and the count done at each report."""
     staging = tmp_path / "staging"
     items = []
     for number in range(3):

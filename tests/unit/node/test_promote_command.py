@@ -1,4 +1,4 @@
-"""What ``node-agent promote`` does where nothing is to be promoted (a promotion itself: tests/disk)."""
+"""What ``node-agent promote`` does when there is nothing to promote (an actual promotion: tests/disk)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a big file gets holes, and trees deeper than any path."""
+"""Where a big file gets holes, and trees too deep for any path."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def test_a_tree_deeper_than_any_path_is_copied(name: str, levels: int, tmp_path:
         assert os.stat("last", dir_fd=folder).st_ino == (tmp_path / "copy/first").stat().st_ino
     finally:
         os.close(folder)
-        for tree in (source, tmp_path / "copy"):  # pytest could not
+        for tree in (source, tmp_path / "copy"):  # pytest can't
             files.remove_tree(tree)

@@ -1,4 +1,4 @@
-"""Small parts of the promotion at their edges: settings, what workers share and say, the kubelet."""
+"""Edge cases of small parts of the promotion: settings, what workers share and report, the kubelet."""
 
 from __future__ import annotations
 

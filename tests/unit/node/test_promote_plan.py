@@ -1,4 +1,4 @@
-"""The order of promotion, and when it stops for want of room."""
+"""The order of promotion, and when it stops for lack of space."""
 
 from __future__ import annotations
 
@@ -132,4 +132,4 @@ def test_the_refusal_says_what_would_be_left() -> None:
 def test_a_filesystem_without_inodes_is_full_too() -> None:
     assert "49 of 1000 inodes" in refusal(Room(100 * GB, 90 * GB, 1000, 49), 1, 0, 15)
     assert refusal(Room(100 * GB, 90 * GB, 1000, 50), 1, 0, 15) == ""
-    assert refusal(Room(100 * GB, 90 * GB, 0, 0), 1, 0, 15) == ""  # btrfs and others count none
+    assert refusal(Room(100 * GB, 90 * GB, 0, 0), 1, 0, 15) == ""  # btrfs and others don't count inodes

@@ -42,7 +42,7 @@ def test_all_workers_together_keep_the_rate(workers: int) -> None:
         bucket, seconds = take(bucket, now, rate, cost)
         heapq.heappush(ready, (now + seconds, worker))
         told.append((now + seconds, cost))
-    # What was waited for by a time is used by then: never above the rate, and not far below it either.
+    # Bytes count once their wait is over: never above the rate, and not far below it either.
     for end in (1.0, 10.0, 59.0):
         spent = sum(cost for at, cost in told if at <= end)
         assert rate * end * 0.5 - 4 * MB * workers <= spent <= rate * (end + BURST_SECONDS)

@@ -1,4 +1,4 @@
-"""What the seed set aside is deleted whole, whatever containers had made of it."""
+"""What the seed set aside is deleted completely, whatever containers had made of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from image_builder.node import mounts
 from image_builder.node.promote import trash
 
-# A path of these has more bytes than the kernel takes.
+# A path of these names has more bytes than the kernel accepts.
 _LEVELS, _NAME = 60, "d" * 200
 
 
@@ -91,7 +91,7 @@ def test_what_holds_a_mount_stays_and_the_rest_goes(tmp_path: Path, monkeypatch:
 
 def test_it_is_emptied_at_the_pace_of_promotion(tmp_path: Path) -> None:
     (tmp_path / "data.0").mkdir()
-    for number in range(192):  # each counts for 4 KiB
+    for number in range(192):  # each counts as 4 KiB
         (tmp_path / f"data.0/{number}").touch()
     started = time.monotonic()
     trash.empty(tmp_path, 3 << 20, "now")

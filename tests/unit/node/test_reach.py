@@ -1,4 +1,4 @@
-"""What reachability is made of, without a network: tasks with one deadline, and what an address is."""
+"""The parts of reachability, without a network: tasks with a shared deadline, and what counts as an address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a node waits before it asks again, and when it gives up."""
+"""How long a node waits before it retries, and when it gives up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine is trusted with a seed, and what is said of one (a seed itself: tests/disk)."""
+"""Which engine is trusted with a seed, and what is reported about one (an actual seed: tests/disk)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_marker_is_read(tmp_path: Path) -> None:
 
 
 def _layer(settings: Preload, name: str, parent: str = "", target: Path | None = None) -> Path:
-    """Put a layer of Docker's on record: a link to ``target``, or a directory with a file. Returns its files."""
+    """Record a Docker layer: a link to ``target``, or a directory with a file. Return the path of its files."""
     record = settings.data_root / "image/overlay2/layerdb/sha256" / name
     record.mkdir(parents=True)
     (record / "cache-id").write_text(f"{name}-files")
@@ -115,7 +115,7 @@ def _layer(settings: Preload, name: str, parent: str = "", target: Path | None =
 
 
 def _used(settings: Preload, store: Path = MOUNT_POINT) -> None:
-    """Make a data root of Docker's in use: seeded layers, one pulled, one pulled above a seeded one, a volume."""
+    """Make a Docker data root in use: seeded layers, a pulled one, one pulled on top of a seeded one, a volume."""
     _layer(settings, "seeded", target=store / "layers/abc")
     _layer(settings, "second", "seeded", target=store / "layers/def")
     _layer(settings, "pulled")
@@ -162,7 +162,7 @@ def test_an_error_of_the_disk_takes_nothing_out_of_a_data_root_in_use(
 
 
 def _stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a store with Docker's records where the seed looks for it; return its manifest."""
+    """Put a store with Docker's records where the seed looks for it; return its manifest's path."""
     store, binary, path = tmp_path / "store", tmp_path / "dockerd", tmp_path / "store.json"
     docker_store(store, [stored("one", "base", "a"), stored("two", "base", "b")])
     binary.write_bytes(bytes(10))
@@ -174,7 +174,7 @@ def _stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _reads(monkeypatch: pytest.MonkeyPatch, name: str, *failures: int) -> None:
-    """Let the first reads of files with a name fail by these numbers."""
+    """Make the first reads of files with this name fail with these errnos."""
     read, left = Path.read_bytes, list(failures)
 
     def read_bytes(path: Path) -> bytes:
@@ -250,7 +250,7 @@ def test_of_a_store_that_is_lost_the_seeded_layers_alone_are_taken_out(tmp_path:
     assert sorted(os.listdir(settings.data_root / "overlay2")) == ["l", "pulled-files"]
     assert (settings.data_root / "overlay2/pulled-files/diff/file").read_text() == "pulled"
     assert (settings.data_root / "volumes/mine/_data/precious").read_text() == "precious"
-    # A pulled layer that stood on a seeded one is kept too, though nothing can use it.
+    # A pulled layer on top of a seeded one is kept too, though nothing can use it.
     boot = status.boot_id()
     assert sorted(os.listdir(settings.state / "trash")) == [f"above-files.0.{boot}", f"above.0.{boot}"]
     assert (settings.state / f"trash/above-files.0.{boot}/diff/file").read_text() == "above"
@@ -259,7 +259,7 @@ def test_of_a_store_that_is_lost_the_seeded_layers_alone_are_taken_out(tmp_path:
 
 
 def _mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a store that is a directory while it is mounted; an earlier boot could not read one of its layers."""
+    """Make a store that is a directory while mounted; an earlier boot couldn't read one of its layers."""
     store = tmp_path / "store"
     for name in ("abc", "def"):
         (store / "layers" / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a blank root of containerd gets from the store."""
+"""What a blank containerd root gets from the store."""
 
 from __future__ import annotations
 

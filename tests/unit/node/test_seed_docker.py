@@ -1,4 +1,4 @@
-"""What a data root of Docker gets from the store, blank or in use."""
+"""What a Docker data root, blank or in use, gets from the store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _names(root: Path) -> dict[str, Any]:
 
 
 def _place(root: Path, number: int, image: Any = ONE) -> Path:
-    """Return the directory of an image's layer, by its number from below."""
+    """Return the directory of an image's layer, by its number counted from the bottom."""
     record = root / "image/overlay2/layerdb/sha256" / list(chain(image.diff_ids))[number].chain[7:]
     return root / "overlay2" / (record / "cache-id").read_text()
 
@@ -49,7 +49,7 @@ def test_a_blank_root_gets_everything(store: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     made = fill([ONE, TWO], root, store=store)
     assert made.images == (ONE.ref, TWO.ref)
-    # `base` above `other` is another layer of the chain than `base` alone, with the same files.
+    # `base` on top of `other` is a different layer of the chain from `base` by itself, with the same files.
     assert made.layers == 4
     base, again = _place(root, 0), _place(root, 1, TWO)
     assert base != again
@@ -69,7 +69,7 @@ def test_every_layer_leads_to_those_below_it_and_is_complete(store: Path, tmp_pa
         assert (above / "lower").read_text() == f"l/{link}" and not (below / "lower").exists()
         assert os.readlink(root / "overlay2/l" / link) == f"../{below.name}/diff"
         assert (above / "work").is_dir()
-        # Without it Docker would take the store for a directory to write to, when it saves the image.
+        # Without it, Docker would treat the store as a directory to write to when it saves the image.
         assert (below / "committed").exists() and (above / "committed").exists()
 
 

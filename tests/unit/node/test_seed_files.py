@@ -1,4 +1,4 @@
-"""What the seed writes has the modes that the engine gives, whatever umask it runs under."""
+"""What the seed writes has the engine's modes, whatever umask it runs under."""
 
 from __future__ import annotations
 

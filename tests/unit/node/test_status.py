@@ -1,4 +1,4 @@
-"""What is told of a node: to programs, and to the kubelet."""
+"""What is reported about a node: to programs, and to the kubelet."""
 
 from __future__ import annotations
 

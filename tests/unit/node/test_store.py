@@ -1,4 +1,4 @@
-"""A store's manifest, its dm-verity table, and what is compared once it is mounted."""
+"""A store's manifest, its dm-verity table, and what is compared once it's mounted."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ MAPPED = f"/dev/mapper/{MAPPING}"
 
 @dataclass
 class Kernel:
-    """What losetup, dmsetup and mount(2) change.
+    """The kernel state that losetup, dmsetup and mount(2) change.
 
     ``losetup`` and ``mounting`` are failures: an exit status, and errnos by what is mounted. ``mapped`` is the root
-    hash of the store that is mapped, ``deferred`` whether it goes with its last user.
+    hash of the store that is mapped, ``deferred`` whether the mapping is removed with its last user.
     """
 
     losetup: int = 0
@@ -152,7 +152,7 @@ class Kernel:
             case ["losetup", "--detach", device]:
                 self.loops.remove(device)
             case ["dmsetup", "remove", *_]:
-                return 1, "Device or resource busy"  # containers that run have files of it open
+                return 1, "Device or resource busy"  # running containers have its files open
             case ["dmsetup", "table", _]:
                 return (
                     (0, f"0 8 verity 1 7:1 7:1 4096 4096 1 1 sha256 {self.mapped} 2")

@@ -52,7 +52,7 @@ def test_data_lies_beside_the_code_and_is_found_there(tmp_path: Path) -> None:
     made = tmp_path / "node-agent"
     made.write_bytes(zipapp.compiled(zipapp.archive()))
     for name, data in wanted.items():
-        # As importlib.resources does it where a package lies in an archive.
+        # The way importlib.resources reads it when a package is in an archive.
         assert zipfile.Path(made, name).read_bytes() == data
 
 
@@ -94,7 +94,7 @@ def test_compiling_again_changes_nothing(tmp_path: Path) -> None:
     assert zipapp.install(source, target)
     assert target.stat().st_mode & 0o777 == 0o755
     assert not zipapp.install(source, target)
-    # Also from what was compiled: the agent that is installed can do it.
+    # It also works from a compiled archive: the installed agent can do it.
     assert not zipapp.install(target, target)
     target.chmod(0o644)
     assert zipapp.install(source, target) and target.stat().st_mode & 0o777 == 0o755

@@ -1,4 +1,4 @@
-"""A fake libnvidia-ml: it serves recorded answers of real GPUs through the C types that the real library has."""
+"""A fake libnvidia-ml that serves recorded answers of real GPUs through the real library's C types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VENDOR = json.loads((DATA / "nvml-layout.json").read_text(encoding="utf-8"))
 
 
 class Answering:
-    """A fake library: the answers of one GPU, by the C types that the real one has."""
+    """A fake library that gives the answers of one GPU through the real one's C types."""
 
     def __init__(self, gpu: Gpu, codes: dict[str, int] | None = None) -> None:
         self.gpu, self.codes = gpu, codes or {}
@@ -113,7 +113,7 @@ class Answering:
 
     def _NvLinkErrorCounter(self, out: list[Any]) -> int:  # noqa: N802
         name = readings.LINK_COUNTERS[out[1].value]
-        # All on the first link; of the two counters that are summed, on the first.
+        # All errors are on the first link; of the two counters that are summed, only the first has any.
         is_first = out[0].value == 0 and out[1].value < 3
         out[2].value = getattr(self.gpu, name) or 0 if is_first else 0
         return 0
@@ -169,7 +169,7 @@ SPECIAL = {name[1:] for name in vars(Answering) if name[1:2].isupper()}
 
 
 class Node:
-    """The library on a node: it counts GPUs and opens each, but those in ``lost``. ``codes`` are for all calls."""
+    """The library on a node: it counts the GPUs and opens all but those in ``lost``. ``codes`` apply to all calls."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Node:
         return own.get(name) or (lambda handle, *rest: self._asked(name, handle, *rest))
 
     def _asked(self, name: str, handle: Any, *rest: Any) -> int:
-        # A handle is the number after the index: 0 is no pointer.
+        # A handle is the index plus 1: 0 isn't a valid pointer.
         entry = getattr(Answering(self.gpus[handle.value - 1], self.codes), name)
         return int(entry(handle, *rest))
 

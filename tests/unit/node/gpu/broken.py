@@ -22,11 +22,11 @@ from tests.unit.node.gpu.recordings import (
     xid,
 )
 
-# -- what was recorded of broken GPUs, or ones that are in use ---------------------------------------------------
+# -- recorded from broken GPUs, or from ones in use --------------------------------------------------------------
 
 
 def power_brake() -> Change:
-    """The first GPU is slowed down as it was recorded of an H100: HW Slowdown and HW Power Brake."""
+    """Slow down the first GPU as recorded from an H100: HW Slowdown and HW Power Brake."""
     bits = recorded("h100-sxm5-80gb-power-brake")[0].throttle
     assert bits == 0x88
     return samples(0.0, 0.5, 1.0, 1.5, throttle=bits)
@@ -42,7 +42,7 @@ PENDING = {
     "ecc_volatile_corrected": 177,
     "ecc_aggregate_corrected": 177,
 }
-# The same, another A100: after Xid 94.
+# From the same source, another A100: after Xid 94.
 SRAM = {
     "ecc_volatile_uncorrected": 1,
     "ecc_volatile_uncorrected_sram": 1,
@@ -60,7 +60,7 @@ XID_79 = "NVRM: Xid (PCI:0002:00:00): 79, pid=1582259, name=nvc:[driver], GPU ha
 XID_154 = (
     "NVRM: Xid (PCI:0008:01:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
 )
-# As the open driver writes them, seen in others' logs.
+# As the open driver writes them, taken from other people's logs.
 SXID_FATAL = "nvidia-nvswitch0: SXid (PCI:0000:00:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
 SXID = "nvidia-nvswitch3: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32 egress non-posted PRIV error (First)"
 XID_31 = "NVRM: Xid (PCI:0001:00:00): 31, pid=7, name=python3, MMU Fault"
@@ -71,7 +71,7 @@ A100_BUSY = recorded("a100-sxm4-80gb-busy")[0]
 T4_BUSY = recorded("t4-busy")[0]
 V100 = recorded("v100-pcie-16gb")[0]
 
-# Name: the node, the change, the check that says it, its status and code, and the exit code.
+# Name: the node, the change, the check that reports it, its status and code, and the exit code.
 RECORDED: dict[str, tuple[str, Change, str, str, str, int]] = {
     "power brake": ("H100", power_brake(), "throttle", "fail", "throttle.sustained", 1),
     "row pending": ("A100", gpu(3, **PENDING), "remap", "fail", "remap.pending", 2),
@@ -139,7 +139,7 @@ def libraries(**versions: str) -> Change:
 
 
 def unsized(**fields: Any) -> Change:
-    """The size isn't in the table."""
+    """Return a change to a VM size that isn't in the table."""
 
     def change(evidence: Evidence) -> Evidence:
         changed = machine(**{"vm_size": "Standard_ND999_X_v9"} | fields)(evidence)
@@ -150,7 +150,7 @@ def unsized(**fields: Any) -> Change:
 
 
 def halved(evidence: Evidence) -> Evidence:
-    """One of eight GPUs has 0.9 of the others' memory bandwidth, which is above its floor."""
+    """Give one of eight GPUs 0.9 of the others' memory bandwidth, which is above its floor."""
     return measured("bw.hbm", 5, measured=evidence.workers[5].measurements[6].measured * 0.9)(evidence)  # type: ignore[operator]
 
 

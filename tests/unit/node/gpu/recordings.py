@@ -1,8 +1,8 @@
-"""Whole nodes made of recorded GPUs, healthy ones and broken ones.
+"""Whole nodes built from recorded GPUs, healthy and broken.
 
-What NVML answered is recorded (tests/data/gpu, with the source in each file). One recorded GPU stands for all of its
-node: index, UUID and address are counted up. What the recordings don't have is made up here, and only that: the
-machine around the GPUs, links and InfoROM (nvidia-smi -q doesn't print them), and what the workers measured.
+NVML's answers are recorded (tests/data/gpu, with the source in each file). One recorded GPU stands for all GPUs of its
+node: index, UUID and address are counted up. Only what the recordings lack is made up here: the machine around the
+GPUs, links and InfoROM (nvidia-smi -q doesn't print them), and what the workers measured.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ DATA = Path(__file__).resolve().parents[3] / "data/gpu"
 BOOT = "0b2ce45c-8c3c-4d2f-8f6f-5a0d6a3f4f11"
 BEGAN_US = 60_000_000
 CATALOGUE = xids.load()
-# The recording, the size that it stands for, and the fields that are other than they were recorded, with the reason.
+# The recording, the size that it stands for, and the fields that differ from the recording, with the reason.
 NODES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    # The node that was recorded had no persistence daemon.
+    # The recorded node had no persistence daemon.
     "V100": ("v100-pcie-16gb", "Standard_NC6s_v3", {"persistence": True}),
-    # A process was at work, and there was no persistence daemon.
+    # A process was running, and there was no persistence daemon.
     "T4": (
         "t4-busy",
         "Standard_NC4as_T4_v3",
@@ -51,7 +51,7 @@ NODES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "A100": ("a100-sxm4-80gb-busy", "Standard_ND96amsr_A100_v4", {"processes": (), "memory_used_bytes": 0}),
     "H100": ("h100-sxm5-80gb", "Standard_ND96isr_H100_v5", {}),
     "H200": ("h200-sxm5-141gb", "Standard_ND96isr_H200_v5", {}),
-    # Not recorded at all: the V100 above with another name, more memory and links.
+    # Not a recording: the V100 above with another name, more memory and links.
     "V100 SXM2": (
         "v100-pcie-16gb",
         "Standard_ND40rs_v2",
@@ -75,7 +75,7 @@ def node(
     *,
     calibrated: bool = True,
 ) -> Evidence:
-    """Return a healthy node of one of NODES after its load, by default of a size that was calibrated."""
+    """Return one of NODES, healthy and after its load; by default, its size is calibrated."""
     recording, size_name, changes = NODES[model]
     gpu, driver = recorded(recording)
     expected = replace(expectation(settings, size_name), calibrated=calibrated)
@@ -163,7 +163,7 @@ def _worker(gpu: Gpu, size: Size) -> Worker:
 
 
 def places(root: Path) -> Places:
-    """Return a node's places below a directory of a test's own."""
+    """Return a node's places below a test's own directory."""
     return Places(root / "root", root / "proc", root / "sys", root / "dev", root / "run", cdi=(root / "cdi",))
 
 
@@ -173,7 +173,7 @@ Change = Callable[[Evidence], Evidence]
 
 
 def machine(**fields: Any) -> Change:
-    """Return what changes the machine, at all times."""
+    """Return a change to the machine, before and after the load."""
 
     def change(evidence: Evidence) -> Evidence:
         before = replace(evidence.before, machine=replace(evidence.before.machine, **fields))
@@ -184,7 +184,7 @@ def machine(**fields: Any) -> Change:
 
 
 def library(**fields: Any) -> Change:
-    """Return what changes what NVML says of itself, before the load."""
+    """Return a change to what NVML reports about itself before the load."""
 
     def change(evidence: Evidence) -> Evidence:
         return replace(
@@ -195,7 +195,7 @@ def library(**fields: Any) -> Change:
 
 
 def gpu(number: int = 0, **fields: Any) -> Change:
-    """Return what changes one GPU's answers, before and after the load."""
+    """Return a change to one GPU's answers, before and after the load."""
 
     def change(evidence: Evidence) -> Evidence:
         changed = _with_gpu(evidence.before, number, fields)
@@ -206,7 +206,7 @@ def gpu(number: int = 0, **fields: Any) -> Change:
 
 
 def later(number: int = 0, **fields: Any) -> Change:
-    """Return what changes one GPU's answers after the load alone."""
+    """Return a change to one GPU's answers, only after the load."""
 
     def change(evidence: Evidence) -> Evidence:
         assert evidence.after
@@ -221,7 +221,7 @@ def _with_gpu(reading: Seen, number: int, fields: dict[str, Any]) -> Seen:
 
 
 def samples(*seconds: float, **fields: Any) -> Change:
-    """Return what changes the first GPU's samples at these times."""
+    """Return a change to the first GPU's samples at these times."""
 
     def change(evidence: Evidence) -> Evidence:
         uuid = evidence.gpus[0].uuid
@@ -237,7 +237,7 @@ def samples(*seconds: float, **fields: Any) -> Change:
 
 
 def worker(number: int = 0, **fields: Any) -> Change:
-    """Return what changes what became of one GPU's worker."""
+    """Return a change to the outcome of one GPU's worker."""
 
     def change(evidence: Evidence) -> Evidence:
         workers = list(evidence.workers)
@@ -248,7 +248,7 @@ def worker(number: int = 0, **fields: Any) -> Change:
 
 
 def measured(id: str, number: int = 0, **fields: Any) -> Change:
-    """Return what changes one measurement of one GPU."""
+    """Return a change to one measurement of one GPU."""
 
     def change(evidence: Evidence) -> Evidence:
         measurements = evidence.workers[number].measurements
@@ -263,7 +263,7 @@ def measured(id: str, number: int = 0, **fields: Any) -> Change:
 
 
 def xid(message: str, at_us: int = 1) -> Change:
-    """Return what puts a kernel message into the log."""
+    """Return a change that adds a kernel message to the log."""
 
     def change(evidence: Evidence) -> Evidence:
         xid = xids.parse_message(message, at_us)

@@ -1,4 +1,4 @@
-"""What the bake has recorded of the driver, beside what a pool says of its GPUs."""
+"""What the bake recorded about the driver, combined with what a pool says about its GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every check passes on recorded healthy GPUs, and goes red on one change: a recorded fault, or one field."""
+"""Every check passes on recorded healthy GPUs, and fails on one change: a recorded fault, or one field."""
 
 from __future__ import annotations
 

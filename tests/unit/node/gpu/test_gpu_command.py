@@ -1,4 +1,4 @@
-"""`node-agent gpu-smoke` from end to end, with a fake library that serves recorded answers: no GPU is here."""
+"""`node-agent gpu-smoke` from end to end, with a fake library that serves recorded answers; no GPU is involved."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def never(*_: Any, **__: Any) -> Any:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    """Return what makes a node with one recorded T4, but for the arguments."""
+    """Return a function that makes a node with one recorded T4, as changed by the arguments."""
 
     def make(
         gpus: tuple[Gpu, ...] = T4.gpus,
@@ -155,7 +155,7 @@ def test_no_gpu_where_some_are_expected(tree: Tree, schema: dict[str, Any]) -> N
 
 BUSY = (replace(T4.gpus[0], processes=(Process(4711, 1 << 30),)),)
 MIG = (replace(T4.gpus[0], mig_current=True, mig_pending=True, missing={}),)
-# Name: what is other on the node, the exit code and the reason. None of them may be put under load.
+# Name: what differs on the node, the exit code and the reason. None of these nodes may be put under load.
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "unknown size": ({"settings": {"vm_size": "Standard_NC4as_T5_v9"}}, 4, "sku.unknown"),
     "no library": (
@@ -241,7 +241,7 @@ def test_a_result_that_can_not_be_written_is_no_hardware_fault(
     tree: Tree, settings: dict[str, Any], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     system = tree(settings=settings)
-    (system.places.run / ".gpu.json.new").mkdir(parents=True)  # where it is drafted
+    (system.places.run / ".gpu.json.new").mkdir(parents=True)  # where the draft is written
     assert command.run("boot-full", as_json=True, system=system) == status
     captured = capsys.readouterr()
     assert json.loads(captured.out)["verdict"]["exit_code"] == status
@@ -301,7 +301,7 @@ def test_a_wrong_answer_is_observed_until_a_calibration_is_on_record(
 
 
 def test_it_gives_itself_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that keeps a call: the watchdog writes a document and ends the process with 124."""
+    """If a driver call doesn't return, the watchdog writes a document and ends the process with 124."""
     ended: list[int] = []
 
     monkeypatch.setattr("os._exit", ended.append)
@@ -330,7 +330,7 @@ def test_it_gives_itself_up(monkeypatch: pytest.MonkeyPatch) -> None:
     ("up_after", "waited"), [(0.0, 0.0), (7.0, 8.0), (1000.0, 120.0)], ids=["up", "late", "never"]
 )
 def test_infiniband_has_its_time(tree: Tree, up_after: float, waited: float) -> None:
-    """Eight ports, of which the subnet manager raises one late; the clock is simulated."""
+    """Eight ports, one of which the subnet manager brings up late; the clock is simulated."""
     evidence = node("H100")
     now = [0.0]
     system = replace(tree(load=never), clock=lambda: now[0])
@@ -355,13 +355,13 @@ def test_infiniband_has_its_time(tree: Tree, up_after: float, waited: float) -> 
     settled = command._with_ports(waiting, until, replace(system, sleep=sleep))
     assert now[0] == waited
     assert all(port.is_up for port in settled.before.machine.ports) == (up_after < 1000)
-    # A size without InfiniBand waits for nothing, nor does one whose time the fabric has used up.
+    # A size without InfiniBand waits for nothing, and neither does one whose time the fabric has used up.
     assert command._with_ports(T4, until, replace(system, sleep=never)) == T4
     assert command._with_ports(waiting, now[0], replace(system, sleep=never)) == waiting
 
 
 def test_the_fabric_has_its_time(tree: Tree) -> None:
-    """Eight H200 whose fabric is in progress at the first looks."""
+    """Eight H200s whose fabric is still in progress in the first readings."""
     evidence = node("H200")
     waiting = tuple(replace(gpu, fabric_state="in-progress") for gpu in evidence.gpus)
     looks = [waiting, waiting, evidence.gpus]
@@ -374,7 +374,7 @@ def test_the_fabric_has_its_time(tree: Tree) -> None:
 
     class Training(Node):
         def _count(self, out: Any) -> int:
-            now[0] += 8  # a look takes its time, which is part of the wait
+            now[0] += 8  # a reading takes time, which is part of the wait
             if len(looks) > 1:
                 self.gpus = looks.pop(0)
             else:

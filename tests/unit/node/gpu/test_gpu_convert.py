@@ -1,4 +1,4 @@
-"""What nvidia-smi printed becomes the answers that it was given."""
+"""nvidia-smi's output is converted back to the answers that it was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the node says of its GPUs, from trees as the kernel and the packages make them."""
+"""What the node reports about its GPUs, from trees like those of the kernel and the packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from image_builder.node.gpu.machine import Places
 from image_builder.node.gpu.model import PciGpu
 from tests.unit.node.gpu.recordings import places as below
 
-# As they were published.
+# As published.
 OPEN = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  "
     "(dvs-builder@U22-I3-B17-02-5)  Tue Sep 23 09:55:41 UTC 2025\n"
@@ -44,7 +44,7 @@ def put(path: Path, text: str) -> None:
 
 @pytest.fixture
 def places(tmp_path: Path) -> Places:
-    """A node with two GPUs, one of them without a driver, beside an audio device and another vendor's display."""
+    """Make a node with two GPUs, one without a driver, and an audio device and another vendor's display adapter."""
     places = below(tmp_path)
     for path in (places.root, places.proc, places.sys, places.dev, places.run):
         path.mkdir()

@@ -1,6 +1,6 @@
-"""Our bindings of NVML have the vendor's layouts, and carry recorded answers through unchanged.
+"""Our NVML bindings have the vendor's layouts, and pass recorded answers through unchanged.
 
-No GPU is here: the library is a fake that serves recorded answers through the same C types.
+No GPU is involved: the library is a fake that serves recorded answers through the same C types.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a finding may do to a node: the same on many GPUs condemns none of them, what was never tried warns."""
+"""What a finding may do to a node: the same one on many GPUs condemns none of them; untried numbers only warn."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def outcome(evidence: Evidence) -> Verdict:
     return verdict(judge(evidence), evidence.tier)
 
 
-# -- what the program says of a wrong answer -------------------------------------------------------------------
+# -- what the program says about a wrong answer ----------------------------------------------------------------
 
 Complaint = Callable[[int, int], str]
 """The detail of a GPU's wrong answer, in which these bits are wrong. Where it is differs from GPU to GPU."""
@@ -79,7 +79,7 @@ def _memory(gpu: int, tally: Tally) -> str:
 
 
 def unnoticed(gpu: int, bits: int) -> str:
-    """What was flipped on purpose is counted wrongly."""
+    """Return the complaint when bits flipped on purpose are counted wrongly."""
 
     def miscount(_gpu: cuda.Gpu, kernel: str, arguments: Sequence[int]) -> None:
         if kernel == "mem_verify":
@@ -126,7 +126,7 @@ def own(gpu: int) -> int:
 
 
 def wrong(numbers: Sequence[int], answer: str = "checksum", bits: Callable[[int], int] = alike) -> Change:
-    """The answer of these GPUs is wrong, each at a place of its own."""
+    """Make the answer of these GPUs wrong, each in a different place."""
     check, complaint = ANSWERS[answer]
     return together(
         *(measured(check, n, status="failed", measured=1.0, detail=complaint(n, bits(n))) for n in numbers)
@@ -191,7 +191,7 @@ def test_some_workers_late_are_their_gpus() -> None:
 
 
 def test_all_that_tried_their_links_late_are_a_busy_machine() -> None:
-    """The eighth GPU didn't get so far; it is not what makes the others late."""
+    """The eighth GPU never got that far, so it doesn't count: every worker that did was late."""
     first = worker(0, ended="error: no CUDA", measurements=())
     late = together(first, *(measured("bw.p2p", n, status="error", measured=None) for n in range(1, 8)))(
         node("H100")
@@ -203,7 +203,7 @@ def test_all_that_tried_their_links_late_are_a_busy_machine() -> None:
 
 # -- what was never tried --------------------------------------------------------------------------------------
 
-# What holds a node back whatever its mode: missing GPUs, the fabric, memory that can't be repaired, fatal Xids.
+# What holds a node back in any mode: missing GPUs, the fabric, memory that can't be repaired, fatal Xids.
 ALWAYS: dict[str, tuple[Change, str]] = {
     "lost": (library(lost={"7": "the GPU is lost (15)"}), "reboot"),
     "seven": (library(count=7), "reboot"),
@@ -264,7 +264,7 @@ def test_a_pool_with_mig_passes_without_a_load() -> None:
     idle = replace(idle, idle_why=idle_reason(idle))
     assert idle.idle_why
     assert outcome(idle).exit_code == 0
-    # What needs no load is still asked.
+    # Checks that need no load are still made.
     assert outcome(gpu(4, remap_failure=True)(idle)).action == "replace"
     assert outcome(gpu(4, mig_current=False)(idle)).action == "config"
     assert outcome(replace(idle, idle_by_policy=False)).exit_code == 3
@@ -302,7 +302,7 @@ def test_a_record_or_mode_that_is_none_is_refused(value: dict[str, object]) -> N
 
 
 def test_the_program_of_a_record_is_all_that_a_gpu_runs() -> None:
-    """A kernel or module that a worker imports, and that the digest leaves out, would keep an old calibration."""
+    """If the digest left out a kernel or module of the worker's, a change to it would keep an old calibration."""
     from pathlib import Path
 
     package = Path(program.__file__).parent

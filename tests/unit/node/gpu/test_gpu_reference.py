@@ -1,4 +1,4 @@
-"""docs/reference/gpu-smoke.md says what the code and the tables say; ``--update-golden`` rewrites it."""
+"""docs/reference/gpu-smoke.md matches the code and the tables; ``--update-golden`` rewrites it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def checks() -> Iterator[str]:
 
 
 def codes() -> Iterator[str]:
-    """Yield every reason that the rules can give, by the function that gives it."""
+    """Yield every reason that the rules can give, with the actions that follow from it."""
     yield "## Reasons\n\nA check that doesn't pass gives a reason, which leads to an action. *Not made*: the check"
     yield "could not be made. *Warning*: the check only warns.\n\n| reason | action |\n|---|---|"
     actions: dict[str, set[str]] = {}

@@ -1,7 +1,7 @@
-"""What a real GPU answered, byte by byte: an H200 of a one-GPU machine with driver 580.159.04, 2026-11-26.
+"""A real GPU's answers, byte by byte: an H200 in a one-GPU machine with driver 580.159.04, 2026-11-26.
 
-``tests/bench/gpu.py --first-contact`` recorded every call of NVML with its return code and the bytes that it wrote.
-Here they are written again, into the structures of our own, so that neither layouts nor meanings are from memory.
+``tests/bench/gpu.py --first-contact`` recorded every NVML call with its return code and the bytes that it wrote.
+Here they are written into our own structures, so neither layouts nor meanings are from memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.unit.node.gpu.recordings import CATALOGUE, DATA, node, recorded
 
 RECORDING = "h200-580.159.04"
 _NAMELESS = "GPU-00000000-0000-0000-0000-000000000000"
-_SILENT = ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetSerial")  # answered, and not recorded
+_SILENT = ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetSerial")  # answered, but not recorded
 
 
 class Replayed:
@@ -84,7 +84,7 @@ def test_the_bytes_become_what_was_read_on_the_machine() -> None:
 
 
 def test_what_this_gpu_does_not_answer_is_not_supported_and_nothing_else() -> None:
-    # A single GPU of a board with NVSwitches: its links and its fabric are the platform's, and hidden.
+    # A single GPU from a board with NVSwitches: its links and its fabric belong to the platform and are hidden.
     gpu = reading().gpus[0]
     assert set(gpu.missing.values()) == {"not-supported"}
     assert gpu.nvlinks is None and gpu.fabric_state == "not-supported"

@@ -1,4 +1,4 @@
-"""The tables that come with the agent are sound, and a slip of the pen in one is refused."""
+"""The tables that ship with the agent are sound, and a typo in one is refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def drop(group: str, name: str, key: str) -> Callable[[dict[str, Any]], None]:
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    # The mistakes that a published table has had.
+    # Mistakes from a published table.
     "H200 in MB/s": (
         set_size(H200, "hbm_floor_gbps", floor(2333000)),
         "hbm_floor_gbps must be 960 to 4800, not 2333000",
@@ -159,7 +159,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         WRONG[name][0](table)
     with pytest.raises(NodeError) as caught:
         sizes.parse(table)
-    # A size that lacks a key can't be judged further.
+    # A size without one of its keys can't be checked any further.
     assert all(word in caught.value.message for word in ("memory_mib must be", "count is missing"))
 
 
@@ -294,7 +294,7 @@ def test_a_wrong_catalogue_is_refused(change: Callable[[dict[str, Any]], None]) 
     assert caught.value.code == "gpu.xids"
 
 
-# Kernel messages as they were published: the spellings differ from driver to driver.
+# Kernel messages as published: the spellings differ from driver to driver.
 MESSAGES = {
     "NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked": (63, "0000:10:1c"),
     "NVRM: Xid (0000:03:00): 14, Channel 00000001": (14, "0000:03:00"),

@@ -1,7 +1,7 @@
-"""The meaning of ``mma.sync``: matrices are put together from the fragments that the threads of a warp hold,
-multiplied, and taken apart again, by the formulas that the PTX ISA prints under "Matrix Fragments for mma.…".
+"""The semantics of ``mma.sync``: matrices are assembled from the fragments that the threads of a warp hold,
+multiplied, and split up again, by the formulas in the PTX ISA under "Matrix Fragments for mma.…".
 
-Written from those formulas alone, and with exact fractions: the program's own reference has no part in it.
+Written only from those formulas, with exact fractions: it uses nothing of the program's own reference.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SHAPES = (_HALVES, _BYTES, _QUADS)
 
 
 def multiply(shape: str, lanes: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Return each lane's registers of D = A * B + C. ``lanes`` has the registers of A, B and C of each.
+    """Return each lane's registers of D = A * B + C. ``lanes`` has each lane's registers of A, B and C.
 
-    Raises ValueError for an instruction that is not one of SHAPES, or a sum that its type can't hold.
+    Raises ValueError for an instruction that isn't one of SHAPES, or a sum that its type can't hold.
     """
     if shape == _HALVES:
         return _one(lanes, 16, "e", (_a_16, _b_16), "f")
@@ -35,13 +35,13 @@ def multiply(shape: str, lanes: Sequence[Sequence[Sequence[int]]]) -> list[list[
 
 
 def _elements(registers: Sequence[int], kind: str) -> list[Fraction]:
-    """Return what lies in 32-bit registers, low to high."""
+    """Return the elements in 32-bit registers, low to high."""
     data = struct.pack(f"<{len(registers)}I", *registers)
     return [Fraction(value) for (value,) in struct.iter_unpack(f"<{kind}", data)]
 
 
 def _bits(value: Fraction, kind: str) -> int:
-    """Return a sum's bits. It must be exact: these kernels' operands make it so, on every GPU alike."""
+    """Return a sum's bits. It must be exact: these kernels' operands ensure that, on every GPU."""
     packed = struct.pack(f"<{kind}", float(value) if kind == "f" else int(value))
     if Fraction(struct.unpack(f"<{kind}", packed)[0]) != value:
         raise ValueError(f"{value} is not exact")
@@ -104,7 +104,7 @@ def _c_16(lane: int, i: int) -> tuple[int, int]:
 
 
 def _four(lanes: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Return m8n8k4: four computations, each of a quad of lanes 0 to 15 and the quad 16 above it."""
+    """Return the result of m8n8k4: four computations, each by a quad in lanes 0 to 15 and the quad 16 lanes above."""
     answers: list[list[int]] = [[] for _ in range(32)]
     for computation in range(4):
         members = [lane for lane in range(32) if lane % 16 // 4 == computation]

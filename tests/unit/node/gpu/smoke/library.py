@@ -1,8 +1,8 @@
 """A stand-in for libcuda.so.1: real C functions (ctypes callbacks), behind which PTX is interpreted on the host.
 
-There is no GPU, so nothing here proves what one does. It lets the program's own ctypes calls, allocations, launches
-and comparisons run for real, and errors be put where a broken GPU would have them. The blocks of a kernel with a known
-answer differ in nothing but the place that they write to, so one of them is interpreted and its records are copied.
+There is no GPU, so nothing here proves what one does. The program's own ctypes calls, allocations, launches and
+comparisons run for real, and tests can inject errors where a broken GPU would have them. The blocks of a kernel with a
+known answer differ only in where they write, so only one of them is interpreted and its records are copied.
 """
 
 # ruff: noqa: ARG002, N802 (the methods have the driver's names and arguments)
@@ -31,15 +31,15 @@ AfterLaunch = Callable[["Gpu", str, Sequence[int]], None]
 
 
 def _nothing(gpu: Gpu, kernel: str, arguments: Sequence[int]) -> None:
-    """A GPU that is well."""
+    """Do nothing: the GPU is healthy."""
 
 
 @dataclass
 class Gpu:
-    """One GPU: what it says of itself, and what is wrong with it.
+    """One GPU: what it reports about itself, and what is wrong with it.
 
-    ``unused_sms`` never get a block. ``after_launch`` may change memory once a kernel has ended; ``refuses`` gives a
-    function's name an error.
+    ``unused_sms`` never get a block. ``after_launch`` may change memory once a kernel has ended; ``refuses`` maps the
+    names of functions to the errors that they return.
     """
 
     uuid: str
@@ -55,7 +55,7 @@ class Gpu:
 
 
 class Library:
-    """What ``ctypes.CDLL`` gives: functions by name. ``memory`` is that of all GPUs and of pinned buffers."""
+    """A fake ``ctypes.CDLL``: functions by name. ``memory`` is that of all GPUs; pinned buffers aren't in it."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self.gpus = list(gpus)
@@ -75,7 +75,7 @@ class Library:
             raise AttributeError(name) from None  # as CDLL does
 
     def _function(self, name: str, types: tuple[Any, ...]) -> Any:
-        # A callback gets a copy of what c_char_p points at; these write there, so they get the address.
+        # A callback gets a copy of what a c_char_p points to; these functions write there, so they get the address.
         kinds = [c_void_p if kind is c_char_p else kind for kind in types]
         work = getattr(self, f"_{name.removesuffix('_v2')}", None)
 

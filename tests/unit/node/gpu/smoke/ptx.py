@@ -1,10 +1,10 @@
-"""Runs PTX text on the host: the instructions that the node's kernels use, with the meaning that the PTX ISA gives.
+"""An interpreter that runs PTX text on the host: the instructions that the node's kernels use, as in the PTX ISA.
 
-No GPU has a part in it, and nothing of the program under test: what a kernel's text says is worked out here, thread by
-thread, from the text alone. The threads of a warp run one after another up to an ``mma``, where they meet.
+It involves neither a GPU nor the program under test: it executes a kernel thread by thread, from its text only. The
+threads of a warp run one after another up to an ``mma``, where they meet.
 
-A register holds bits, a Python int. Memory is one bytearray for each allocation; what lies outside of all of them, or
-isn't aligned, is an error, as on a GPU.
+A register holds bits, as a Python int. Memory is one bytearray per allocation; an access outside all of them, or an
+unaligned one, is an error, as on a GPU.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ WARP = 32
 
 @dataclass
 class Memory:
-    """A GPU's memory: allocations with a gap between them, so that a step outside of one is seen."""
+    """A GPU's memory: allocations with a gap between them, so that an access outside one is noticed."""
 
     blocks: dict[int, bytearray] = field(default_factory=dict)
     following: int = 0x7F00_0000_0000
 
     def allocate(self, size: int) -> int:
-        """Return the address of so many bytes, all 0xCC."""
+        """Allocate this many bytes, all 0xCC, and return their address."""
         address = self.following
         self.blocks[address] = bytearray(b"\xcc" * size)
         self.following += (size + 0x1FFF) // 0x1000 * 0x1000
         return address
 
     def place(self, address: int, size: int, alignment: int = 1) -> tuple[bytearray, int]:
-        """Return the allocation and the offset of an address. Raises PtxError for one that isn't all inside."""
+        """Return the allocation that holds the bytes and their offset. Raises PtxError if none does or if unaligned."""
         if address % alignment:
             raise PtxError(f"{address:#x} is not aligned to {alignment}")
         for start, block in self.blocks.items():
@@ -73,12 +73,12 @@ def to_float(bits: int, size: int) -> float:
 
 
 def from_float(value: float, size: int) -> int:
-    """Return a number's bits; it must have exactly this size."""
+    """Return a number's bits; the number must be representable in this size."""
     return int.from_bytes(struct.pack("<f" if size == 32 else "<d", value), "little")
 
 
 def rounded(exact: Fraction, size: int) -> int:
-    """Return the bits of the nearest number, ties to even, of normal numbers: by whole numbers alone."""
+    """Return the bits of the nearest normal number, ties to even, computed only with whole numbers."""
     mantissa, exponent_bits = (24, 8) if size == 32 else (53, 11)
     if exact == 0:
         return 0
@@ -103,7 +103,7 @@ def fused(a: float, b: float, c: float, size: int) -> int:
     """Return the bits of a * b + c, rounded once."""
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if exact == 0:
-        return from_float(a * b + c, size)  # which zero: as IEEE 754 says, and the host's fp64 does it
+        return from_float(a * b + c, size)  # which zero: the host's fp64 follows IEEE 754
     return rounded(exact, size)
 
 
@@ -124,7 +124,7 @@ class Thread:
         self.executed = 0
 
     def value(self, operand: str | tuple[str, ...], bits: int = 64) -> int:
-        """Return an operand's bits: a register, a special register, a number."""
+        """Return an operand's bits: of a register, a special register or a number."""
         name = str(operand)
         register = self.registers.get(name)
         if register is not None:
@@ -132,7 +132,7 @@ class Thread:
         return self.special[name] if name in self.special else _number(name, bits)
 
     def set(self, operand: str | tuple[str, ...], value: int) -> None:
-        """Write a register, which must have been declared."""
+        """Write a register. Raises PtxError if it isn't declared."""
         name = str(operand)
         if name not in self.registers:
             raise PtxError(f"{name} is not declared")
@@ -167,7 +167,7 @@ class Thread:
                 self.step(instruction)
 
     def step(self, instruction: Instruction) -> None:
-        """Carry out an instruction that concerns this thread alone."""
+        """Execute an instruction that concerns only this thread."""
         _STEPS[instruction.name](self, instruction)
 
 
@@ -346,7 +346,7 @@ def launch(
     places: Sequence[int] | None = None,
     limit: int = 1_000_000,
 ) -> None:
-    """Run a grid to its end. ``places`` is the SM of each block. Raises PtxError where a GPU would stop."""
+    """Run a grid to its end. ``places`` has the SM of each block. Raises PtxError where a GPU would stop."""
     assert len(arguments) == len(kernel.parameters), kernel.name
     parameters = {name: value for (name, _), value in zip(kernel.parameters, arguments, strict=True)}
     for block in range(blocks):
@@ -360,7 +360,7 @@ def launch(
 
 
 def _run_warp(warp: Sequence[Thread], limit: int) -> None:
-    """Run a warp's threads up to each ``mma``, where all must come to the same one."""
+    """Run a warp's threads up to each ``mma``, where all must reach the same one."""
     running = [thread.run(limit) for thread in warp]
     answers: list[list[int]] | None = None
     while True:

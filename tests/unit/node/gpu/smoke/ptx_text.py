@@ -1,4 +1,4 @@
-"""PTX text, taken apart: the instructions that the node's kernels use; all else is an error."""
+"""A parser for PTX text: the instructions that the node's kernels use; anything else is an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tests.unit.node.gpu.smoke import fragments
 
 BITS = {"pred": 1, "b32": 32, "u32": 32, "s32": 32, "f32": 32, "b64": 64, "u64": 64, "f64": 64}
-# What is understood of each instruction; all else is an error.
+# The supported forms of each instruction; anything else is an error.
 _FORMS: dict[str, frozenset[str]] = {
     name: frozenset(forms.split())
     for name, forms in {
@@ -50,12 +50,12 @@ _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 
 
 class PtxError(Exception):
-    """The text says what this doesn't understand, or does what a GPU would stop for."""
+    """The text isn't understood, or does something that a GPU would stop for."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """``@!%guard name.suffix operands``, taken apart; a vector operand is a tuple of names."""
+    """``@!%guard name.suffix operands``, parsed; a vector operand is a tuple of names."""
 
     name: str
     suffixes: tuple[str, ...]
@@ -68,7 +68,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry: its parameters (name, type), its instructions, where its labels stand, its registers' masks."""
+    """An entry: its parameters (name, type), its instructions, the positions of its labels, its registers' masks."""
 
     name: str
     parameters: tuple[tuple[str, str], ...]
@@ -78,7 +78,7 @@ class Kernel:
 
 
 def parse(text: str) -> dict[str, Kernel]:
-    """Return the entries of a module by name. Raises PtxError for what is not understood."""
+    """Return the entries of a module by name. Raises PtxError if something isn't understood."""
     kernels = {}
     plain = _COMMENT.sub("", text)
     for name, parameters, body in _ENTRY.findall(plain):

@@ -1,4 +1,4 @@
-"""Copies take turns and are made from each NUMA node; the times here are simulated, no GPU copies anything."""
+"""Copies take turns and are made from each NUMA node; the times here are simulated, and no GPU copies anything."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_each_timed_copy_is_in_its_turn(copy: object, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def affinity(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """Simulate a machine of eight processors; return where this process was told to run, at first everywhere."""
+    """Simulate a machine with eight processors; return this process's affinities in order, at first all processors."""
     affinities: list[set[int]] = [set(range(8))]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: affinities[-1])
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, processors: affinities.append(set(processors)))

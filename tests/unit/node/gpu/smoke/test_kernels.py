@@ -1,4 +1,4 @@
-"""The kernels' own text, interpreted, computes what the program's reference says; no GPU and no shared code between."""
+"""The kernels' own text, interpreted, computes what the reference says, without a GPU and without shared code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from image_builder.node.gpu.smoke.reference import ALL, Case
 from tests.unit.node.gpu.smoke import grids, ptx
 
 ALL_CASES = (*reference.CASES, *tensor.cases((9, 0)), *tensor.cases((7, 5)))
-# A warp with mma costs the interpreter milliseconds a step.
+# A warp with mma costs the interpreter milliseconds per step.
 SMALL = {"kat_int": (32, 40), "kat_ffma": (32, 64), "kat_dfma": (32, 64), "det_fp32": (32, 64)}
 
 
@@ -34,7 +34,7 @@ def test_a_kernel_computes_what_the_reference_says(case: Case, seed: int) -> Non
     values = case.values(operands, steps)
     block = grids.block_of(case, operands, values, steps=steps, rounds=2, threads=threads)
     assert block == reference.records(values, 2)
-    assert len(set(values)) > threads // 2  # they differ, or the test would say little
+    assert len(set(values)) > threads // 2  # they differ, or the test would prove little
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=_name)
@@ -63,7 +63,7 @@ def test_one_bit_of_an_operand_changes_the_result(case: Case) -> None:
     records = list(reference.RECORD.iter_unpack(block))
     good = list(reference.RECORD.iter_unpack(reference.records(values, 1)))
     wrong = {number for number, record in enumerate(records) if record != good[number]}
-    # A thread of its own, or those of the warp that multiply with its element.
+    # Only that thread, or those of its warp that multiply by its element.
     assert 5 in wrong
     assert wrong == {5} or (case.id == "kat.mma" and all(records[number][2] == 1 for number in wrong))
 

@@ -1,4 +1,4 @@
-"""Each kind of wrong answer is caught, and named by SM, thread and round; what was not run is no pass."""
+"""Each kind of wrong answer is caught and located by SM, thread and round; what wasn't run doesn't pass."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_gpu_that_is_well_passes(case: Case) -> None:
 def test_one_bit_flipped_in_a_result_fails_and_names_sm_and_lane(case: Case) -> None:
     def flip(gpu: Gpu, kernel: str, arguments: Sequence[int]) -> None:
         if kernel != case.kernel or gpu.launches < 2:
-            return  # the first launch is that of the expectation which is wrong on purpose
+            return  # the first launch tests the expectation that is wrong on purpose
         block, at = fake.memory.place(arguments[0], RECORD.size)
         block[at + (3 * LANES + 100) * RECORD.size + 2] ^= 1 << 6
 
@@ -113,7 +113,7 @@ def test_a_gpu_that_computes_from_a_flipped_operand_fails(case: Case) -> None:
         return bytes(changed)
 
     measured, _ = known_answer.measure(device, case.id, [case], [3], 0, spoil=spoil)
-    assert measured.status == "failed" and (measured.measured or 0) >= 16  # a thread of each block at least
+    assert measured.status == "failed" and (measured.measured or 0) >= 16  # at least one thread of each block
     assert "warp 2, lane" in measured.detail and "round 0: expected" in measured.detail
 
 
@@ -139,7 +139,7 @@ def test_a_device_that_compares_nothing_fails() -> None:
 
 
 def test_a_launch_that_does_nothing_fails() -> None:
-    """What the launch before has left must not count."""
+    """What the previous launch left must not count."""
 
     class Idle(library.Library):
         def _cuLaunchKernel(self, function: int, *more: int) -> None:  # noqa: N802
@@ -168,7 +168,7 @@ def test_every_seed_and_case_is_tried() -> None:
     device, _ = library.device(gpu)
     small = [replace(case, steps=1, rounds=1) for case in (QUICK[0], QUICK[3])]
     known_answer.measure(device, "kat.int", small, [3, 4, 5], 0)
-    assert gpu.launches == 2 * 3 * 2  # the wrong expectation and the test itself, of each
+    assert gpu.launches == 2 * 3 * 2  # for each, the wrong expectation and the test itself
 
 
 def test_the_rate_counts_every_product_and_compares() -> None:

@@ -1,4 +1,4 @@
-"""Memory: one bit is caught and placed, what was not tested is no pass. Copies: their bytes count like their time."""
+"""Memory: one bit is caught and located, untested memory doesn't pass. Copies: their bytes count like their time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = 20 * KIB
 
 @pytest.fixture(autouse=True)
 def _few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interpreted thread takes its time also where nothing is left to do for it."""
+    """Launch few threads: interpreting one takes time even if it has nothing left to do."""
     monkeypatch.setattr(memory, "_BLOCKS_PER_SM", 1)
     monkeypatch.setattr(bandwidth, "_BLOCKS_PER_SM", 1)
 
@@ -49,7 +49,7 @@ def test_a_part_of_memory_is_chosen_at_random_and_is_enough() -> None:
 
 @pytest.mark.parametrize("launch", [1, 6, 9])
 def test_one_bit_that_changes_is_found_with_its_address(launch: int) -> None:
-    """Five chunks: 1 to 5 fill, 6 to 10 verify and rewrite, then the complement."""
+    """Five chunks: launches 1 to 5 fill, 6 to 10 verify and rewrite, the others verify the complement."""
 
     def decay(gpu: Gpu, kernel: str, arguments: Sequence[int]) -> None:
         if gpu.launches == launch:
@@ -68,7 +68,7 @@ def test_one_bit_that_changes_is_found_with_its_address(launch: int) -> None:
 
 
 def test_a_line_of_the_address_that_is_stuck_shows() -> None:
-    """Two chunks are one: what is written to the second lands in the first too."""
+    """Chunks alias: what is written to a later one also lands in the first."""
 
     def alias(gpu: Gpu, kernel: str, arguments: Sequence[int]) -> None:
         if kernel == "mem_fill" and arguments[2]:
@@ -84,7 +84,7 @@ def test_a_line_of_the_address_that_is_stuck_shows() -> None:
 
 
 def test_verification_that_finds_nothing_fails() -> None:
-    """A GPU on which every word is right, also the one that was changed on purpose."""
+    """A GPU that finds every word right, even the one that was changed on purpose."""
 
     def blind(gpu: Gpu, kernel: str, arguments: Sequence[int]) -> None:
         if kernel == "mem_verify":

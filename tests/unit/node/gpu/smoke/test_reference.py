@@ -1,4 +1,4 @@
-"""The reference beside plain formulas that are written another way, and what makes its answers good ones."""
+"""The reference against plain formulas written another way, and what makes its answers good ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_operand_bit_of_the_integer_chain_is_set_and_clear_somewhere() -> 
 
 @dataclass
 class _Rounding:
-    """Adds up as the hardware does: each FMA rounded, in the kernel's order."""
+    """Sums as the hardware computes them: each FMA rounded, in the kernel's order."""
 
     size: int
 
@@ -138,7 +138,7 @@ def test_the_fused_multiply_add_is_rounded_once(a: float, b: float, c: float) ->
 
 
 def test_a_sum_that_rounding_twice_gets_wrong_is_right() -> None:
-    # 1 + 2^-24 is halfway between two fp32 numbers. What lies beyond it decides, and fp64 drops that.
+    # 1 + 2^-24 is halfway between two fp32 numbers. What is beyond it decides, and fp64 drops that.
     a = b = 1.0 + 2.0**-23
     c = 2.0**-24 - 2.0**-22 - 2.0**-46 + 2.0**-47
     c32 = struct.unpack("<f", struct.pack("<f", c))[0]
@@ -148,11 +148,11 @@ def test_a_sum_that_rounding_twice_gets_wrong_is_right() -> None:
     for product in ((half, 1.0 + 2.0**-23), (half, 1.0 - 2.0**-24), (half, 1.0)):
         exact = Fraction(product[0]) * Fraction(product[1]) + 1
         assert reference.float_bits(reference._fma(*product, 1.0)) == ptx.rounded(exact, 32)
-    # By fp64 alone this is a tie, which goes to the even number below.
     assert reference._fma(tiny, tiny, 1.0) == 1.0
     above = (2.0**-12 + 2.0**-35, 2.0**-12)  # 2^-24 + 2^-47
     assert float(struct.unpack("<f", struct.pack("<f", above[0] * above[1] + 1.0))[0]) == 1.0 + 2.0**-23
     assert reference._fma(*above, 1.0) == 1.0 + 2.0**-23
+    # A tie, which goes to the even number below.
     beyond = (2.0**-24, 1.0)
     assert reference._fma(*beyond, 1.0) == 1.0
 
@@ -233,7 +233,7 @@ def test_the_pattern_tells_each_address_and_its_complement_is_all_other_bits() -
 
 
 def test_the_answers_are_what_they_were() -> None:
-    """An answer that changes is another test: results of before and after can't be compared any more."""
+    """A changed answer makes this a different test: results from before and after are no longer comparable."""
     digest = hashlib.sha256()
     for case in (*reference.CASES, *tensor.cases((9, 0)), *tensor.cases((7, 0))):
         operands = case.operands(2026)

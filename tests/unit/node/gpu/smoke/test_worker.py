@@ -56,7 +56,7 @@ PLAN = worker.Plan(
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Give the tier what an interpreter can do, and leave this process alone."""
+    """Give the tier a plan small enough for the interpreter, and don't tie this process to its parent."""
     monkeypatch.setitem(worker.PLANS, "boot-quick", PLAN)
     monkeypatch.setattr(worker, "end_with_the_parent", lambda: None)
     monkeypatch.setattr(worker, "SEEDS", 1)
@@ -106,7 +106,7 @@ def test_copies_wait_for_their_turn(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bandwidth, "TURN_SECONDS", 0.02)
-    with bandwidth.turn():  # another worker's, that doesn't end
+    with bandwidth.turn():  # another worker's turn, which doesn't end
         results = _by_id(_run(capsys, Gpu(UUID, sms=1, bytes=80 * KIB)))
     assert {name for name, result in results.items() if result.status == "error"} == {"bw.h2d", "bw.d2h"}
     assert "another GPU's copies" in results["bw.h2d"].detail
@@ -181,7 +181,7 @@ def test_a_known_error_comes_with_a_hint() -> None:
 
 @pytest.mark.parametrize(("plan", "most"), [(SHIPPED["boot-quick"], 40), (SHIPPED["boot-full"], 165)])
 def test_the_plans_fit_into_their_tiers(plan: worker.Plan, most: float) -> None:
-    """What has a time takes half of the 80 and 330 s that the workers have; the rest is for what has none."""
+    """Timed parts take at most half of the workers' 80 or 330 s; the rest is for parts without a set time."""
     spent = 5 * plan.known_answer_seconds + plan.warm_seconds + plan.tensor_seconds + plan.memory_seconds
     assert spent <= most
     assert plan.memory_fraction == (0.25 if most == 40 else 0.95)
