@@ -1,4 +1,4 @@
-"""The only door to Ansible: run one playbook against one sandbox, and report what its tasks do."""
+"""The only interface to Ansible: run one playbook against one sandbox and report what its tasks do."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from image_builder.settings import VaultId
 from image_builder.system.environment import environment
 from image_builder.system.sandbox import BOUNDED
 
-# Of the caller's settings this alone counts in plays, as it does where the inventory is read.
+# The only one of the caller's settings that applies in plays, as it does when the inventory is read.
 _VAULT = "ANSIBLE_VAULT_PASSWORD_FILE"
 _PLUGINS = Path(__file__).parent / "plugins"
 
 
 @dataclass(frozen=True)
 class PlayResult:
-    """How a play ended: the number of tasks that were fine and that changed something."""
+    """The result of a play: how many tasks succeeded, and how many changed something."""
 
     ok: int
     changed: int
 
 
-# Roles and packages' scripts make no devices: the number of the host's disk is enough to write to it.
+# Roles and package scripts can't make device nodes: with the number of the host's disk, they could write to it.
 _ENTER = ("setpriv", "--bounding-set", "-mknod", "--", *BOUNDED)
 
 
@@ -54,11 +54,12 @@ def play(
     extra: Sequence[str] = (),
     python: Path,
 ) -> PlayResult:
-    """Run ``playbook`` with ``host`` of the inventories being the sandbox whose merged root is ``root``.
+    """Run ``playbook`` against ``host`` of the inventories, which stands for the sandbox with the merged root ``root``.
 
-    ``roles`` and ``collections`` are the directories of these, ``config`` is an ``ansible.cfg``, ``extra`` what ``-e``
-    gave. ``variables`` win over that, and must not be secret: the runner writes them to a file in ``work``. The whole
-    output goes to ``log``. Raises CommandError with the failed task and its message.
+    ``roles`` and ``collections`` are the directories that contain these, ``config`` is an ``ansible.cfg``, and
+    ``extra`` holds the values of ``-e``. ``variables`` take precedence over ``extra`` and must not be secret: the
+    runner writes them to a file in ``work``. All output goes to ``log``. Raises CommandError with the failed task and
+    its message.
     """
     private = work / "ansible"
     (private / "env").mkdir(parents=True)
@@ -88,7 +89,7 @@ def play(
 
 
 def _connection(root: Path, environment_in_root: Mapping[str, str]) -> dict[str, JSON]:
-    """Return the variables that make a host of the inventory the sandbox at ``root``."""
+    """Return the variables that map a host of the inventory to the sandbox at ``root``."""
     return {
         "ansible_connection": "sandbox",
         "ansible_sandbox_root": os.fspath(root),
@@ -102,7 +103,7 @@ def _connection(root: Path, environment_in_root: Mapping[str, str]) -> dict[str,
 def _listener(
     sink: TextIO, doing: Callable[[str], None], failures: list[str], counts: dict[str, int]
 ) -> Callable[[dict[str, Any]], bool]:
-    """Return what the runner calls for each of Ansible's events. It keeps none of them, so its ``stats`` are empty."""
+    """Return the runner's handler for Ansible's events. The runner keeps none of them, so its ``stats`` are empty."""
 
     def handle(event: dict[str, Any]) -> bool:
         if event.get("stdout"):
@@ -128,7 +129,7 @@ def _run(
     python: Path,
     handle: Callable[[dict[str, Any]], bool],
 ) -> tuple[str, int]:
-    """Run ansible-playbook to its end; return (the runner's word for it, exit status)."""
+    """Run ansible-playbook to completion; return (the runner's status, the exit status)."""
     config = ansible_runner.RunnerConfig(
         private_data_dir=os.fspath(private),
         project_dir=os.fspath(playbook.parent),
@@ -153,7 +154,7 @@ def _plain(text: str) -> str:
 
 
 def _failure(data: Mapping[str, Any]) -> str:
-    """Return which task failed, its place and its output, without what ``no_log`` hides."""
+    """Return the failed task, its location and its output, without anything that ``no_log`` hides."""
     result = data.get("res", {})
     lines = [str(result[key]) for key in ("msg", "stderr", "stdout") if result.get(key)]
     for item in result.get("results", []):
@@ -176,7 +177,7 @@ def _environment(
         "ANSIBLE_COLLECTIONS_SCAN_SYS_PATH": "false",
         "ANSIBLE_CONNECTION_PLUGINS": os.fspath(_PLUGINS / "connection"),
         "ANSIBLE_PIPELINING": "true",
-        # Every image has `su`. As with sudo, whom a task becomes needs no shell of his own.
+        # Every image has `su`. As with sudo, the user that a task becomes needs no login shell.
         "ANSIBLE_BECOME_METHOD": "su",
         "ANSIBLE_SU_FLAGS": "--shell /bin/sh",
         "ANSIBLE_HOME": os.fspath(private / "home"),

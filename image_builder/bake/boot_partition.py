@@ -1,15 +1,15 @@
 """The files of the EFI system partition, and the proof that Secure Boot accepts them.
 
-    EFI/BOOT/BOOTX64.EFI    shim, signed by Microsoft: the path that firmware tries on a disk it never saw
+    EFI/BOOT/BOOTX64.EFI    shim, signed by Microsoft: the path that firmware tries on a disk it has never seen
     EFI/BOOT/grubx64.efi    GRUB, signed by the distribution, whose key shim carries
     EFI/BOOT/mmx64.efi      MokManager, for keys that an administrator enrols
     EFI/{BOOT,debian}/grub.cfg
     EFI/image/vmlinuz, EFI/image/initrd.img
 
-The kernel has a fixed name, so that grub.cfg never changes. Whoever installs another kernel into a running
-system keeps the old pair as ``vmlinuz.old`` and ``initrd.img.old``; GRUB offers it when it is there and falls
-back to it when the new one can't be loaded. Kernel and initrd lie here and not on root, because the signed
-GRUB reads FAT everywhere but not every feature of ext4.
+The kernel has a fixed name, so grub.cfg never changes. Anything that installs another kernel on a running
+system keeps the old pair as ``vmlinuz.old`` and ``initrd.img.old``; GRUB offers that pair if it exists and falls
+back to it when the new one can't be loaded. Kernel and initrd are stored here, not on the root filesystem,
+because the signed GRUB always reads FAT but doesn't support every feature of ext4.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KERNEL, INITRD = PurePosixPath("EFI/image/vmlinuz"), PurePosixPath("EFI/image/in
 GRUB_CONFIGS = (PurePosixPath("EFI/BOOT/grub.cfg"), PurePosixPath("EFI/debian/grub.cfg"))
 CONSOLES = ("console=tty0", "console=ttyS0,115200n8")
 
-# Microsoft's certificates that firmware has for what isn't Windows, in PEM, by their names.
+# Microsoft's certificates with which firmware verifies software other than Windows, in PEM, by name.
 FIRMWARE_AUTHORITIES: Mapping[str, str] = dict(
     re.findall(
         r"^(.+)\n(-----BEGIN CERTIFICATE-----\n[^-]+-----END CERTIFICATE-----\n)",
@@ -74,7 +74,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class SecureBootProof:
-    """Whose signatures firmware finds on shim, and that the key in shim accepts GRUB and kernel."""
+    """The authorities that verify shim, and the digests of shim and of the GRUB and kernel that its key verifies."""
 
     firmware_authorities: tuple[str, ...]
     shim_sha256: str
@@ -83,7 +83,7 @@ class SecureBootProof:
 
 
 def kernel_arguments(root_uuid: str, extra: Sequence[str]) -> tuple[str, ...]:
-    """Return the kernel's command line: root, consoles unless ``extra`` names its own, ``extra``."""
+    """Return the kernel command line: root, the default consoles unless ``extra`` names its own, then ``extra``."""
     consoles = () if any(a.startswith("console=") for a in extra) else CONSOLES
     return (f"root=PARTUUID={root_uuid}", "rw", *consoles, *extra)
 
@@ -94,7 +94,7 @@ def grub_config(title: str, arguments: Sequence[str]) -> str:
 
 
 def find_kernel(tree: Path) -> Kernel:
-    """Return the newest kernel in ``tree`` that has an initrd. Raises ImageBuilderError."""
+    """Return the newest kernel in ``tree`` that has an initrd. Raises ImageBuilderError if there is none."""
     boot = tree / "boot"
     images = sorted(boot.glob("vmlinuz-*"), key=lambda p: _version_key(p.name)) if boot.is_dir() else []
     for image in reversed(images):
@@ -114,9 +114,9 @@ def _version_key(name: str) -> list[tuple[int, str]]:
 
 
 def assemble(tree: Path, target: Path, kernel: Kernel, config: str, epoch: int) -> list[PurePosixPath]:
-    """Put the partition's files into ``target``, all dated ``epoch``; return their paths in it, sorted.
+    """Write the partition's files to ``target``, all dated ``epoch``; return their paths in it, sorted.
 
-    Raises ImageBuilderError naming every loader that the tree lacks.
+    Raises ImageBuilderError naming every boot loader that the tree lacks.
     """
     sources = {path: tree / source for path, source in _LOADERS.items()}
     if missing := [f"/{source}" for source in _LOADERS.values() if not (tree / source).is_file()]:
@@ -140,13 +140,13 @@ def assemble(tree: Path, target: Path, kernel: Kernel, config: str, epoch: int) 
 def prove_secure_boot(
     tools: Root, esp: Path, mounted: str, work: Path, certificate_at: str
 ) -> SecureBootProof:
-    """Prove that firmware with Microsoft's keys starts shim, and shim starts GRUB and the kernel.
+    """Prove that firmware with Microsoft's keys starts shim, and that shim starts GRUB and the kernel.
 
-    Each program's signature must speak of exactly its bytes; one of shim's must verify with a certificate of
-    Microsoft's, and those of GRUB and kernel with the certificate that is built into this shim. Not proven, since it
-    is not in the files: which of Microsoft's certificates a firmware has, and that it hasn't revoked the programs (dbx,
-    SBAT). ``esp`` is seen as ``mounted`` in ``tools``, and ``work`` holds what is seen there as ``certificate_at``.
-    Raises ImageBuilderError.
+    Each program's signature must cover exactly its bytes; one of shim's must verify with one of Microsoft's
+    certificates, and those of GRUB and the kernel with the certificate that is built into this shim. Not proven,
+    because the files don't show it: which of Microsoft's certificates a firmware has, and that it hasn't revoked the
+    programs (dbx, SBAT). ``esp`` is visible in ``tools`` as ``mounted``, and ``work`` as ``certificate_at``. Raises
+    ImageBuilderError if any of this fails.
     """
     programs = {name: _parse_signed(name, esp / path) for name, path in _CHAIN.items()}
     authorities = tuple(
@@ -194,13 +194,13 @@ def _parse_signed(name: str, path: Path) -> pe.Program:
 
 
 def _verifies(tools: Root, path: str, pem: str, work: Path, certificate_at: str) -> Completed:
-    """Return how sbverify ended: 0 if a signature of the program is by that certificate, or one that it signed."""
+    """Return sbverify's result: status 0 if a signature is by that certificate, or by one that it issued."""
     (work / "authority.pem").write_text(pem, encoding="ascii")
     return tools.run(["sbverify", "--cert", f"{certificate_at}/authority.pem", path], ok=(0, 1))
 
 
 def _issuers(tools: Root, path: str) -> tuple[str, ...]:
-    """Return the common names of those who issued the signatures' certificates."""
+    """Return the common names of the issuers of the signatures' certificates."""
     listed = tools.run(["sbverify", "--list", path]).stdout
     blocks = re.findall(r"image signature issuers:\n((?: - .*\n)+)", listed)
     return tuple(name for block in blocks for name in re.findall(r"CN=([^/\n]+)", block))

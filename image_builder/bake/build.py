@@ -1,6 +1,6 @@
-"""One build from its lock to what is published; and locks, for which a supplier of images may have to serve.
+"""One build, from its lock to the published files; and locking, for which an image supplier may have to serve.
 
-Everything here runs inside ``namespace.run_isolated``, except ``obtain_lock`` where a lock is only looked at.
+Everything here runs inside ``namespace.run_isolated``, except ``obtain_lock`` when a lock is only inspected.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from image_builder.system.sandbox import Root
 
 @dataclass(frozen=True)
 class BuildResult:
-    """How a build ended. ``artefact`` is the published directory, None after ``stop_after``; ``lock`` what it took.
+    """The result of a build. ``artefact`` is the published directory, None after ``stop_after``; ``lock`` its lock
+    file.
 
-    ``seconds`` is wall time, ``peak_mib`` this program's own largest resident size (children not counted).
+    ``seconds`` is wall time; ``peak_mib`` is this process's own peak resident size (children not counted).
     """
 
     image: str
@@ -56,11 +57,12 @@ def obtain_lock(
     extensions: Extensions,
     file: Path | None = None,
 ) -> Lock:
-    """Return the lock to build with: packages, archives and container images, a supplier's where it knows them.
+    """Return the lock to build with: packages, archives and container images.
 
-    ``file`` when given; else the one of the image's last build while it still fits the definition; else a new
-    one, which differs from that as little as the definition does. Raises LockError when ``file`` doesn't fit, or a
-    lock is damaged.
+    This is ``file`` if given; otherwise the lock of the image's last build if it still fits the definition; otherwise a
+    new one that differs from that lock only as far as the definition does. Without ``file``, images that aren't locked
+    yet stay unlocked if a supplier has to serve first. Raises LockError when ``file`` doesn't fit, or a lock is
+    damaged.
     """
     needs = requirements(definition, extensions)
     if file:
@@ -83,9 +85,9 @@ def obtain_lock(
     if earlier and not needs.misfit(earlier):
         lock = earlier
     else:
-        host.check_writable(settings.store)  # what the lock names is fetched into it
+        host.check_writable(settings.store)  # the files that the lock names are fetched into it
         lock = resolve_lock(definition, needs, settings, monitor, earlier)
-        if earlier:  # another package is no reason to ask again what a tag means
+        if earlier:  # a changed package is no reason to resolve the tags again
             images = _still_meant(earlier, lock, extensions.supplier)
             lock = lock.model_copy(update={"images": images, "left_out": earlier.left_out})
         lock.save(remembered)
@@ -108,7 +110,7 @@ def _adopt(definition: ImageDefinition, settings: Settings, monitor: Monitor) ->
 
 
 def _still_meant(earlier: Lock, lock: Lock, supplier: Supplier) -> list[LockedImage]:
-    """Return the images of an earlier lock; a supplier's are made of packages, and new ones make new images."""
+    """Return an earlier lock's images that are still valid: a supplier's change with the packages they are made of."""
     name = supplier.kind.name
     same = earlier.groups.get(name) == lock.groups.get(name)
     return [image for image in earlier.images if same or not supplier.has(image.ref)]
@@ -117,7 +119,7 @@ def _still_meant(earlier: Lock, lock: Lock, supplier: Supplier) -> list[LockedIm
 def make_plan(definition: ImageDefinition, lock: Lock, settings: Settings, extensions: Extensions) -> Plan:
     """Return the plan of an image.
 
-    Raises LockError when the lock lacks a stage of the definition, SpaceError when the tree can't fit the disk.
+    Raises LockError when the lock lacks a stage of the definition, SpaceError when the tree can't fit on the disk.
     """
     space.check_root(lock, definition)
     return resolve(definition, lock, settings.repo_root, extensions)
@@ -126,7 +128,7 @@ def make_plan(definition: ImageDefinition, lock: Lock, settings: Settings, exten
 def make_lock(
     definition: ImageDefinition, settings: Settings, monitor: Monitor, extensions: Extensions
 ) -> Lock:
-    """Resolve everything again, container images too; runs in the namespace, since the supplier may have to serve."""
+    """Resolve everything again, container images too. Runs in the namespace: the supplier may have to serve."""
     store = Store(settings.store)
     store.prepare()
     _adopt(definition, settings, monitor)
@@ -138,7 +140,7 @@ def make_lock(
 
 
 class Supply:
-    """A supplier's registry for one build: its images are made and it is started when something is asked there."""
+    """A supplier's registry for one build, started on first use, after its images have been made."""
 
     def __init__(self, work: Build, extensions: Extensions) -> None:
         self.work, self.extensions = work, extensions
@@ -152,7 +154,7 @@ class Supply:
         self._running.close()
 
     def endpoints(self) -> Endpoints:
-        """Return where the definition's registries are reached that no DNS knows."""
+        """Return the endpoints of the definition's registries that aren't in DNS."""
         work, supplier = self.work, self.extensions.supplier
         if not supplier.serves(work.definition):
             return {}
@@ -171,10 +173,10 @@ class Supply:
 def supplied(
     definition: ImageDefinition, lock: Lock, settings: Settings, monitor: Monitor, extensions: Extensions
 ) -> Iterator[Supply]:
-    """Yield a supply, and with it the work of a build, which has a staging area and uses the store until the end."""
+    """Yield a supply and, in it, a build with a staging area; the store stays in use until the end."""
     store = Store(settings.store)
     with store.in_use(), store.staging() as staging:
-        # Programs put their temporary files where the next start removes what a killed build left.
+        # Programs put their temporary files where the next start cleans up after a killed build.
         os.environ["TMPDIR"] = os.fspath(staging)
         work = Build(definition, lock, settings, store, monitor, staging, kinds(extensions))
         with Supply(work, extensions) as supply:
@@ -182,9 +184,9 @@ def supplied(
 
 
 def make(work: Build, todo: Sequence[StagePlan], supply: Supply | None = None) -> None:
-    """Run stages, once it is sure that there is room for them and what is locked for them was fetched.
+    """Run stages, after checking that there is enough space for them and fetching their locked files.
 
-    Those that pull images find the ones of ``supply`` in its registry.
+    Stages that pull images get those of ``supply`` from its registry.
     """
     space.check(work, todo)
     fetch_locked(work, todo)
@@ -205,8 +207,8 @@ def build(
 ) -> BuildResult:
     """Build an image and publish it below ``settings.output``.
 
-    Raises StageError (with the log's path) when a stage fails, SpaceError before anything was started,
-    FetchError, LockError, PublishError. What was published before stays as it is in every case.
+    Raises StageError (with the log's path) when a stage fails, SpaceError when disk space is short (checked before
+    the stages start), FetchError, LockError and PublishError. In each case, earlier publications stay as they are.
     """
     started = time.monotonic()
     store = Store(settings.store)
@@ -240,7 +242,7 @@ def build(
 
 
 def _goals(plan: Plan, extensions: Extensions, stop_after: str | None) -> list[str]:
-    """Return the stages that a build is for: all others run only when one of these needs them. Raises UsageError."""
+    """Return the stages that a build is for; all others run only if one of these needs them. Raises UsageError."""
     names = [stage.name for stage in plan.stages]
     if not stop_after:
         return [extensions.verification.name, CONVERT]
@@ -261,5 +263,5 @@ def _summary(work: Build, stage: StagePlan) -> dict[str, Any]:
 
 
 def open_shell(root: Root) -> None:
-    """Give the terminal a shell in ``root``; what it changes is dropped with the failed stage."""
+    """Open a shell in ``root`` on the terminal; its changes are discarded with the failed stage."""
     process.shell(root.argv(["/bin/bash", "-i"], {"TERM": os.environ.get("TERM", "dumb")}))

@@ -1,7 +1,7 @@
-"""Run the stages of a plan that the store lacks, and fetch what is locked for them before.
+"""Run the stages of a plan that the store lacks, after fetching the files that are locked for them.
 
-Everything here runs inside ``namespace.run_isolated``: a SIGKILL at any moment leaves nothing but a staging
-directory, which the next start reaps.
+Everything here runs inside ``namespace.run_isolated``: a SIGKILL at any moment leaves nothing but a staging directory,
+which the next start reaps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from image_builder.system.trees import remove_tree
 
 @dataclass(frozen=True)
 class Build:
-    """What the steps of one build share."""
+    """The state that the steps of one build share."""
 
     definition: ImageDefinition
     lock: Lock
@@ -53,18 +53,18 @@ class Build:
     network: Network = field(default_factory=Network)
     stop: threading.Event = field(default_factory=threading.Event)
     ran: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # The comparisons of finished stages with their manifests, by id (one in a build is enough), and the ids of those
-    # that were made here, which need none. Threads share both: nothing goes through them.
+    # The checks of finished stages against their manifests, by id (one per build is enough), and the ids of those that
+    # were made here and need no check. Threads share both, so nothing iterates over them.
     checks: dict[str, Future[None]] = field(default_factory=dict)
     new_ids: set[str] = field(default_factory=set)
 
     def kind(self, stage: StagePlan) -> StageKind:
-        """Return what is known of a stage's kind."""
+        """Return a stage's kind."""
         return self.kinds[stage.kind]
 
 
 def missing(plan: Plan, store: Store, goals: Iterable[str]) -> list[StagePlan]:
-    """Return the stages to run, in order: the goals that the store lacks, and what those need."""
+    """Return the stages to run, in order: the goals that the store lacks, and the missing stages that they need."""
     needed = {plan.stage(name).id for name in goals}
     todo = []
     for stage in reversed(plan.stages):
@@ -75,7 +75,7 @@ def missing(plan: Plan, store: Store, goals: Iterable[str]) -> list[StagePlan]:
 
 
 def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
-    """Get every locked byte that the stages in ``todo`` will use, before the first of them starts."""
+    """Fetch every locked file that the stages in ``todo`` will use, before the first of them starts."""
     lock, store, monitor = work.lock, work.store, work.monitor
     where = addresses(work.definition, work.settings, lock)
     names = {s.name for s in todo}
@@ -96,7 +96,7 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
 
 
 def _download(file: LockedFile | LockedArchive, where: Mapping[str, str], work: Build) -> Download:
-    """Return the download of a locked file, named so that a failure says which line of the inventory asks for it."""
+    """Return the download of a locked file, named so that a failure shows which inventory line requires it."""
     place_of = work.definition.place_of
     if isinstance(file, LockedArchive):
         place = place_of(file.sha256)
@@ -111,11 +111,11 @@ def _name(name: str, place: str) -> str:
 
 
 def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
-    """Run the stages in order; those that can wait run beside the rest, at most two at a time.
+    """Run the stages in order, and up to two at a time in the background if they can wait.
 
     So the checks run while the disk is made, and programs are compiled and images pulled while layers are made; the
-    last stage waits for neither. A failure beside the others is noticed before the next stage; whatever failed, what
-    still runs is ended, and then that failure is raised.
+    last stage waits only for what it requires. A failure in the background is noticed before the next stage starts.
+    After any failure, the stages still running are stopped and that failure is raised.
     """
     needed = {i for stage in todo for i in stage.requires}
     beside: dict[str, Future[None]] = {}
@@ -133,7 +133,7 @@ def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
                     _run_after(awaited, work, stage)
             for future in beside.values():
                 future.result()
-        except BaseException:  # a failure or Ctrl-C: what has not begun is not begun any more
+        except BaseException:  # a failure or Ctrl-C: don't start anything else
             work.stop.set()
             for waiting in (pool, checker):
                 waiting.shutdown(wait=False, cancel_futures=True)
@@ -141,7 +141,7 @@ def run_all(work: Build, todo: Sequence[StagePlan]) -> None:
 
 
 def _check_ahead(work: Build, todo: Sequence[StagePlan], checker: ThreadPoolExecutor) -> None:
-    """Begin to compare the finished stages that ``todo`` stands on with their manifests, first needed first."""
+    """Start checking the finished stages that ``todo`` builds on against their manifests, in the order needed."""
     todo_ids = {stage.id for stage in todo}
     for stage in todo:
         for needed in sorted(stage.requires - todo_ids - work.checks.keys()):
@@ -149,10 +149,10 @@ def _check_ahead(work: Build, todo: Sequence[StagePlan], checker: ThreadPoolExec
 
 
 def _require_sound(work: Build, needed: str) -> None:
-    """Raise StoreError for a finished stage that isn't what its manifest says."""
+    """Raise StoreError if a finished stage doesn't match its manifest."""
     if needed in work.checks:
         work.checks[needed].result()
-    else:  # it was to be made here, and another build did so
+    else:  # it was to be made here, but another build made it
         work.store.check(needed)
 
 
@@ -191,7 +191,7 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
             meta = store.commit(stage, context.product.parent, time.monotonic() - started, facts)
             remove_tree(work.staging / stage.name)
         except (ImageBuilderError, OSError) as error:
-            if not work.stop.is_set():  # else it was ended, since another one failed
+            if not work.stop.is_set():  # otherwise it was stopped because another stage failed
                 monitor.stage_failed(stage.name, time.monotonic() - started)
             cause = _cause(error, store)
             _keep_reports(work, stage)
@@ -204,10 +204,10 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
 
 
 def _cause(error: ImageBuilderError | OSError, store: Store) -> ImageBuilderError:
-    """Return the error to report of a stage; a full disk comes first, whatever the program said of it."""
+    """Return the error to report for a stage; a full disk takes precedence over the program's own message."""
     if isinstance(error, ImageBuilderError):
         cause = error
-        # An engine gives the room back before it says that there was none.
+        # An engine frees the space before it reports that there wasn't any.
         was_full = isinstance(error, PullError) and retry.classify(error.message) == "full"
     else:
         cause = ImageBuilderError(f"{error.strerror or error}: {error.filename or store.path}")
@@ -225,7 +225,7 @@ def _keep_log(work: Build, stage: StagePlan, log: Path) -> str | None:
 
 
 def _keep_reports(work: Build, stage: StagePlan) -> None:
-    """Move what a failed stage reported to where its log will be, and say where that is."""
+    """Move a failed stage's reports to where its log will be, and note their paths."""
     product = work.staging / stage.name / "object" / "product"
     for report in (product / name for name in work.kind(stage).reports):
         if report.exists():
@@ -273,7 +273,7 @@ def _context(work: Build, stage: StagePlan, log: Path) -> StageContext:
 
 
 def _link_files(work: Build, stage: StagePlan, folder: Path) -> Path | None:
-    """Link the locked files of a stage into a folder of its own: those with an address by SHA-256, others by name."""
+    """Link a stage's locked files into a folder of its own: archives by SHA-256, others by name."""
     files = work.kind(stage).files(stage, work.lock)
     if not files:
         return None
@@ -285,9 +285,9 @@ def _link_files(work: Build, stage: StagePlan, folder: Path) -> Path | None:
 
 
 def _previous(work: Build, stage: StagePlan) -> Path | None:
-    """Return the product of the finished stage of this name that has most of what this one is to have.
+    """Return the product of the finished stage of this name that shares most with this one, None if none does.
 
-    None where that one is damaged: what is taken over is in no manifest but the one that is written then.
+    Return None if that stage is damaged, too: files taken over are covered only by the manifest that is written then.
     """
     store, shared = work.store, work.kind(stage).shared
     if shared is None:

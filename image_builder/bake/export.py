@@ -1,11 +1,11 @@
 """An export of a store: what the next builds of some images need, as plain files that any user can read and copy.
 
-    DIR/index.json              what belongs to the export, each file with its SHA-256; written last
-    DIR/objects/<id>.tar.zst    a finished stage as the store has it; ``.tar`` where there is no zstd
+    DIR/index.json              the contents of the export, each file with its SHA-256; written last
+    DIR/objects/<id>.tar.zst    a finished stage as the store has it; ``.tar`` if there is no zstd
     DIR/downloads/<sha256>      locked files, as they were fetched
 
-An export into the same directory writes what is new and removes what is no longer needed. An import takes over one
-object after the other, each by one rename, as a build commits its stages.
+Exporting to the same directory again writes what is new and removes what is no longer needed. An import takes over
+one object after another, each with one rename, just as a build commits its stages.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ FORMAT: Final = 1
 INDEX = "index.json"
 OBJECTS, DOWNLOADS = "objects", "downloads"
 _OWN = {INDEX, f".{INDEX}.new", OBJECTS, DOWNLOADS}
-# What an object consists of.
+# The parts of an object.
 _MEMBERS = ("product", "manifest.gz", "meta.json")
-# Trees keep all that their manifests record. Names with a colon are no hosts.
+# Archives keep everything that a tree's manifest records. A name with a colon isn't a remote host.
 _TAR = ("tar", "--force-local", "--numeric-owner", "--acls", "--xattrs", "--xattrs-include=*")
-# Character devices that a root has: null, zero, full, random, urandom, tty, console, ptmx; and an overlay's whiteout.
+# Character devices in a root: null, zero, full, random, urandom, tty, console, ptmx; and an overlay's whiteout.
 _DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (5, 0), (5, 1), (5, 2), (0, 0)}
-# Quick: an archive is read once, and a disk's bytes hardly get fewer.
+# Fast: an archive is read only once, and a disk image hardly gets any smaller.
 _ZSTD = "zstd -T0 -1"
 _HINT = "remove it: the next build makes all stages, and an export of that store is whole again"
 
 
 class Archive(Strict):
-    """A finished stage. ``unpacked`` are the bytes that it takes in a store."""
+    """A finished stage. ``unpacked`` is its size in a store, in bytes."""
 
     id: Sha256
     file: Annotated[str, Field(pattern=rf"^{OBJECTS}/[0-9a-f]{{64}}\.tar(\.zst)?$")]
@@ -67,7 +67,7 @@ class Archive(Strict):
 
 
 class Download(Strict):
-    """A locked file; ``folder`` is where the store has it."""
+    """A locked file; ``folder`` is the store's folder that it belongs to."""
 
     folder: Literal["debs", "files"]
     sha256: Sha256
@@ -80,14 +80,14 @@ class Download(Strict):
 
 
 class Build(Strict):
-    """What a store remembers of an image: the stages of its last build, and the lock that the next one uses."""
+    """What a store remembers about an image: the stages of its last build, and the lock that the next one uses."""
 
     stages: list[Sha256]
     lock: Lock | None
 
 
 class Index(Strict):
-    """All that belongs to an export. ``images`` are builds by the image's ``record_name``."""
+    """The contents of an export. ``images`` maps each image's ``record_name`` to its build."""
 
     format: Literal[1] = FORMAT
     objects: list[Archive] = Field(default_factory=list)
@@ -99,7 +99,7 @@ class Index(Strict):
 class Transfer:
     """What an export wrote or an import took over: ids of stages, digests of downloads, bytes of their files.
 
-    ``present`` counts the stages that were there already, ``removed`` are files that were needed no longer.
+    ``present`` counts the stages that were already there; ``removed`` lists files that were no longer needed.
     """
 
     stages: list[str]
@@ -121,10 +121,11 @@ def export(
     *,
     everything: bool = False,
 ) -> Transfer:
-    """Make ``directory`` the export of the last builds of ``images``, each given by its ``record_name``.
+    """Export the last builds of ``images``, each given by its ``record_name``, to ``directory``.
 
-    With ``everything`` it has all stages of these builds and all that their locks name, else what ``required`` says.
-    Raises UsageError for a directory of something else, StoreError where an image was not built or a stage is damaged.
+    With ``everything``, export all stages of these builds and everything that their locks name; otherwise only what
+    ``required`` returns. Raises UsageError if the directory holds anything else, StoreError if an image was never built
+    or a stage is damaged.
     """
     store = Store(settings.store)
     with store.in_use():
@@ -140,11 +141,11 @@ def export(
 
 
 def required(build: Mapping[str, Mapping[str, Any]], *, everything: bool = False) -> list[Mapping[str, Any]]:
-    """Choose among the stages of a build, by name and in order, those that another store needs to go on from it.
+    """Return those stages of a build, given by name and in order, from which another store can continue.
 
-    These are the last layer and all that follows it, the trees and stages that those stand on, and what was pulled:
-    so a build has nothing to do where nothing has changed, and begins at the last layer where that has. The stages
-    that only lower layers take something from, such as compilers, are left out.
+    These are the last layer and everything that follows it, the trees and stages that those are based on, and the
+    pulls: with them, a build has nothing to do if nothing has changed, and otherwise starts at the last layer. Stages
+    that only lower layers use, such as compilers, are left out.
     """
     stages = list(build.values())
     if everything:
@@ -165,7 +166,7 @@ def redoable(build: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _locked(
     build: Mapping[str, Mapping[str, Any]], lock: Lock, kinds: Mapping[str, StageKind], *, everything: bool
 ) -> Iterator[str]:
-    """Yield the digests of the locked files that the stages take which another store may have to run."""
+    """Yield the digests of the locked files used by those stages that another store may have to run."""
     if everything:
         yield from locked_digests(lock.as_json())
         return
@@ -228,7 +229,7 @@ def _export(
 
 @contextmanager
 def _own(directory: Path) -> Iterator[None]:
-    """Be the only one that writes an export, in a directory that has nothing else; raises UsageError, StoreError."""
+    """Hold the exclusive right to write an export to a directory. Raises UsageError if it has anything else."""
     if directory.is_dir() and (foreign := set(os.listdir(directory)) - _OWN):
         raise UsageError(
             f"{directory} is no export, it has {min(foreign)}",
@@ -242,10 +243,10 @@ def _own(directory: Path) -> Iterator[None]:
 
 
 def _present(directory: Path) -> list[Archive]:
-    """Return the archives of an earlier export that are still there, whole by their size."""
+    """Return the archives of an earlier export that are still there in full size."""
     try:
         index = read_index(directory)
-    except StoreError:  # there is none, or one that can't be gone on from
+    except StoreError:  # there is none, or none to continue from
         return []
     return [archive for archive in index.objects if _size(directory / archive.file) == archive.bytes]
 
@@ -257,17 +258,17 @@ def _size(path: Path) -> int:
 
 
 def _pack(store: Store, stage_id: str, unpacked: int, directory: Path) -> Archive:
-    """Write the archive of a finished stage; it has its name once it is whole."""
+    """Write the archive of a finished stage, which gets its final name only once it is complete."""
     store.check(stage_id)
     suffix, compressed = (".tar.zst", [f"--use-compress-program={_ZSTD}"]) if _has_zstd() else (".tar", [])
     file = directory / OBJECTS / f"{stage_id}{suffix}"
     draft = file.with_name(f".{file.name}.new")
     ignored = [f"--xattrs-exclude={name}" for name in sorted(tree_manifest.ATTRIBUTES_OF_PLACE)]
-    # Times of access and of change are of the place.
+    # Access and change times belong to a tree's location.
     headers = "--pax-option=delete=atime,delete=ctime"
     place = ("--directory", store.object(stage_id))
     argv = [*_TAR, *ignored, "--create", "--format=posix", headers, "--sort=name", "--sparse", *compressed]
-    # 1: a file changed meanwhile. A link to it did, which a build beside this one makes; an import checks the content.
+    # 1: a file changed in the meantime. A concurrent build made a hard link to it; an import checks the content.
     process.run([*argv, "--file", draft, *place, *_MEMBERS], ok=(0, 1))
     archive = Archive(
         id=stage_id,
@@ -318,7 +319,7 @@ def _write_index(directory: Path, index: Index) -> None:
 
 
 def _remove_others(directory: Path, index: Index) -> list[str]:
-    """Remove the files that the index doesn't list, drafts of a killed export among them; return their paths."""
+    """Remove the files that the index doesn't list, including drafts of a killed export; return their paths."""
     listed = {*(archive.file for archive in index.objects), *(d.file for d in index.downloads)}
     present = [
         f"{folder}/{name}" for folder in (OBJECTS, DOWNLOADS) for name in os.listdir(directory / folder)
@@ -333,10 +334,10 @@ def _remove_others(directory: Path, index: Index) -> list[str]:
 
 
 def take_over(directory: Path, store: Store, monitor: Monitor) -> Transfer:
-    """Bring an export's stages and downloads into the store, and what it remembers of images that the store doesn't.
+    """Import an export's stages and downloads, and its records of images that the store has none of.
 
-    Every file is compared with its digest before the first one is unpacked. Raises StoreError for an export that is
-    damaged or none, SpaceError, HostError where a program is missing. What the store has stays as it is.
+    Every file is checked against its digest before the first one is unpacked. Raises StoreError if the export is
+    damaged or isn't one, SpaceError, and HostError if a program is missing. What the store already has stays as it is.
     """
     index = read_index(directory)
     store.prepare()
@@ -370,7 +371,7 @@ def take_over(directory: Path, store: Store, monitor: Monitor) -> Transfer:
 
 
 def read_index(directory: Path) -> Index:
-    """Return what belongs to an export; raises StoreError for one that is damaged, of another format, or none."""
+    """Return the index of an export. Raises StoreError if it is damaged, in another format, or missing."""
     path = directory / INDEX
     try:
         document = json.loads(path.read_bytes())
@@ -403,7 +404,7 @@ def _require_space(path: Path, needed: int) -> None:
 
 
 def _require_sound(path: Path, part: Archive | Download) -> None:
-    """Raise StoreError for a file that isn't the one of the index."""
+    """Raise StoreError if a file isn't the one that the index lists."""
     size = _size(path)
     if size < 0:
         raise StoreError(f"{path} is missing", hint=_HINT)
@@ -416,16 +417,16 @@ def _require_sound(path: Path, part: Archive | Download) -> None:
 def _take_download(directory: Path, download: Download, store: Store, staging: Path) -> None:
     staged = staging / download.sha256
     shutil.copyfile(directory / download.file, staged)
-    _require_sound(staged, download)  # it is the copy that is believed from now on
+    _require_sound(staged, download)  # from now on, the copy is trusted
     staged.chmod(0o644)
     staged.rename(store.path / download.folder / download.sha256)
 
 
 def _unpack(directory: Path, archive: Archive, staging: Path, store: Store) -> Path:
-    """Unpack an archive into the staging area; return a whole and sound object, or raise StoreError.
+    """Unpack an archive into the staging area; return a complete and sound object, or raise StoreError.
 
-    GNU tar follows no link and leaves no directory: it strips leading slashes, refuses ``..``, and makes links that
-    lead elsewhere last. What it makes of a foreign archive is no object.
+    GNU tar follows no links and never leaves the directory: it strips leading slashes, refuses ``..``, and creates
+    links that point elsewhere last. A foreign archive doesn't unpack to a valid object.
     """
     file, staged = directory / archive.file, staging / archive.id
     if file.suffix == ".zst" and not _has_zstd():
@@ -445,7 +446,7 @@ def _unpack(directory: Path, archive: Archive, staging: Path, store: Store) -> P
 
 
 def _fault(staged: Path, stage_id: str) -> str | None:
-    """Say why a directory isn't the object of a stage; None where it is."""
+    """Return why a directory isn't a stage's object, or None if it is."""
     types = {name: stat.S_IFMT((staged / name).lstat().st_mode) for name in os.listdir(staged)}
     if types != dict(zip(_MEMBERS, (stat.S_IFDIR, stat.S_IFREG, stat.S_IFREG), strict=True)):
         return f"it has {', '.join(sorted(types)) or 'nothing'}, not {', '.join(_MEMBERS)}"
@@ -464,7 +465,7 @@ def _fault(staged: Path, stage_id: str) -> str | None:
 
 
 def _remember(store: Store, staging: Path, image: str, build: Build) -> None:
-    """Have the store remember an image's build and lock, unless it remembers some already."""
+    """Record an image's build and lock in the store, unless it already remembers any."""
     if not store.last_build(image):
         store.record(image, build.stages)
     if build.lock:

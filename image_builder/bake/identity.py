@@ -23,9 +23,9 @@ def disk_seed(build_id: str) -> str:
 
 
 def disk_uuid(build_id: str) -> str:
-    """Return the GPT disk GUID: what systemd-repart (since 251) makes of the seed.
+    """Return the GPT disk GUID that systemd-repart (since 251) derives from the seed.
 
-    That is HMAC-SHA256 of ``disk-uuid`` under the seed's bytes, cut to 16 bytes and marked as version 4.
+    This is HMAC-SHA256 of ``disk-uuid`` under the seed's bytes, truncated to 16 bytes and marked as version 4.
     """
     seed = uuid.UUID(disk_seed(build_id)).bytes
     return str(uuid.UUID(bytes=hmac.digest(seed, b"disk-uuid", "sha256")[:16], version=4))

@@ -1,4 +1,4 @@
-"""manifest.json: what an artefact is, what it was made of, and how that was verified.
+"""manifest.json: what an artifact is, what it was made of, and how that was verified.
 
 The model is the format's definition; ``docs/reference/manifest.schema.json`` is generated from it
 (``python -m image_builder.bake.manifest``) and a test compares the two.
@@ -22,7 +22,7 @@ from image_builder.canonical import digest
 from image_builder.errors import PublishError
 from image_builder.strict_yaml import Strict
 
-if TYPE_CHECKING:  # it brings Ansible in, which reading a manifest needn't wait for
+if TYPE_CHECKING:  # it imports Ansible, which reading a manifest needn't wait for
     from image_builder.definition import ImageDefinition
 
 SCHEMA_VERSION: Final = 1
@@ -160,14 +160,14 @@ class Manifest(Strict):
         return (json.dumps(self.model_dump(mode="json"), indent=1) + "\n").encode()
 
     def same_content(self, other: Manifest) -> bool:
-        """Tell whether both describe the same bytes; when and how fast they were made doesn't count."""
+        """Return whether both describe the same bytes, no matter when and how fast these were made."""
         ours, others = (m.model_dump(exclude={"created", "stages"}) for m in (self, other))
         ids = [[(s.name, s.id) for s in m.stages] for m in (self, other)]
         return ours == others and ids[0] == ids[1]
 
 
 def load(data: bytes) -> Manifest:
-    """Read manifest.json; raises PublishError naming the first thing that is wrong with it."""
+    """Parse manifest.json. Raises PublishError naming the first thing that is wrong with it."""
     try:
         return Manifest.model_validate_json(data)
     except ValidationError as error:

@@ -1,12 +1,12 @@
-"""Publish what a build made, so that a reader meets a whole artefact or none.
+"""Publish the results of a build, so that a reader sees a complete artifact or none.
 
-    OUTPUT/<image>/<build id, 12 digits>/   the artefacts, manifest.json, lock.json, facts.json, junit.xml,
-                                            verify.json, pulls.json with images that were preloaded
-    OUTPUT/<image>/latest                   a link to the newest of them
+    OUTPUT/<image>/<build id, 12 digits>/   the artifacts, manifest.json, lock.json, facts.json, junit.xml,
+                                            verify.json, and pulls.json if images were preloaded
+    OUTPUT/<image>/latest                   a link to the newest of these
 
-Everything is written into a staging directory beside its place, synced, read back from the disk and hashed;
-one rename then makes it visible, another one moves ``latest``. A publisher holds a lock on its staging
-directory: the next one removes those that nobody holds. Readers see names without a leading dot only.
+Everything is written to a staging directory next to its final place, synced, read back from the disk and hashed;
+one rename then makes it visible, and another one moves ``latest``. A publisher holds a lock on its staging
+directory; the next publisher removes those that aren't locked. Readers see only names without a leading dot.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 
 _STAGING, _LINK = ".staging-", ".latest-"
-# Answers of renameat2(2) on a filesystem without its flags, such as NFS.
+# Errors of renameat2(2) on a filesystem that doesn't support its flags, such as NFS.
 _NO_FLAGS = (errno.EINVAL, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Where an image was published; ``reused`` when exactly this was there already."""
+    """Where an image was published; ``reused`` if exactly this was already there."""
 
     path: Path
     reused: bool
@@ -69,8 +69,8 @@ def publish(
 ) -> Path:
     """Publish the finished stages of ``plan`` below ``settings.output``; return the directory.
 
-    ``stages`` tell of each stage its name, id, seconds, bytes and cached. Raises PublishError (also when the
-    verification isn't there or didn't pass), SpaceError. What was published before stays as it is.
+    ``stages`` gives the name, id, seconds, bytes and cached of each stage. Raises PublishError (also if the
+    verification is missing or didn't pass) and SpaceError. Earlier publications then stay as they are.
     """
     verified = store.product(plan.stage("verify").id)
     result = passed_verification(verified)
@@ -116,9 +116,9 @@ def publish(
 def publish_files(
     manifest: Manifest, source: Path, documents: Mapping[str, bytes], output: Path, monitor: Monitor
 ) -> Publication:
-    """Publish the artefacts that ``made`` names, out of the directory ``source``, and ``documents``.
+    """Publish the artifacts that ``manifest`` names, taken from the directory ``source``, and ``documents``.
 
-    Raises PublishError, SpaceError; OSError is turned into one of them.
+    Raises PublishError or SpaceError; OSError is converted to one of them.
     """
     folder = output / manifest.image
     target = folder / manifest.build_id[:BUILD_DIGITS]
@@ -179,10 +179,10 @@ def _document(name: str, data: bytes) -> Document:
 
 
 def _is_published(target: Path, manifest: Manifest) -> bool:
-    """Tell whether exactly this is published already.
+    """Return whether exactly this is already published.
 
-    A published file bears the build's date. One that still has it and its size is taken as untouched; any
-    other is hashed.
+    Published files carry the build's date. A file of the right size that still has this date counts as untouched; if it
+    has another date, it is hashed.
     """
     try:
         published = manifests.load((target / MANIFEST).read_bytes())
@@ -252,7 +252,7 @@ def _fill(
 
 
 def _finish(path: Path, file: Document, epoch: int, progress: sparse.Progress | None) -> None:
-    """Date a file, make it durable, and require that the disk gives its bytes back."""
+    """Set a file's date, make it durable, and read it back. Raises PublishError if the disk returns other bytes."""
     path.chmod(0o644)
     os.utime(path, (epoch, epoch))
     sparse.sync(path)
@@ -265,12 +265,12 @@ def _finish(path: Path, file: Document, epoch: int, progress: sparse.Progress | 
 
 
 def _move(staging: Path, target: Path) -> None:
-    """Make ``staging`` visible as ``target``, in one step also where another publication is there."""
+    """Make ``staging`` visible as ``target`` in one step, even if another publication is there."""
     if not os.path.lexists(target):
         _rename_new(staging, target)
         return
-    # Same build, but other formats, or damaged files: the old one goes where the new one was staged. No process
-    # holds a lock on it, so it is removed before the image's lock is given back and others reap.
+    # Same build, but other formats or damaged files: the old directory takes the staging directory's place. No process
+    # holds a lock on it, so it is removed before the image's lock is released and another publisher can reap it.
     _exchange(staging, target)
     files.sync_directory(target.parent)
     remove_tree(staging)
@@ -298,7 +298,7 @@ def _exchange(source: Path, target: Path) -> None:
 
 
 def _point_latest(folder: Path, name: str) -> None:
-    """Let ``latest`` name a publication; readers see the old target or the new one."""
+    """Point ``latest`` to a publication; readers see either the old target or the new one."""
     latest = folder / LATEST
     if latest.is_symlink() and os.readlink(latest) == name:
         return
@@ -313,7 +313,7 @@ def _point_latest(folder: Path, name: str) -> None:
 
 @contextmanager
 def _staging(folder: Path) -> Iterator[Path]:
-    """Give a publisher its staging directory, and remove what lies there at the end."""
+    """Yield a publisher's staging directory, and remove whatever is there at the end."""
     path = folder / f"{_STAGING}{uuid.uuid4().hex[:12]}"
     with _locked(folder):
         _reap(folder)
@@ -328,7 +328,7 @@ def _staging(folder: Path) -> Iterator[Path]:
 
 
 def _reap(folder: Path) -> None:
-    """Remove what dead publishers left: their locks are free. The folder's lock is held."""
+    """Remove what dead publishers left behind, recognized by its free locks. The folder's lock must be held."""
     for path in folder.glob(f"{_LINK}*"):
         path.unlink()
     for path in folder.glob(f"{_STAGING}*"):
@@ -348,7 +348,7 @@ def _try_lock(path: Path) -> int | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Be the only one that reaps and renames in an image's folder."""
+    """Hold the exclusive right to reap and rename in an image's folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

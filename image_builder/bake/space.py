@@ -1,4 +1,4 @@
-"""Estimate the space a build takes before it starts, and refuse when it isn't there."""
+"""Estimate the disk space that a build takes before it starts, and refuse to start if there isn't enough."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 # Installed bytes per byte of package, measured over the lab's images (kernel modules and docs compress well).
 _UNPACKED = 4.0
-# Files per byte of a compressed layer, and bytes of the store (lz4) per byte of those.
+# Bytes of files per byte of a compressed layer, and bytes of the store (lz4) per byte of those files.
 _IMAGE_UNPACKED = 3.2
 _IMAGE_PACKED = 0.6
-# What is certain of an estimate: of a worker with images it is a tenth too high, and never was a seventh.
+# The part of an estimate that is certain: for a worker with images it is a tenth too high, and was never a seventh.
 _CERTAIN = 0.85
 _SLACK = 200 * MIB
-# Less than this is full: the next file of a package doesn't fit.
+# With less than this, a filesystem counts as full: the next file of a package doesn't fit.
 _FULL = 16 * MIB
 
 
 def estimate(work: Build, todo: Sequence[StagePlan]) -> tuple[int, int]:
-    """Return the bytes that running ``todo`` takes at most, of (the store's filesystem, the output's).
+    """Return the most bytes that running ``todo`` takes, on (the store's filesystem, the output's).
 
-    What the store has already is not counted, neither packages nor stages.
+    Packages and stages that the store already has aren't counted.
     """
     groups = work.lock.groups
     downloads = sum(
@@ -48,7 +48,7 @@ def estimate(work: Build, todo: Sequence[StagePlan]) -> tuple[int, int]:
     sizes = _sizes(work.lock, work.definition)
     in_store = peak = float(downloads)
     in_output = 0.0
-    beside: dict[str, float] = {}  # the scratch of what may still run: nothing has needed it so far
+    beside: dict[str, float] = {}  # scratch of stages that may still run: nothing has needed them so far
     for stage in todo:
         kind = work.kind(stage)
         if not kind.beside:
@@ -71,7 +71,7 @@ def _sizes(lock: Lock, definition: ImageDefinition) -> Sizes:
     images = blobs * _IMAGE_UNPACKED
     by_engine = engines(definition) if definition.preload else [""]
     archive = 0.0
-    if definition.preload_archive:  # containerd's has the layers as they were pulled
+    if definition.preload_archive:  # containerd's archive has the layers as they were pulled
         archive = blobs if by_engine[0] == "containerd" else images
     stored = images * _IMAGE_PACKED + (blobs if "containerd" in by_engine else 0.0)
     layers = sum(unpacked.get(name, 0.0) + WRITTEN for name in ("base", *definition.layers))
@@ -79,9 +79,9 @@ def _sizes(lock: Lock, definition: ImageDefinition) -> Sizes:
 
 
 def check_root(lock: Lock, definition: ImageDefinition) -> None:
-    """Raise SpaceError when the tree can't fit ``image_disk.root_size_mib``: before anything is fetched or pulled.
+    """Raise SpaceError if the tree can't fit in ``image_disk.root_size_mib``, before anything is fetched or pulled.
 
-    What passes by a little may still be refused when the disk is made, where the tree can be measured.
+    A tree that barely passes may still be refused when the disk is made, since only then can it be measured.
     """
     declared = definition.disk.root_size_mib
     if declared == "auto":
@@ -102,7 +102,7 @@ def check_root(lock: Lock, definition: ImageDefinition) -> None:
 
 
 def check(work: Build, todo: Sequence[StagePlan]) -> None:
-    """Raise SpaceError, naming the shortfall, when the estimate doesn't fit the filesystems it goes to."""
+    """Raise SpaceError, naming the shortfall, if the estimate doesn't fit on the filesystems that it is for."""
     if not todo:
         return
     in_store, in_output = estimate(work, todo)
@@ -122,9 +122,9 @@ def check(work: Build, todo: Sequence[StagePlan]) -> None:
 
 
 def shortage(path: Path) -> str | None:
-    """Tell, in words, when the filesystem of ``path`` is full; None when it isn't.
+    """Return a message if the filesystem of ``path`` is full, None if it isn't.
 
-    Programs say it in many ways, or not at all, so a stage that failed looks for itself.
+    Programs report this in many ways, or not at all, so it is checked here after a stage has failed.
     """
     free = shutil.disk_usage(path).free
     return f"No space left on the filesystem of {path} ({free // 1024} KiB free)" if free < _FULL else None

@@ -1,11 +1,11 @@
 """The store: finished stages by id, staging areas of running builds, downloads by digest.
 
-    objects/<id>/{product/, manifest.gz, meta.json}   committed by one rename, never changed; product for root only
-    staging/<build>/                                  scratch of a running build, held by a lock
+    objects/<id>/{product/, manifest.gz, meta.json}   committed by one rename, never changed; product only for root
+    staging/<build>/                                  scratch space of a running build, held by a lock
     debs/, files/                                     downloads by SHA-256
     locks/, logs/
 
-Deleting refuses to cross a mount. Builds share the store; collecting garbage waits for them.
+Deletion refuses to cross a mount. Builds share the store; garbage collection waits for them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from image_builder.system.trees import remove_tree, sha256
 
 # How often a waiting build checks whether the other one has ended.
 _LOOK_SECONDS = 0.2
-# A stage's claim has this much of its id for a name.
+# A stage's claim is named after this many digits of its id.
 _CLAIM = 32
-# What may be in a store's path beside letters and digits, of any alphabet.
+# Characters allowed in a store's path besides letters and digits, of any alphabet.
 _IN_PATHS = "/._-+@=~"
-# Trees hold setuid programs of every release that was ever baked. `plan` needs no more than the records beside them.
+# Trees hold setuid programs of every release that was ever baked. `plan` needs only the records next to them.
 _CLOSED = 0o700
 
 
@@ -61,7 +61,7 @@ class Collected(NamedTuple):
 
 
 class Store:
-    """One directory. Safe for several builds at once; every method may raise StoreError."""
+    """A store, in one directory. Safe for concurrent builds; every method may raise StoreError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,9 +69,9 @@ class Store:
     # -- layout ------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the store's directories, open to all users but for what stages made.
+        """Create the store's directories, open to all users except for staging areas and the stages' products.
 
-        Raises StoreError for a path that some program of a bake can't read: apt's sources, or an overlay's options.
+        Raises StoreError for a path that a program of a bake can't parse, in apt's sources or in an overlay's options.
         """
         if unfit := sorted({c for c in os.path.abspath(self.path) if not (c.isalnum() or c in _IN_PATHS)}):
             shown = ", ".join(ascii(c) for c in unfit)
@@ -84,7 +84,7 @@ class Store:
         self.path.chmod(0o755)
         (self.path / "staging").chmod(_CLOSED)
         for stage_id in os.listdir(self.path / "objects"):
-            with suppress(FileNotFoundError):  # gc took it away meanwhile
+            with suppress(FileNotFoundError):  # gc removed it in the meantime
                 if stat.S_IMODE(self.product(stage_id).stat().st_mode) != _CLOSED:
                     self.product(stage_id).chmod(_CLOSED)
 
@@ -96,11 +96,11 @@ class Store:
         return self.object(stage_id) / "product"
 
     def has(self, stage_id: str) -> bool:
-        """Tell whether a stage is finished."""
+        """Return whether a stage is finished."""
         return (self.object(stage_id) / "meta.json").exists()
 
     def meta(self, stage_id: str) -> dict[str, Any]:
-        """Return what was recorded of a finished stage: name, plan parts, seconds, bytes, facts."""
+        """Return the record of a finished stage: name, plan parts, seconds, bytes, facts."""
         path = self.object(stage_id) / "meta.json"
         try:
             meta: dict[str, Any] = json.loads(path.read_bytes())
@@ -112,7 +112,7 @@ class Store:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep garbage collection away while a build runs."""
+        """Block garbage collection while a build runs."""
         with _flock(self.path / "locks" / ".store", fcntl.LOCK_SH):
             yield
 
@@ -123,9 +123,9 @@ class Store:
         on_wait: Callable[[], None] | None = None,
         stop: threading.Event | None = None,
     ) -> Iterator[None]:
-        """Be the only builder of a stage; a second one waits here and then finds it finished.
+        """Hold the exclusive right to build a stage; a second builder waits here and then finds it finished.
 
-        ``on_wait`` is called once where that takes time; StoreError ends the waiting when ``stop`` is set.
+        ``on_wait`` is called once if there is a wait. Raises StoreError if ``stop`` is set during the wait.
         """
         with _flock(self.path / "locks" / stage_id[:_CLAIM], fcntl.LOCK_EX, on_wait, stop):
             yield
@@ -134,7 +134,7 @@ class Store:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """Give a build its scratch directory and remove it at the end; reap those of dead builds first."""
+        """Yield a build's scratch directory and remove it at the end; reap those of dead builds first."""
         path = self.path / "staging" / uuid.uuid4().hex[:12]
         with ExitStack() as held:
             with self._staging_alone():
@@ -148,7 +148,7 @@ class Store:
                     remove_tree(path)
 
     def reap(self) -> None:
-        """Remove the staging areas of dead builds: their locks are free."""
+        """Remove the staging areas of dead builds, recognized by their free locks."""
         if (self.path / "staging").is_dir():
             with self._staging_alone():
                 self._reap()
@@ -163,7 +163,7 @@ class Store:
 
     @contextmanager
     def _staging_alone(self) -> Iterator[None]:
-        """Keep others from making, reaping or removing a staging area: a half-made one looks like a dead build's."""
+        """Keep others from creating, reaping or removing a staging area: a half-made one looks like a dead build's."""
         with _flock(self.path / "locks" / ".staging", fcntl.LOCK_EX):
             yield
 
@@ -172,9 +172,9 @@ class Store:
     ) -> dict[str, Any]:
         """Make ``staged`` (a directory holding ``product``) the finished stage of ``plan``.
 
-        The manifest is written from what lies there, one ``syncfs`` makes all of it durable, one rename makes
-        it visible. A stage that hashed its files while it wrote them lists them in ``facts["files"]``, items with
-        ``name`` and ``sha256``. Returns the stage's meta.
+        The manifest is written from the directory's contents; one ``syncfs`` makes everything durable, and one
+        rename makes it visible. A stage that hashed its files while writing them lists them in ``facts["files"]``, as
+        items with ``name`` and ``sha256``. Returns the stage's meta.
         """
         started = time.monotonic()
         _close(staged)
@@ -196,7 +196,7 @@ class Store:
         return meta
 
     def enter(self, stage_id: str, staged: Path) -> None:
-        """Make ``staged``, an object that another store has committed, a finished stage, as ``commit`` does."""
+        """Make ``staged``, an object that another store has committed, a finished stage here, as ``commit`` does."""
         _close(staged)
         node_files.syncfs(staged)
         self._enter(stage_id, staged)
@@ -229,7 +229,7 @@ class Store:
     def verify(self) -> list[Damage]:
         """Hash every object against its manifest and every download against its name.
 
-        Cached control files are compared with their packages, and rewritten where they differ.
+        Cached control files are compared with their packages, and rewritten if they differ.
         """
         with self.in_use():
             return self._damages()
@@ -259,20 +259,20 @@ class Store:
     # -- garbage -----------------------------------------------------------------------------------------
 
     def record(self, image: str, ids: list[str]) -> None:
-        """Remember the stages of an image's build; ``gc`` keeps those of the last builds of each image.
+        """Record the stages of an image's build; ``gc`` keeps those of the last builds of each image.
 
-        ``image`` is a definition's ``record_name``, or the name of something that no inventory has.
+        ``image`` is a definition's ``record_name``, or a name that isn't in any inventory.
         """
         path = self.path / "locks" / f"{image}.builds"
-        # No image's name makes this one of the store's own locks, which the caller may hold.
+        # No image's name can make this one of the store's own locks, which the caller may hold.
         with _flock(path.with_name(f".{path.name}.lock"), fcntl.LOCK_EX):
             builds = [b for b in _builds(path) if b != ids] + [ids]
             node_files.write(path, json.dumps(builds[-50:]).encode())
 
     def adopt(self, name: str) -> bool:
-        """Give an image what was remembered by its name only, as it was before inventories counted.
+        """Give an image the records under its bare name, which date from before inventories were part of the key.
 
-        ``name`` is a definition's ``record_name``. Who comes first has it; what is remembered of it already stays.
+        ``name`` is a definition's ``record_name``. The first image to ask gets them, and keeps any it already has.
         """
         locks, image = self.path / "locks", name.partition("@")[0]
         adopted = False
@@ -285,18 +285,19 @@ class Store:
         return adopted
 
     def last_build(self, image: str) -> dict[str, dict[str, Any]]:
-        """Return the meta of the stages of an image's last build, by name; without those collected since."""
+        """Return the meta of the stages of an image's last build, by name, except for stages collected since then."""
         last = _builds(self.path / "locks" / f"{image}.builds")[-1:]
         return {meta["name"]: meta for ids in last for meta in (self.meta(i) for i in ids if self.has(i))}
 
     def gc(
         self, keep: int, on_wait: Callable[[], None] | None = None, *, downloads: bool = False
     ) -> Collected:
-        """Remove what the last ``keep`` builds of every image don't need.
+        """Remove the stages that the last ``keep`` builds of every image don't need.
 
-        With ``downloads`` also those that no remembered lock names; StoreError where one of these can't be read. Else
-        they stay: small beside stages, and where a mirror has newer versions only, all that a kept lock can be built
-        from. ``on_wait`` is called once where builds have to end first.
+        With ``downloads``, also remove the downloads that no remembered lock names; raises StoreError if one of these
+        locks can't be read. Otherwise downloads stay: they are small compared to stages and, once a mirror has only
+        newer versions, all that a kept lock can be built from. ``on_wait`` is called once if builds have to finish
+        first.
         """
         with _flock(self.path / "locks" / ".store", fcntl.LOCK_EX, on_wait):
             self.reap()
@@ -308,7 +309,7 @@ class Store:
             removed = [i for i in self.ids() if i not in needed]
             freed = 0
             for stage_id in removed:
-                with suppress(StoreError):  # its record can't be read, which nothing needs any more
+                with suppress(StoreError):  # its record can't be read, but nothing needs it any longer
                     freed += int(self.meta(stage_id)["bytes"])
                 doomed = self.path / "staging" / f"gc-{stage_id[:12]}"
                 self.object(stage_id).rename(doomed)
@@ -333,7 +334,7 @@ class Store:
         return [path for path in present if path.name.split(".")[0] not in named]
 
     def _remove_unused_claims(self) -> None:
-        """Remove the claims' locks of stages that aren't there; no build waits for one, since all have ended."""
+        """Remove the claim locks of stages that don't exist. No build waits for one, since all builds have ended."""
         claimed = {name[:_CLAIM] for name in os.listdir(self.path / "objects")}
         for path in (self.path / "locks").iterdir():
             if re.fullmatch(f"[0-9a-f]{{{_CLAIM}}}", path.name) and path.name not in claimed:
@@ -341,7 +342,7 @@ class Store:
 
 
 def _close(staged: Path) -> None:
-    """Open an object to all users but for its product."""
+    """Open an object to all users, except for its product."""
     staged.chmod(0o755)
     (staged / "product").chmod(_CLOSED)
 
@@ -356,7 +357,7 @@ def locked_digests(value: JSON) -> Iterator[str]:
 
 
 def _builds(path: Path) -> list[list[str]]:
-    """Return the ids of the stages of an image's builds, the last one last; raises StoreError."""
+    """Return the stage ids of each of an image's builds, the last build last. Raises StoreError."""
     try:
         builds: list[list[str]] = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -370,7 +371,7 @@ def _builds(path: Path) -> list[list[str]]:
 
 
 def _repair_control(path: Path) -> bool:
-    """Rewrite a control file that isn't its package's, or remove one without a package; return whether it was wrong."""
+    """Repair a damaged control file from its package, or remove it without one; return whether it was damaged."""
     recorded = repository.fields(path.read_text(encoding="utf-8", errors="replace"))
     try:
         control = repository.read_control(path.with_suffix(""))
@@ -388,10 +389,10 @@ def _repair_control(path: Path) -> bool:
 def _flock(
     path: Path, how: int, on_wait: Callable[[], None] | None = None, stop: threading.Event | None = None
 ) -> Iterator[IO[bytes]]:
-    """Hold a lock on a file; the kernel releases it when the process ends. LOCK_NB: BlockingIOError.
+    """Hold a lock on a file; the kernel releases it when the process ends. LOCK_NB raises BlockingIOError.
 
-    ``on_wait`` is for LOCK_EX: it is called once when another one holds the lock. StoreError ends the waiting when
-    ``stop`` is set.
+    ``on_wait`` is for LOCK_EX: it is called once if the lock is already held. Raises StoreError if ``stop`` is set
+    during that wait.
     """
     with path.open("ab") as stream:
         if on_wait is None:

@@ -1,4 +1,4 @@
-"""The manifest of a finished stage: a line for every file of its tree, and what differs from that later.
+"""The manifest of a finished stage: one line per file of its tree, and the differences found later.
 
     object/{product/, manifest.gz, meta.json}   a gzipped line of JSON for each entry below product
 
@@ -19,14 +19,14 @@ from image_builder.canonical import JSON
 from image_builder.system import sparse
 from image_builder.system.trees import sha256
 
-# Extended attributes that belong to the host or to where a tree lies, not to the tree.
+# Extended attributes that belong to the host or to a tree's location, not to the tree itself.
 ATTRIBUTES_OF_PLACE = frozenset(
     ["security.selinux", *(f"trusted.overlay.{name}" for name in ("origin", "impure", "uuid", "nlink"))]
 )
 
 
 def entries(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Walk ``root`` in a fixed order: (path below it, lstat)."""
+    """Yield (path below ``root``, lstat) for everything in it, in a fixed order."""
     for folder, dirs, files in os.walk(root):
         dirs.sort()
         for name in sorted([*dirs, *files]):
@@ -57,7 +57,7 @@ def _content(full: Path, info: os.stat_result) -> str:
 def write(root: Path, target: Path, hashed: Mapping[str, str]) -> tuple[int, int]:
     """Write a line of JSON for every entry of ``root``; return the number of entries and their bytes.
 
-    ``hashed`` are SHA-256 of files that are known already.
+    ``hashed`` maps files to their SHA-256 if it is already known.
     """
     count = size = 0
     with gzip.GzipFile(target, "wb", compresslevel=1, mtime=0) as out:
@@ -71,7 +71,7 @@ def write(root: Path, target: Path, hashed: Mapping[str, str]) -> tuple[int, int
 
 
 def differences(folder: Path, *, contents: bool, limit: int = 1) -> list[str]:
-    """Compare an object with its manifest; return at most ``limit`` differences in words."""
+    """Compare an object with its manifest; return at most ``limit`` differences, in words."""
     reasons: list[str] = []
     try:
         recorded = json.loads((folder / "meta.json").read_bytes())["manifest_sha256"]
@@ -90,7 +90,7 @@ def differences(folder: Path, *, contents: bool, limit: int = 1) -> list[str]:
             reasons.append(f"{path} is missing")
         elif _line(path, info, "")[:7] != line[:7]:
             reasons.append(f"{path} was changed")
-        # Manifests of before extended attributes were recorded have no such column.
+        # Manifests from before extended attributes were recorded lack this column.
         elif line[8:] and _attributes(root / path) != line[8]:
             reasons.append(f"the extended attributes of {path} were changed")
         elif contents and _content(root / path, info) != line[7]:

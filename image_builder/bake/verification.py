@@ -1,4 +1,4 @@
-"""The verdict on a sealed image: what the stage that verifies leaves, and all that publishing reads of it."""
+"""The verdict on a sealed image, which the verifying stage writes and publishing reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Verification(Strict):
 
 
 class Verdict(Strict):
-    """What the checks came to. It says nowhere that an image passed: the numbers decide."""
+    """The results of the checks. Nothing in it says that an image passed: the numbers decide."""
 
     marker: str
     checks: Count

@@ -2,8 +2,8 @@
 
 Sectors are 512 bytes. A GUID is stored little-endian in its first three fields.
 
-``sfdisk --verify`` (2.38) is no substitute: it exits 0 for every damage, and finds no error in a hybrid MBR, a damaged
-backup, partitions outside the usable range or two of one UUID.
+``sfdisk --verify`` (2.38) is no substitute: it exits 0 whatever the damage, and finds no error in a hybrid MBR, a
+damaged backup, partitions outside the usable range or two with the same UUID.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read(disk: BinaryIO) -> Gpt:
     """Read a disk's partition table and check all of it.
 
     Checked: the protective MBR, both headers and both tables with their CRCs, that the copies agree, that
-    the backup is in the disk's last sector, and that partitions lie in the usable range and don't overlap.
+    the backup is in the disk's last sector, and that partitions are in the usable range and don't overlap.
     Raises GptError.
     """
     size = disk.seek(0, os.SEEK_END)

@@ -1,8 +1,8 @@
 """Signed EFI programs: the Authenticode digest of a PE32+ file, and where its signatures are.
 
-This finds out whether a signature speaks of exactly these bytes; whether the signature itself is valid for a
-certificate is sbverify's business. Layout: Microsoft's "PE Format", "Attribute Certificate Table", and the
-Authenticode specification, "Calculating the PE Image Hash".
+This determines whether a signature covers exactly these bytes; sbverify checks whether the signature itself is valid
+for a certificate. Layout: Microsoft's "PE Format", "Attribute Certificate Table", and the Authenticode specification,
+"Calculating the PE Image Hash".
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Program:
 
     @property
     def signed(self) -> bool:
-        """Tell whether a signature is for exactly these bytes: it holds their digest."""
+        """Return whether a signature covers exactly these bytes, that is, contains their digest."""
         return any(bytes.fromhex(self.digest) in signature for signature in self.signatures)
 
     def section(self, name: str) -> bytes:
@@ -50,7 +50,7 @@ class Program:
 
 
 def parse(data: bytes) -> Program:
-    """Return what matters of a PE32+ file; raises PeError."""
+    """Return the relevant parts of a PE32+ file. Raises PeError."""
     try:
         return _parse(data)
     except struct.error as error:
@@ -58,7 +58,7 @@ def parse(data: bytes) -> Program:
 
 
 def vendor_certificate(shim: Program) -> bytes:
-    """Return the certificate (DER) that a shim was built with: it boots what that key has signed.
+    """Return the certificate (DER) that a shim was built with: shim boots what that key has signed.
 
     Raises PeError when there is none, or a list of certificates instead of one.
     """
@@ -95,7 +95,7 @@ def _parse(data: bytes) -> Program:
 
 
 def _digest(data: bytes, checksum: int, entry: int, end: int) -> str:
-    """Hash all but the checksum, the certificate table and its entry, padded to 8 bytes as signers do."""
+    """Hash all but the checksum, the certificate table and its entry, padded to 8 bytes as signing tools do."""
     digest = hashlib.sha256(data[:checksum])
     digest.update(data[checksum + 4 : entry])
     digest.update(data[entry + 8 : end])

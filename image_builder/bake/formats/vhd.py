@@ -1,9 +1,9 @@
 """Fixed virtual hard disks, as Azure takes them: a raw disk and a footer of 512 bytes.
 
-The layout is Microsoft's "Virtual Hard Disk Image Format Specification" 1.0, all numbers big-endian. What
-Azure asks beyond it: a fixed disk, and a current size that is a whole number of MiB and equals the data's
-length. The footer is the one that ``qemu-img convert -O vpc -o subformat=fixed,force_size`` writes, but for
-the time and the unique id, which here are given, so that the same disk gives the same bytes.
+The layout is Microsoft's "Virtual Hard Disk Image Format Specification" 1.0, all numbers big-endian. Azure
+also requires a fixed disk, and a current size that is a whole number of MiB and equals the data's length.
+The footer is the one that ``qemu-img convert -O vpc -o subformat=fixed,force_size`` writes, except for the
+time and the unique id, which are given here, so that the same disk gives the same bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def checksum(footer: bytes) -> int:
 def build_footer(size: int, timestamp: int, unique_id: uuid.UUID) -> bytes:
     """Return the footer of a disk of ``size`` bytes.
 
-    ``timestamp`` is seconds since 1970; what lies before 2000 counts as 2000. Raises VhdError for a size that
+    ``timestamp`` is seconds since 1970; a time before 2000 counts as 2000. Raises VhdError for a size that
     Azure refuses.
     """
     _check_size(size)

@@ -1,1 +1,1 @@
-"""The exact bytes of a build: what apt and registries resolve, how it is downloaded and written down."""
+"""The exact bytes of a build: how apt and registries resolve them, and how they are downloaded and recorded."""

@@ -1,7 +1,7 @@
-"""apt, in a configuration of its own, as the resolver of package names.
+"""apt, with a configuration of its own, as the resolver of package names.
 
-Nothing of the host's apt configuration is used but the address of its Debian mirror. Signatures, Valid-Until
-and hashes are apt's business, with errors that are not to be overlooked (``Error-Mode=any``).
+Of the host's apt configuration, only the address of its Debian mirror and its credentials are used. apt itself checks
+signatures, Valid-Until and hashes, and every error is fatal (``Error-Mode=any``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _URI = re.compile(r"^'(?P<uri>[^']+)' (?P<name>\S+) (?P<size>\d+) SHA256:(?P<sha
 _IDENTITY = ("Package", "Version", "Architecture")
 _STANZA_FIELD = re.compile(rf"^({'|'.join(_IDENTITY)}):[ \t]*(\S+)", re.MULTILINE)
 _RELEASE_FIELD = re.compile(r"^(Origin|Label|Suite|Codename|Date):[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
-# How mmdebstrap sets its own defaults, for hosts without a Debian source of their own, such as Ubuntu.
+# Where mmdebstrap sets its own defaults, for hosts without a Debian source of their own, such as Ubuntu.
 _MMDEBSTRAP = Path("/usr/bin/mmdebstrap")
 _DEFAULTS = {
     DEBIAN: re.compile(r"^ *my \$mirror += '([^']+)';", re.MULTILINE),
@@ -34,7 +34,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Source:
-    """A repository: ``id`` names it in the lock, ``signed_by`` is its keyring's path or its armoured key.
+    """A repository: ``id`` names it in the lock, ``signed_by`` is its keyring's path or its armored key.
 
     A flat repository has the suite ``/`` and no components. ``place`` is where the inventory names it.
     """
@@ -61,7 +61,7 @@ class Source:
 
 
 class Apt:
-    """A private apt: its state, lists and pretended dpkg status lie in ``path``."""
+    """A private apt, whose state, lists and simulated dpkg status are in ``path``."""
 
     def __init__(self, path: Path, sources: Sequence[Source], architecture: str) -> None:
         self.path = path
@@ -78,7 +78,7 @@ class Apt:
         return process.run(argv, env=env, cwd=self.path).stdout
 
     def update(self) -> None:
-        """Fetch the indices. Raises FetchError when any is missing, expired, or not signed as it should be."""
+        """Fetch the indices. Raises FetchError when any is missing, expired, or not properly signed."""
         try:
             self._run(["apt-get", "update", "--error-on=any", "-q"])
         except CommandError as error:
@@ -95,9 +95,9 @@ class Apt:
             ) from error
 
     def release_dates(self, ids: Container[str] | None = None) -> dict[str, int]:
-        """Return the Date of each Release file, in seconds since 1970; of the repositories with these ids, or of all.
+        """Return the Date of each Release file, in seconds since 1970, for the repositories with these ids or for all.
 
-        By what the repository calls itself and the suite, which all its mirrors agree on; else by its file's name.
+        Keys are the names of the repository and its suite, which all mirrors share, or else the file's name.
         """
         dates: dict[str, int] = {}
         chosen = [source for source in self.sources if ids is not None and source.id in ids]
@@ -115,11 +115,11 @@ class Apt:
         return dates
 
     def install(self, names: Iterable[str]) -> list[LockedPackage]:
-        """Return what installing ``names`` would add to what was installed so far, and pretend it was.
+        """Return the packages that installing ``names`` would add to those installed so far, and mark them installed.
 
         Raises LockError when apt can't satisfy them.
         """
-        # Quieter, apt keeps to itself which package lacks what.
+        # Any quieter, and apt doesn't report which package lacks what.
         argv = ["apt-get", "install", "--print-uris", "--yes", "-q", "--no-install-recommends", *names]
         try:
             output = self._run(argv)
@@ -130,15 +130,15 @@ class Apt:
         return sorted(packages, key=lambda p: (p.name, p.architecture))
 
     def prefer(self, packages: Iterable[LockedPackage]) -> None:
-        """Choose these versions where the indices still have them."""
+        """Prefer these versions if the indices still have them."""
         pins = (f"Package: {p.name}\nPin: version {p.version}\nPin-Priority: 1000\n" for p in packages)
         (self.path / "etc/preferences.d/known").write_text("\n".join(pins), encoding="utf-8")
 
     def mark_installed(self, packages: Sequence[LockedPackage], controls: Path) -> list[LockedPackage]:
-        """Pretend that packages of an earlier lock are installed; return those that nothing is known of.
+        """Mark the packages of an earlier lock as installed; return those that nothing is known about.
 
-        ``controls`` holds the control files of those that were fetched by SHA-256; the indices may know others. Where
-        some are unknown none is marked.
+        ``controls`` holds the control files of fetched packages, by SHA-256; the indices may know the others. If any
+        package is unknown, none is marked.
         """
         fetched = {p.sha256: _text(controls / f"{p.sha256}.control").strip() for p in packages}
         others = [p for p in packages if not fetched[p.sha256]]
@@ -149,7 +149,7 @@ class Apt:
         return unknown
 
     def files(self, names: Iterable[str]) -> list[LockedPackage]:
-        """Return the packages ``names`` themselves, without what they depend on. Raises LockError."""
+        """Return the packages ``names`` themselves, without their dependencies. Raises LockError."""
         try:
             output = self._run(["apt-get", "download", "--print-uris", "-qq", *names])
         except CommandError as error:
@@ -199,7 +199,7 @@ class Apt:
         raise LockError(f"apt names a file of an unknown repository: {uri}")
 
     def _indexed(self, packages: Sequence[LockedPackage]) -> dict[tuple[str, ...], str]:
-        """Return the entries of packages in the indices, by ``_identity``, without versions that are gone."""
+        """Return the packages' index entries, by ``_identity``, without versions that are gone."""
         if not packages:
             return {}
         names = [f"{p.name}:{p.architecture}={p.version}" for p in packages]
@@ -220,7 +220,7 @@ class Apt:
 
 
 def _list_name(uri: str) -> str:
-    """Return how the names begin that apt gives to a repository's lists (``URItoFileName``)."""
+    """Return the prefix of the names that apt gives to a repository's lists (``URItoFileName``)."""
     rest = re.sub(r"^[a-z+]+:(//)?([^/@]*@)?", "", located(uri).rstrip("/"))
     quoted = re.sub(r'[\\|{}\[\]<>"^~_=!@#$%&*]', lambda match: f"%{ord(match[0]):02x}", rest)
     return quoted.replace("/", "_") + "_"
@@ -253,21 +253,21 @@ def _configuration(path: Path, architecture: str) -> str:
 
 
 def default_mirrors(program: Path = _MMDEBSTRAP) -> dict[str, str]:
-    """Return the default mirrors of mmdebstrap, from its program text; else {}."""
+    """Return mmdebstrap's default mirrors, read from its program text, or {} if there are none."""
     text = _text(program)
     return {name: match[1] for name, pattern in _DEFAULTS.items() if (match := pattern.search(text))}
 
 
 def _text(path: Path) -> str:
-    """Return a file of the host's, which people may have written in any encoding; empty where there is none."""
+    """Return the text of a host file, which may be in any encoding; empty if there is no such file."""
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
     """Return the host's own Debian mirrors: {"debian": address, "debian-security": address}.
 
-    Empty on a host that isn't Debian. Read from /etc/apt's deb822 and one-line sources; of a list of mirrors
-    (``mirror+file:``, as Debian's cloud images have it) the first one.
+    Empty on a host that isn't Debian. They are read from the deb822 and one-line sources in /etc/apt; of a mirror list
+    (``mirror+file:``, as in Debian's cloud images), the first mirror is taken.
     """
     release = dict(line.split("=", 1) for line in _text(etc / "os-release").splitlines() if "=" in line)
     if release.get("ID", "").strip('"') != "debian":
@@ -289,7 +289,7 @@ def host_mirrors(etc: Path = Path("/etc")) -> dict[str, str]:
 
 
 def _fetchable(uri: str) -> str | None:
-    """Return an address that more than apt can fetch from, or None for one of a CD-ROM and the like."""
+    """Return an address that programs other than apt can fetch from, or None for a CD-ROM and the like."""
     if uri.startswith("mirror+file:"):
         path = Path("/" + uri.removeprefix("mirror+file:").lstrip("/"))
         lines = _text(path).splitlines()
@@ -297,7 +297,7 @@ def _fetchable(uri: str) -> str | None:
     return uri if uri.startswith(("http:", "https:", "file:", "copy:")) else None
 
 
-# What apt takes for no (StringToBool).
+# Values that apt reads as no (StringToBool).
 _OFF = ("no", "false", "without", "off", "disable", "0")
 
 
@@ -321,9 +321,9 @@ def debian_sources(
 ) -> list[Source]:
     """Return the Debian repositories of a suite: the archive with its updates, and security.
 
-    ``mirror`` is the archive's address; the security archive is expected beside it with ``-security``
-    appended. Without it the host's own mirrors are used, and where it has none, mmdebstrap's default. Raises
-    HostError for a missing keyring, or when no mirror is known.
+    ``mirror`` is the archive's address; the security archive is expected at the same address with ``-security``
+    appended. Without ``mirror``, the host's own mirrors are used or, if it has none, mmdebstrap's defaults. Raises
+    HostError if the keyring is missing or no mirror is known.
     """
     if mirror:
         base = mirror.rstrip("/")

@@ -1,6 +1,6 @@
-"""Credentials for package repositories: apt's own files (apt_auth.conf(5)), for apt and for what is fetched beside it.
+"""Credentials for package repositories: apt's own files (apt_auth.conf(5)), for apt and for other downloads.
 
-They are read where they lie, each time, and copied nowhere.
+They are read in place each time, and never copied.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ HINT = f"put credentials into /etc/apt/auth.conf.d, or into a file of that forma
 
 
 def configuration() -> str:
-    """Return the lines of apt.conf by which a private apt finds them."""
+    """Return the lines of apt.conf with which a private apt finds the credentials."""
     if file := os.environ.get(VARIABLE):
         return f'Dir::Etc::netrc "{os.path.abspath(file)}";\nDir::Etc::netrcparts "/dev/null";\n'
     return f'Dir::Etc::netrc "{_FILE}";\nDir::Etc::netrcparts "{_FOLDER}";\n'
 
 
 def header(url: str) -> dict[str, str]:
-    """Return the header with which ``url`` is asked for: what apt would send. Raises FetchError for a broken file."""
+    """Return the header to request ``url`` with, the same as apt would send. Raises FetchError for a broken file."""
     parts = urllib.parse.urlsplit(url)
     for path in _files():
         try:
@@ -54,7 +54,7 @@ def _files() -> Iterator[Path]:
 
 
 def _is_meant(machine: str, url: urllib.parse.SplitResult) -> bool:
-    """Tell whether an entry is for an address: ``[scheme://]host[:port][/path]``; without a scheme only for https."""
+    """Return whether an entry ``[scheme://]host[:port][/path]`` is for an address; without a scheme only for https."""
     scheme, _, place = machine.rpartition("://")
     if (scheme or "https") != url.scheme:
         return False

@@ -1,4 +1,4 @@
-"""Installs a repository's collections: ``ansible-galaxy`` gets them, the lock says whether they are the right ones."""
+"""Installation of a repository's collections, which ``ansible-galaxy`` fetches and the lock verifies."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class _Archive:
 def install(project: Path, python: Path, *, update: bool) -> tuple[CollectionLock, tuple[str, ...]]:
     """Install a repository's collections as they are locked; return the lock and the names of what was installed.
 
-    The lock is made where there is none yet, and anew to ``update``. Nothing of one whose content is not what was
-    locked is installed. Raises UsageError without requirements, FetchError.
+    The lock is created if there is none yet, and again for ``update``. Nothing is installed if a collection's content
+    differs from what was locked. Raises UsageError if there are no requirements, FetchError.
     """
     requirements = Requirements.load(project)
     if not requirements:
@@ -70,7 +70,7 @@ def install(project: Path, python: Path, *, update: bool) -> tuple[CollectionLoc
 
 @dataclass(frozen=True)
 class _Galaxy:
-    """``ansible-galaxy``, with the servers and tokens of the caller's settings; ``work`` is for what it makes."""
+    """``ansible-galaxy``, with the servers and tokens of the caller's settings; ``work`` is for its files."""
 
     project: Path
     python: Path
@@ -80,7 +80,7 @@ class _Galaxy:
         own = ("HOME", *(name for proxy in PROXIES for name in (proxy, proxy.upper())))
         env = {name: os.environ[name] for name in own if name in os.environ}
         env |= {k: v for k, v in engine.caller.settings.items() if k.startswith("ANSIBLE_GALAXY_")}
-        # What is installed already, perhaps damaged, is none of its affair.
+        # Hide collections that are already installed, perhaps damaged.
         env["ANSIBLE_COLLECTIONS_PATH"] = os.fspath(self.work)
         program = self.python.parent / "ansible-galaxy"
         try:
@@ -90,13 +90,13 @@ class _Galaxy:
             raise FetchError(f"ansible-galaxy: {reason if mark else error.tail}") from error
 
     def download(self, requirements: Path, *options: str) -> list[_Archive]:
-        """Download what a file asks for."""
+        """Download the collections that a requirements file lists."""
         folder = Path(tempfile.mkdtemp(dir=self.work))
         self.run("download", "--no-cache", "-r", requirements, "-p", folder, *options)
         return [_archive(path) for path in sorted(folder.glob("*.tar.gz"))]
 
     def download_entries(self, entries: Iterable[Mapping[str, str]]) -> list[_Archive]:
-        """Download what these entries of a ``requirements.yml`` ask for, and nothing that they depend on."""
+        """Download the collections of these ``requirements.yml`` entries, without their dependencies."""
         file = self.work / "requirements.yml"
         file.write_text(galaxy_file(entries), encoding="utf-8")
         return self.download(file, "--no-deps")
@@ -104,10 +104,10 @@ class _Galaxy:
     def locked(
         self, requirements: Requirements, archives: Sequence[_Archive]
     ) -> tuple[LockedCollection, ...]:
-        """Return the lock of what was downloaded: each with the entry that gets the same again."""
+        """Return the downloads as locked collections, each with the entry that fetches the same again."""
         sources: dict[str, dict[str, str]] = {}
         for entry in requirements.entries:
-            # One that isn't named says nothing of which collection it is.
+            # An entry without a name doesn't say which collection it is.
             names = [entry["name"]] if is_named(entry) else [a.name for a in self.download_entries([entry])]
             sources |= {name: dict(entry) for name in names}
         return tuple(
@@ -118,7 +118,7 @@ class _Galaxy:
         )
 
     def download_again(self, collections: Sequence[LockedCollection]) -> list[_Archive]:
-        """Download locked collections; raises FetchError where what comes is not what was locked."""
+        """Download locked collections. Raises FetchError if a download isn't what was locked."""
         archives = {a.name: a for a in self.download_entries([c.source for c in collections])}
         for locked in collections:
             archive = archives.get(locked.name)
@@ -135,7 +135,7 @@ class _Galaxy:
         return list(archives.values())
 
     def install(self, folder: Path, archives: Sequence[_Archive]) -> None:
-        """Unpack archives, each checked against its own manifest, and put each collection into its place whole."""
+        """Unpack archives, each checked against its own manifest, and move each complete collection into place."""
         if not archives:
             return
         unpacked = self.work / "unpacked"
@@ -150,7 +150,7 @@ class _Galaxy:
 
 
 def _pinned(archive: _Archive, entry: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the entry that asks for just this archive."""
+    """Return the entry that requests exactly this archive."""
     if entry and not is_named(entry):
         return dict(entry)
     return {**(entry or {}), "name": archive.name, "version": archive.version}

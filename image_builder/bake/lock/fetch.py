@@ -1,6 +1,6 @@
-"""Downloads of locked files: from the store's cache, else from the mirror, hashed while they come.
+"""Downloads of locked files: from the store's cache, otherwise from the mirror, hashed as they arrive.
 
-A file appears under its SHA-256 only when it is whole and right; until then it has a name that nobody reads.
+A file appears under its SHA-256 only once it is complete and correct; until then it has a name that nothing reads.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from image_builder.system import trees
 from image_builder.system.web import pool, split_credentials
 
 _PARALLEL = 6
-# urllib3 retries until a response begins; a body that breaks off is started again this often.
+# urllib3 retries until a response begins; a body that breaks off is downloaded at most this many times.
 _ATTEMPTS = 3
 _CHUNK = 1 << 18
-# Connecting and every single read have a deadline; a download as a whole has none while bytes come.
+# Connecting and each read have a timeout; a download as a whole has none as long as bytes arrive.
 _TIMEOUT = urllib3.Timeout(connect=20, read=30)
-# A mirror that drips is given up: fewer bytes than this a second, over so many seconds, as for container images.
+# Give up on a mirror that only trickles: fewer bytes per second than this, over so many seconds, as for container
+# images.
 _LEAST_RATE, _RATE_SECONDS = 16_384, 300.0
 _RETRIES = urllib3.Retry(
     total=4, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504)
 )
 
-# The directory that relative ``file:`` addresses are in: programs that no mirror has.
+# Names the directory for relative ``file:`` addresses, of programs that no mirror has.
 PROGRAMS = "IMAGE_BUILDER_PROGRAMS"
 
 Progress = Callable[[int, int], None]
@@ -47,7 +48,7 @@ Progress = Callable[[int, int], None]
 class Download:
     """A file to download: its address (``https:``, ``http:``, ``file:`` or ``copy:``), SHA-256, and size if known.
 
-    A relative ``file:`` address is that of a file below the directory of programs (``located``).
+    A relative ``file:`` address refers to a file below the directory of programs (``located``).
     """
 
     name: str
@@ -59,11 +60,11 @@ class Download:
 def fetch(
     downloads: Iterable[Download], cache: Path, scratch: Path, progress: Progress | None = None
 ) -> dict[str, Path]:
-    """Make sure that every file lies in ``cache`` and return {sha256: path}.
+    """Ensure that every file is in ``cache``, and return {sha256: path}.
 
-    A cached file is hashed before it is trusted, and fetched again when it is not the one. Downloads run in
-    parallel, into ``scratch`` (on the filesystem of ``cache``) until they are whole; ``progress`` gets (bytes
-    done, bytes in all). Raises FetchError naming every file that failed. What interrupts the wait ends all of them.
+    A cached file is hashed before it is trusted, and fetched again if it doesn't match. Downloads run in parallel, to
+    ``scratch`` (on the filesystem of ``cache``) until they are complete; ``progress`` gets (bytes done, total bytes).
+    Raises FetchError naming the files that failed, ten at most. An interrupted wait cancels all downloads.
     """
     files = {w.sha256: w for w in downloads}
     missing = [w for w in files.values() if not _is_cached(cache / w.sha256, w.sha256)]
@@ -83,7 +84,7 @@ def fetch(
                     failures.append(error.message)
                 if progress:
                     progress(done, total)
-        except BaseException:  # Ctrl-C: what has not begun is not begun any more
+        except BaseException:  # Ctrl-C: don't start any other download
             stop.set()
             workers.shutdown(wait=False, cancel_futures=True)
             raise
@@ -98,10 +99,10 @@ def fetch(
 
 
 def located(url: str) -> str:
-    """Return an address with the directory of programs in it, if it is a relative ``file:`` one.
+    """Return an address; if it is a relative ``file:`` one, with the directory of programs in it.
 
-    So neither a lock nor the id of a stage depends on where that directory is. Raises FetchError where it is needed and
-    not known.
+    So neither a lock nor a stage's id depends on where that directory is. Raises FetchError if the directory is needed
+    but unknown.
     """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "file" or parts.netloc or parts.path.startswith("/"):
@@ -129,7 +130,7 @@ def _site(url: str) -> str:
 def _download(
     connections: urllib3.PoolManager, item: Download, cache: Path, scratch: Path, stop: threading.Event
 ) -> int:
-    """Fetch one file; return its size in bytes. A connection that breaks in mid-body is tried again."""
+    """Fetch one file; return its size in bytes. A connection that breaks in mid-body is retried."""
     try:
         url = located(item.url)
     except FetchError as error:
@@ -166,7 +167,7 @@ def _copy_with_retries(
 
 
 def _copy(connections: urllib3.PoolManager, url: str, target: Path, stop: threading.Event) -> tuple[int, str]:
-    """Write what ``url`` gives to ``target``; return its size in bytes and its SHA-256."""
+    """Download ``url`` to ``target``; return its size in bytes and its SHA-256."""
     sha256, size = hashlib.sha256(), 0
     since, before = time.monotonic(), 0
     address, _ = split_credentials(url)
@@ -185,7 +186,7 @@ def _copy(connections: urllib3.PoolManager, url: str, target: Path, stop: thread
 
 
 def _chunks(connections: urllib3.PoolManager, url: str) -> Iterable[bytes]:
-    if url.startswith(("file:", "copy:")):  # to apt they differ, by what it leaves where it is
+    if url.startswith(("file:", "copy:")):  # they differ only for apt, which copies or uses a file in place
         with open(urllib.request.url2pathname(urllib.parse.urlsplit(url).path), "rb") as stream:
             while chunk := stream.read(_CHUNK):
                 yield chunk
@@ -195,12 +196,12 @@ def _chunks(connections: urllib3.PoolManager, url: str) -> Iterable[bytes]:
     # The body as it was sent: a .gz file must not be unpacked because of its Content-Encoding.
     headers = {"Accept-Encoding": "identity", **basic}
     response = connections.request("GET", url, preload_content=False, headers=headers)
-    # A body read to its end has given its connection back by then; closing drops only one that was not.
+    # A body read to its end has already returned its connection; closing drops only one that hasn't.
     with contextlib.closing(response):
         if response.status != 200:
             hint = f"; {apt_auth.HINT}" if response.status in (401, 403) else ""
             raise urllib3.exceptions.HTTPError(f"HTTP status {response.status}{hint}")
-        # What is there, as it comes: one read of a whole chunk lasts as long as each byte of it comes in time.
+        # Read what is available: waiting for a full chunk could take forever if each of its bytes arrives just in time.
         while chunk := response.read1(_CHUNK, decode_content=False):
             yield chunk
 

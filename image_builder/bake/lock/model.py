@@ -1,7 +1,7 @@
 """The lock: every byte that a bake takes from outside, by name, version and SHA-256.
 
-A lock is made by ``resolve.py`` and used by everything else. Where the bytes lie (the mirror) is not part of
-it, except for repositories of third parties, whose address tells which bytes are meant.
+A lock is made by ``resolve.py`` and used by everything else. Where the bytes are stored (the mirror) is not part of
+it, except for third-party repositories, whose address identifies the bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
 class LockedLayer(Strict):
-    """A layer of a container image: ``digest`` and ``size`` are of the compressed blob, ``diff_id`` of the tar."""
+    """A layer of a container image: ``digest`` and ``size`` of the compressed blob, ``diff_id`` of the tar."""
 
     digest: Digest
     size: int = Field(ge=0)
@@ -64,10 +64,10 @@ class LockedLayer(Strict):
 
 
 class LockedImage(Strict):
-    """What a tag of a container image meant when it was locked.
+    """A container image as its tag was resolved when it was locked.
 
-    ``digest`` is what the tag named (an index, or a manifest), ``manifest`` the manifest of ``platform``,
-    ``config`` the digest of its configuration, which is Docker's image ID.
+    ``digest`` is that of the index or manifest that the tag named, ``manifest`` that of the manifest for ``platform``,
+    and ``config`` that of its configuration, which is Docker's image ID.
     """
 
     ref: str
@@ -83,14 +83,14 @@ class LockedImage(Strict):
         return sum(layer.size for layer in self.layers)
 
 
-# What a node does with an image, and no engine: a change of it pulls nothing.
+# Settings that matter only to nodes, not to an engine: changing them causes no pull.
 _OF_THE_NODE = frozenset({"mode", "required"})
 
 
 class Image(LockedImage):
-    """An image to preload: what a definition wants of it, with what it was locked to.
+    """An image to preload: the definition's settings for it, and what it was locked to.
 
-    A pull knows no ``mode``: what nodes do with an image is the store's affair.
+    A pull doesn't include the ``mode``: what nodes do with an image concerns only the store.
     """
 
     pin: bool
@@ -112,9 +112,9 @@ class Image(LockedImage):
 
 
 class Question(Strict):
-    """What is asked of apt for one stage: names, and where they may come from.
+    """A request to apt for one stage: package names, and where they may come from.
 
-    ``repositories`` are those of third parties, each in one line: address, suites, components, digest of its key.
+    ``repositories`` lists those of third parties, one line each: address, suites, components, digest of the key.
     """
 
     suite: str
@@ -124,7 +124,7 @@ class Question(Strict):
 
 
 class LockedGroup(Question):
-    """What one stage installs: what was asked, and all packages that came of it."""
+    """The packages that one stage installs: the request, and everything that it resolved to."""
 
     packages: list[LockedPackage]
 
@@ -134,7 +134,7 @@ class LockedGroup(Question):
         return digest(sorted(p.sha256 for p in self.packages))
 
     def differences(self, question: Question) -> list[str]:
-        """Return why this doesn't answer a question: one sentence a difference."""
+        """Return why this doesn't answer a question, one sentence per difference."""
         reasons = []
         if question.suite != self.suite:
             reasons.append(f"locked for {self.suite}, not for {question.suite}")
@@ -154,7 +154,7 @@ class LockedGroup(Question):
 
 
 class LockedSource(Strict):
-    """A source package: its .dsc and the files that this names."""
+    """A source package: its .dsc and the files that the .dsc names."""
 
     suite: str
     version: str
@@ -162,10 +162,10 @@ class LockedSource(Strict):
 
 
 class Lock(Strict):
-    """``source_date_epoch`` (seconds since 1970, UTC) is the date that a build's files bear.
+    """The lock of an image. ``source_date_epoch`` (seconds since 1970, UTC) is the date of a build's files.
 
-    It is the newest of Debian's ``release_dates``, those of the Release files that were read, or of the last lock with
-    the same base.
+    It is the newest of Debian's ``release_dates`` (those of the Release files that were read), or that of the last lock
+    with the same base.
     """
 
     format: Literal[1] = FORMAT
@@ -177,7 +177,7 @@ class Lock(Strict):
     sources: dict[str, LockedSource] = Field(default_factory=dict)
     archives: list[LockedArchive] = Field(default_factory=list)
     images: list[LockedImage] = Field(default_factory=list)
-    # Images that could be done without, and that no registry had.
+    # Images that aren't required and that no registry had.
     left_out: list[str] = Field(default_factory=list)
 
     def locked_image(self, ref: str) -> LockedImage | None:
@@ -200,7 +200,7 @@ class Lock(Strict):
         sources: Mapping[str, str],
         archives: Sequence[LockedArchive],
     ) -> list[str]:
-        """Return why this lock doesn't fit what a definition asks for: one sentence a difference.
+        """Return why this lock doesn't fit what a definition requires, one sentence per difference.
 
         ``sources`` maps the names of Debian source packages to their suites.
         """
@@ -223,16 +223,16 @@ class Lock(Strict):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return what an operator ought to know of an image of this lock: one sentence each."""
+        """Return warnings about an image of this lock that an operator should see, one sentence each."""
         base = self.groups.get("base")
         if base and DEBIAN in self.repositories and SECURITY not in self.repositories:
             return (f"{base.suite} was locked without its security updates: the mirror in use has none",)
         return ()
 
     def older_than(self, before: Lock) -> list[str]:
-        """Return which Release files are older than those of an earlier lock: one sentence each.
+        """Return which Release files are older than those of an earlier lock, one sentence each.
 
-        Debian's stable ones never expire, so apt takes a mirror's old state for the newest.
+        Debian's stable Release files never expire, so apt accepts an outdated mirror as current.
         """
         return [
             f"{name} is of {_date(date)} here, and was of {_date(earlier)} when it was locked before: "
@@ -264,7 +264,7 @@ class Lock(Strict):
 
     @classmethod
     def remembered(cls, path: Path) -> Lock | None:
-        """Read a lock that may not be there, or be one of another format of lock: None. Raises LockError."""
+        """Read a lock, or return None if it is missing or in another format. Raises LockError."""
         with suppress(OSError, ValueError, AttributeError):
             if json.loads(path.read_bytes()).get("format", FORMAT) != FORMAT:
                 return None

@@ -42,7 +42,7 @@ def write_repository(packages: Iterable[LockedPackage], suite: str, cache: Path,
 
     ``suite`` goes into the Release file: mmdebstrap looks for essential packages by the suite's name.
 
-    ``cache`` holds the packages by SHA-256 and, beside each, what was read of its control file. Raises
+    ``cache`` holds the packages by SHA-256 and, next to each, the control stanza that was read from it. Raises
     FetchError for a file that is not a Debian package.
     """
     target.mkdir(parents=True)
@@ -64,7 +64,7 @@ def write_repository(packages: Iterable[LockedPackage], suite: str, cache: Path,
 
 
 def _control(cache: Path, package: LockedPackage, scratch: Path) -> str:
-    """Return a package's control stanza, from the cache when it was read before."""
+    """Return a package's control stanza, from the cache if it was read before."""
     cached = cache / f"{package.sha256}.control"
     with suppress(FileNotFoundError):
         if text := cached.read_text(encoding="utf-8"):
@@ -92,7 +92,7 @@ def read_control(package: Path) -> str:
 
 
 def fields(control: str) -> dict[str, str]:
-    """Return the fields of a control stanza; none for what has not even a name and a version."""
+    """Return the fields of a control stanza, or none if it lacks a name, a version or an architecture."""
     try:
         stanza = {str(name): str(value) for name, value in Deb822(control).items()}
     except ValueError:

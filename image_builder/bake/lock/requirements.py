@@ -16,9 +16,9 @@ from image_builder.system.web import Outbound
 
 @dataclass(frozen=True)
 class Group:
-    """The packages one stage asks apt for, of one suite, on top of the group ``after``, and Debian source packages.
+    """The packages of one suite that a stage requests on top of the group ``after``, and Debian source packages.
 
-    ``alone``: these files are wanted and nothing is installed, so nothing that they depend on.
+    ``alone`` means that only these package files are wanted: nothing is installed, so their dependencies aren't needed.
     """
 
     suite: str
@@ -31,7 +31,7 @@ class Group:
 
     @property
     def question(self) -> Question:
-        """Return what is asked of apt, in the form in which a lock remembers it."""
+        """Return the request to apt, in the form that a lock stores."""
         return Question(
             suite=self.suite,
             components=list(self.components),
@@ -42,15 +42,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Requirements:
-    """``groups`` by stage name, each after the one that it is installed on; ``archives`` maps a layer to the files
-    that its roles fetch by address, ``preload`` are the references of the container images to preload."""
+    """What a definition requires.
+
+    ``groups`` are by stage name, each after the one that it is installed on; ``archives`` maps a layer to the files
+    that its roles fetch by address; ``preload`` has the references of the container images to preload.
+    """
 
     groups: Mapping[str, Group] = field(default_factory=dict)
     archives: Mapping[str, tuple[LockedArchive, ...]] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
 
     def __or__(self, other: Requirements) -> Requirements:
-        """Return the requirements of both."""
+        """Return the combined requirements of both."""
         return Requirements(
             {**self.groups, **other.groups},
             {**self.archives, **other.archives},
@@ -68,17 +71,17 @@ class Requirements:
         return tuple({a.sha256: a for archives in self.archives.values() for a in archives}.values())
 
     def unlocked_images(self, lock: Lock) -> list[str]:
-        """Return the references that ``lock`` says nothing of."""
+        """Return the references that ``lock`` doesn't mention."""
         return [ref for ref in self.preload if lock.locked_image(ref) is None and ref not in lock.left_out]
 
     def misfit(self, lock: Lock) -> list[str]:
-        """Tell why ``lock`` doesn't answer these requirements, images apart: one sentence a difference."""
+        """Return why ``lock`` doesn't meet these requirements, apart from images: one sentence per difference."""
         questions = {name: group.question for name, group in self.groups.items()}
         return lock.misfit(questions, self.sources, self.all_archives)
 
 
 def node_network(definition: ImageDefinition) -> Network:
-    """Return how the nodes reach registries: a bake may have no other way either."""
+    """Return how the nodes reach registries, since a bake may have no other way to reach them."""
     variables = resolved_variables(definition)
 
     def declared(name: str) -> Mapping[str, Any]:
@@ -99,13 +102,13 @@ def node_network(definition: ImageDefinition) -> Network:
 
 
 def keyring(definition: ImageDefinition) -> Path:
-    """Return the keyring that the base's repositories are signed with."""
+    """Return the keyring with which the base's repositories are verified."""
     default = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
     return Path(definition.base.keyring) if definition.base.keyring else default
 
 
 def _line(repository: Repository) -> str:
-    """Return a repository in one line; ``signed_by`` is a keyring's path or an armoured key."""
+    """Return a repository as one line; ``signed_by`` is a keyring's path or an armored key."""
     key = repository.signed_by.encode()
     if "BEGIN PGP" not in repository.signed_by and Path(repository.signed_by).is_file():
         key = Path(repository.signed_by).read_bytes()

@@ -1,6 +1,6 @@
 """Make a lock: resolve names to bytes, with apt, from the mirrors as they are now.
 
-The one place that asks what is newest.
+This is the only place that asks for the newest versions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def resolve_lock(
 ) -> Lock:
     """Resolve everything that ``definition`` ``needs``. Raises FetchError, LockError, HostError.
 
-    What ``previous`` answers stays as it is: a package more is no reason to upgrade the others.
+    What ``previous`` answers stays as it is: an additional package is no reason to upgrade the others.
     """
     if definition.base.distribution != "debian":
         raise DefinitionError(
@@ -50,9 +50,9 @@ def resolve_lock(
 
 
 def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, monitor: Monitor) -> Lock:
-    """Return ``lock`` with what each preloaded image's tag means now; what it knows already stays as it is.
+    """Return ``lock`` with each preloaded image's tag resolved; images that it already has stay as they are.
 
-    Raises PullError for a required image that can't be had; any other is left out with a note.
+    Raises PullError if a required image isn't available; any other is left out with a note.
     """
     images, left_out = [], []
     network = node_network(definition)
@@ -83,9 +83,9 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
 
 
 def _note_logins(mirrors: Mirrors, monitor: Monitor) -> None:
-    """Note the mirrors that a lock logs in to, and Docker doesn't."""
+    """Note the mirrors that a lock logs in to but Docker doesn't."""
     for mirror in itertools.chain.from_iterable(mirrors.values()):
-        with contextlib.suppress(PullError):  # who asks the mirror reports that
+        with contextlib.suppress(PullError):  # reported when the mirror is asked
             if credentials_for(mirror.host):
                 monitor.note(
                     f"warning: Docker doesn't log in to mirrors: what it can't pull from {mirror.url} without a login,"
@@ -110,10 +110,10 @@ def _remembered(path: Path) -> Lock | None:
 
 
 def _with_the_date_of(lock: Lock, before: Lock | None) -> Lock:
-    """Return a lock with the date of an earlier one while the base is the same.
+    """Return a lock with the date of an earlier one if the base is the same.
 
-    All files of a build bear that date, and the archive's moves several times a day: a newer one would make every layer
-    anew, whatever became of its packages.
+    All files of a build carry that date, and the archive's date moves several times a day: a newer one would rebuild
+    every layer, whether or not its packages have changed.
     """
     if (
         before is None
@@ -172,7 +172,7 @@ def _resolve(
             sources[name] = LockedSource(suite=first.suite, version=version, files=files)
         if chain[0] == "base" and "base" not in reused:
             _require_debians(groups["base"])
-            # A third party's repository is no reason to make the base and the layers below its own again.
+            # A third-party repository is no reason to rebuild the base and the layers below its own.
             epoch = max(apt.release_dates({DEBIAN, SECURITY}).values())
         repositories.update({s.id: None if s.id.startswith("debian") else s.uri for s in apt.sources})
     return Lock(
@@ -187,7 +187,7 @@ def _resolve(
 
 
 def _reusable(chain: list[str], needs: Requirements, previous: Lock | None) -> dict[str, LockedGroup]:
-    """Return what a lock answers of a chain already, up to the first group that is asked for in another way."""
+    """Return the groups of a chain that a lock already answers, up to the first whose request has changed."""
     reusable: dict[str, LockedGroup] = {}
     for name in chain:
         group = previous.groups.get(name) if previous else None
@@ -198,7 +198,7 @@ def _reusable(chain: list[str], needs: Requirements, previous: Lock | None) -> d
 
 
 def _why_again(name: str, gone: list[LockedPackage]) -> str:
-    """Return why a locked group is resolved again: on top of it, apt must know what is installed."""
+    """Return why a locked group is resolved again: to resolve what is on top of it, apt must know what is installed."""
     named = ", ".join(f"{p.name} {p.version}" for p in gone[:3]) + (", …" if len(gone) > 3 else "")
     return (
         f"neither the mirror nor the store still has {named}: "
@@ -207,13 +207,13 @@ def _why_again(name: str, gone: list[LockedPackage]) -> str:
 
 
 def _repositories(previous: Lock, groups: Mapping[str, LockedGroup]) -> dict[str, str | None]:
-    """Return the repositories that groups of a lock are of, and Debian's."""
+    """Return the repositories that a lock's groups come from, and Debian's."""
     used = {DEBIAN, SECURITY, *(p.repository for group in groups.values() for p in group.packages)}
     return {name: uri for name, uri in previous.repositories.items() if name in used}
 
 
 def _require_debians(base: LockedGroup) -> None:
-    """Raise LockError where a third party's repository, there for a layer, would replace a package of the base."""
+    """Raise LockError if a layer's third-party repository would replace a package of the base."""
     foreign = [p for p in base.packages if p.repository not in (DEBIAN, SECURITY)]
     if foreign:
         named = ", ".join(f"{p.name} {p.version} of {p.repository}" for p in foreign)
@@ -269,7 +269,7 @@ def _sources(
 
 
 def addresses(definition: ImageDefinition, settings: Settings, lock: Lock) -> dict[str, str]:
-    """Map the repositories of a lock to where their files are fetched: the mirror now, not the one then."""
+    """Map a lock's repositories to where their files are fetched: from today's mirror, not the one used then."""
     mirror = settings.mirror or definition.base.mirror
     uris = {
         s.id: s.uri for s in debian_sources(definition.base.suite, ("main",), keyring(definition), mirror)

@@ -1,4 +1,4 @@
-"""The code in a stage's id: its ``run`` module and the files which that imports, except those that decide no byte."""
+"""The code in a stage's id: its ``run`` module and the files that it imports, except those that decide no bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from image_builder.settings import REPO_ROOT
 from image_builder.system.trees import code_digests, files_in
 
 PACKAGE = "image_builder"
-# Packages and modules that decide how a stage is run, watched or refused, and why that is no byte of what it makes.
-# Their imports don't count either.
+# Packages and modules that decide how a stage is run, watched or refused, and why this affects none of the bytes that
+# it makes. Their imports don't count, either.
 NEUTRAL: Mapping[str, str] = {
     "bake/lock/model.py": "what is locked is in the options, by digest",
     "bake/pull": "asks registries, waits and gives up; what comes is held to the lock's digests",
@@ -26,7 +26,7 @@ NEUTRAL: Mapping[str, str] = {
     "settings.py": "where things are on this host",
     "system": "starts, watches and ends programs",
 }
-# What decides bytes all the same: how the engines keep images; what every program of a bake is given and is run in.
+# Exceptions, which do decide bytes: how the engines keep images; what every program of a bake gets and runs in.
 DECIDING = (
     "bake/pull/containerd_engine.py",
     "bake/pull/docker_engine.py",
@@ -45,7 +45,7 @@ _FOR_TYPES = re.compile(r"^([ ]*)if TYPE_CHECKING:[^\n]*\n(?:\1[ ]+[^\n]*\n|\n)*
 
 
 def is_neutral(name: str) -> bool:
-    """Tell whether a file decides no byte; ``name`` is its path below the package."""
+    """Return whether a file decides no bytes; ``name`` is its path below the package."""
     return name not in DECIDING and any(name == part or name.startswith(f"{part}/") for part in NEUTRAL)
 
 
@@ -78,7 +78,7 @@ def closure(
     root: Path = REPO_ROOT,
     is_left_out: Callable[[Path], bool] = lambda _: False,
 ) -> set[Path]:
-    """Return the files that are imported from these on, these among them; what is left out is not followed either."""
+    """Return these files and all that they import, directly or not; a file that is left out isn't followed, either."""
     files: set[Path] = set()
     queue = set(starts)
     while queue:
@@ -90,16 +90,16 @@ def closure(
 
 
 def imported(file: Path, package: str, root: Path = REPO_ROOT) -> set[Path]:
-    """Return the files of a package that a file imports, wherever in it, but for type checking."""
+    """Return the files of a package that a file imports, anywhere in it, except for type checking."""
     imports = _imports(file.read_text(encoding="utf-8"), package)
     return {path for names in imports if (path := _file(names, root))}
 
 
 @functools.lru_cache(maxsize=1024)
 def _imports(source: str, package: str) -> frozenset[tuple[str, ...]]:
-    """Return what each import of a package may mean, most specific first.
+    """Return the possible meanings of each import of a package, most specific first.
 
-    Read by patterns, in a hundredth of the time that Python's parser takes; a test compares both.
+    Imports are found by patterns, in a hundredth of the time that Python's parser takes; a test compares both.
     """
     if package not in source:
         return frozenset()

@@ -12,7 +12,7 @@ from image_builder.canonical import JSON
 
 @dataclass(frozen=True)
 class Reason:
-    """Why the stage ``stage`` has another id than before. ``changes`` are sentences, most telling first."""
+    """Why ``stage`` has a different id than before. ``changes`` are sentences, most informative first."""
 
     stage: str
     changes: tuple[str, ...]
@@ -21,9 +21,9 @@ class Reason:
 def explain(
     plan: Plan, previous: Mapping[str, Mapping[str, Any]], stored: Collection[str] = ()
 ) -> list[Reason]:
-    """Compare a plan with the parts of the stages of the build before (name -> parts), stage by stage.
+    """Compare a plan with the parts of the previous build's stages (name -> parts), stage by stage.
 
-    ``stored`` are the ids of stages that are there already, made for another image or by a build that failed later.
+    ``stored`` are the ids of stages that already exist, made for another image or by a build that failed later.
     """
     reasons = []
     for stage in plan.stages:
@@ -34,7 +34,7 @@ def explain(
             continue
         changes = list(_changes(stage.parts, before))
         if changes:
-            # A stage below that changed is reported of that stage; here it is only named when nothing else is.
+            # A change below is reported for the stage that changed; here it is only named if there is nothing else.
             own = [c for c in changes if not c.startswith("below: ")]
             reasons.append(Reason(stage.name, tuple(own or changes[:1])))
     return reasons

@@ -12,17 +12,17 @@ from image_builder.canonical import JSON, digest
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage to be.
+    """One planned stage.
 
     ``name`` is unique in its plan and shown to people; ``kind`` is the name of its ``StageKind``.
     ``options`` are the values that the stage depends on, as its ``run`` takes them: JSON values, tuples for lists.
     ``code`` maps each file that its result depends on to that file's SHA-256, ``lowers`` are the ids of the trees it
     is mounted on (topmost first), ``inputs`` names the other stages whose products it reads.
 
-    ``ground`` are trees (topmost first) that a stage works in and ``needs`` are further stages that must be there
-    for it to run, without deciding its result: what counts of them stands in ``options``. The container engine
-    that pulls the preloaded images runs in the image's own tree, yet only its packages count. They are not part
-    of the id.
+    ``ground`` are trees (topmost first) that a stage works in, and ``needs`` are further stages that must be finished
+    for it to run. They don't decide its result: whatever counts about them is in ``options``. The container engine
+    that pulls the preloaded images runs in the image's own tree, for example, but only its packages count. Neither
+    is part of the id.
     """
 
     name: str
@@ -41,7 +41,7 @@ class StagePlan:
 
     @property
     def parts(self) -> dict[str, JSON]:
-        """Return what the id is made of, as one JSON object."""
+        """Return the parts that make up the id, as one JSON object."""
         return {
             "kind": self.kind,
             "options": self.options,
@@ -58,7 +58,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages of one image, each after everything it needs. ``warnings`` say which of them never are the same."""
+    """The stages of one image, each after everything it needs. ``warnings`` say which of them differ in every build."""
 
     image: str
     stages: tuple[StagePlan, ...]
@@ -77,7 +77,7 @@ class Plan:
         return self.stage("seal").id
 
     def as_json(self) -> dict[str, JSON]:
-        """Return the plan for people's tools."""
+        """Return the plan for other tools."""
         return {
             "image": self.image,
             "build_id": self.build_id,

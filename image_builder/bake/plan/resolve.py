@@ -1,4 +1,4 @@
-"""The graph: an image's stages in their order, which stands here, once.
+"""The graph: an image's stages in their order, which is defined only here.
 
     tools ─┬─────────> base ─> (a stage for each entry of image_layers) ─> seal ─> verify ─> disk ─> convert
            ├─> build_root ─> kubelet_build ──────────^                      ^
@@ -6,8 +6,8 @@
            └─> lab_images ··> preload ─> preload_store ─> rehearsal ┘
                               (in the tree of container_runtime)
 
-What a stage is and needs, its own folder says. No network, no clock, no root: only the definition, the lock and
-the files of this program are read.
+A stage's own folder says what it is and needs. No network, clock or root privileges are used: only the definition,
+the lock and the files of this program are read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from image_builder.bake.stages import (
 from image_builder.bake.stages.kind import Draft, Extensions, StageKind
 from image_builder.definition import ImageDefinition
 
-# The kinds that a bake has of itself.
+# The built-in kinds.
 KINDS = (
     root.TOOLS_KIND,
     go.KIND,
@@ -76,7 +76,7 @@ def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path, extensions
     for stage in layer.KIND.plan(draft):
         draft.lay(stage)
         if stage.name == preload.ENGINE_LAYER and definition.preload and preload.images(draft):
-            # Where they can begin; what they make is below the seal, and below no layer.
+            # They can begin here; what they make is below the seal, but below no layer.
             for kind in (preload.KIND, preload_store.KIND, rehearsal.KIND):
                 branch = list(kind.plan(draft))
                 draft.add(*branch)
@@ -90,7 +90,7 @@ def resolve(definition: ImageDefinition, lock: Lock, repo_root: Path, extensions
 
 
 def supplier_plan(definition: ImageDefinition, lock: Lock, repo_root: Path, extensions: Extensions) -> Plan:
-    """Return the stages that the supplier's registry needs, before it is known what its images' tags mean."""
+    """Return the stages that the supplier's registry needs, before its images' tags are resolved."""
     draft = _draft(definition, lock, repo_root, extensions)
     _add_supplier(draft, extensions)
     return draft.plan()

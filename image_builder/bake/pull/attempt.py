@@ -15,14 +15,14 @@ from image_builder.errors import PullError
 
 @dataclass
 class LayerRecord:
-    """A layer's way through its phases: for each the seconds when it was first and last seen, and its bytes."""
+    """A layer's way through its phases: when each was first and last seen, in seconds, and the layer's bytes."""
 
     phases: dict[str, list[float]]
     bytes: int = 0
 
 
 class Attempt:
-    """Fed by the thread that pulls, judged by the one that watches."""
+    """An attempt, fed by the thread that pulls and judged by the one that watches."""
 
     def __init__(self, started: float) -> None:
         self.started = started
@@ -34,7 +34,7 @@ class Attempt:
         self._why: str | None = None
 
     def observe(self, event: Event) -> None:
-        """Take in an event of the runtime."""
+        """Process an event of the runtime."""
         with self._lock:
             self._state = deadline.observe(self._state, event)
             self.last[event.layer] = event
@@ -47,7 +47,7 @@ class Attempt:
         self.check()
 
     def queued(self, *, behind_others: bool) -> None:
-        """Note whether this runtime downloads anything: if not, what is queued waits only for the registry."""
+        """Note whether this runtime downloads anything: if not, queued layers wait only for the registry."""
         if behind_others:
             event = Event(now(), "", "waiting")
         else:
@@ -57,17 +57,17 @@ class Attempt:
 
     @property
     def downloads(self) -> bool:
-        """Return whether a layer of it is downloading."""
+        """Return whether one of its layers is downloading."""
         with self._lock:
             return any(event.phase == "downloading" for event in self.last.values())
 
     def judge(self, now: float, limits: Limits) -> Verdict | None:
-        """Return why it must end now; None while all is well."""
+        """Return why the attempt must end now, or None while all is well."""
         with self._lock:
             return deadline.judge(self._state, now, limits)
 
     def ended_by(self, end: Callable[[], None]) -> None:
-        """Set what ends this attempt from another thread."""
+        """Set the function that ends this attempt from another thread."""
         with self._lock:
             self._end = end
             gone = self._why is not None
@@ -75,7 +75,7 @@ class Attempt:
             _quietly(end)
 
     def give_up(self, why: str) -> None:
-        """End it, from any thread; the pulling thread then raises PullError."""
+        """End the attempt, from any thread; the pulling thread then raises PullError."""
         with self._lock:
             if self._why is not None:
                 return
@@ -85,7 +85,7 @@ class Attempt:
             _quietly(end)
 
     def check(self) -> None:
-        """Raise PullError once it was ended."""
+        """Raise PullError if the attempt was ended."""
         if self._why is not None:
             raise PullError(self._why)
 
@@ -95,17 +95,17 @@ class Attempt:
         return self._why
 
     def latest(self) -> dict[str, Event]:
-        """Return what was last seen of each layer."""
+        """Return the last event of each layer."""
         with self._lock:
             return dict(self.last)
 
 
 def _quietly(end: Callable[[], None]) -> None:
-    # What is ended may have ended by itself in this moment.
+    # The pull may have just ended by itself.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         end()
 
 
 def now() -> float:
-    """Return the clock that all of this goes by."""
+    """Return the time on the clock that all pulls use."""
     return time.monotonic()

@@ -1,8 +1,8 @@
-"""An image's own containerd, run in a sandbox for the length of a bake, with its own ``ctr`` to pull.
+"""An image's own containerd, run in a sandbox for the duration of a bake, with its own ``ctr`` for pulling.
 
-Progress is read from where containerd keeps it: a blob that comes is a directory below the content store's
-``ingest``, with its reference, its size so far and its total. Unpacking has no such place; there the bytes that the
-daemon has written tell that something moves.
+Progress is read from where containerd keeps it: a blob that is being downloaded is a directory below the content
+store's ``ingest``, with its reference, its size so far and its total. Unpacking has no such place; there, the bytes
+that the daemon has written show that something is moving.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _POLL_SECONDS = 0.5
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 # Fewer bytes than this are the daemon's own housekeeping, not the files of a layer.
 _STEP = 1 << 16
-# What CRI's image store looks for, so that the kubelet sees the image at once.
+# The label that CRI's image store looks for, so that the kubelet sees the image at once.
 _MANAGED = "io.cri-containerd.image=managed"
 _PINNED, _NOT_PINNED = "io.cri-containerd.pinned=pinned", "io.cri-containerd.pinned="
 # The CRI plugin wants a network and pods; the bake wants neither.
@@ -74,9 +74,9 @@ def running(
     log: Path,
     network: Network = NOTHING_SPECIAL,
 ) -> Iterator[ContainerdEngine]:
-    """Run containerd in ``root``, which has a network and a data root; yields it when it answers.
+    """Run containerd in ``root``, which has a network and a data root; yield the engine once it answers.
 
-    ``downloads`` is how many layers of one image come at once. Raises PullError with the end of its log.
+    ``downloads`` is how many layers of one image are downloaded at once. Raises PullError with the end of its log.
     """
     run = root.path / _RUN
     run.mkdir(parents=True, exist_ok=True)
@@ -130,17 +130,17 @@ class ContainerdEngine:
 
     @cached_property
     def major(self) -> int:
-        """Return the first number of the version, 0 for one that isn't a number."""
+        """Return the first number of the version, or 0 if it isn't a number."""
         number = self.version().partition(".")[0]
         return int(number) if number.isdigit() else 0
 
     def version(self) -> str:
-        """Return the daemon's version, without the name of who built it."""
+        """Return the daemon's version, without the name of its builder."""
         fields = self.root.run(["containerd", "--version"]).stdout.split()
         return fields[2].removeprefix("v") if len(fields) > 2 else ""
 
     def has(self, image: LockedImage) -> bool:
-        """Tell whether an image is there as it was locked, by digest and tag, complete and unpacked."""
+        """Return whether an image is present as locked, by digest and tag, complete and unpacked."""
         reference = parse_reference(image.ref)
         names = (reference.at(image.digest), image.ref)
         return all(self._is_complete(name, image.digest) for name in names)
@@ -152,7 +152,7 @@ class ContainerdEngine:
         )
 
     def pull(self, image: LockedImage, attempt: Attempt) -> None:
-        """Pull by digest and tag it; raises PullError with ctr's words."""
+        """Pull an image by digest and tag it. Raises PullError with ctr's message."""
         reference = parse_reference(image.ref)
         name = reference.at(image.digest)
         log = self.log.with_name(f"{self.log.stem}-{_label(image)}.log")
@@ -182,17 +182,17 @@ class ContainerdEngine:
             attempt.observe(Event(now(), layer.digest, "done"))
 
     def pull_command(self, image: LockedImage, hosts: str) -> list[str]:
-        """Return what pulls an image by its digest; ``hosts`` is the directory that leads to its registry."""
+        """Return the command that pulls an image by digest; ``hosts`` is the directory that leads to its registry."""
         argv = ["ctr", "-n", NAMESPACE, "images", "pull", "--snapshotter", SNAPSHOTTER]
         argv += ["--platform", image.platform, "--max-concurrent-downloads", str(self.downloads)]
         if self.major >= 2:
-            # From there on ctr lets the daemon's transfer service pull, which knows no limit of downloads; 1.6 doesn't
-            # know this option.
+            # From 2.0 on, ctr otherwise lets the daemon's transfer service pull, which has no limit on downloads; 1.6
+            # doesn't know this option.
             argv.append("--local")
         return [*argv, "--hosts-dir", hosts, parse_reference(image.ref).at(image.digest)]
 
     def _observe(self, image: LockedImage) -> Iterator[Event]:
-        """Yield what the content store shows of an image's layers."""
+        """Yield the events that the content store shows for an image's layers."""
         at = now()
         coming = dict(self._ingests())
         layers = {layer.digest: layer.size for layer in image.layers}
@@ -201,7 +201,7 @@ class ContainerdEngine:
                 yield Event(at, digest, "downloading", got, total or layers[digest])
         present = [d for d in layers if d not in coming and self._has_blob(d)]
         if layers and len(present) == len(layers):
-            # Nothing is left to come: what the daemon writes now are the files of layers.
+            # Nothing is left to download: the daemon is now writing the files of layers.
             yield Event(at, image.layers[-1].digest, "extracting", self._written())
             present.pop()
         for digest in present:
@@ -211,19 +211,19 @@ class ContainerdEngine:
         return (self.data_root / _CONTENT / "blobs/sha256" / digest.removeprefix("sha256:")).exists()
 
     def _ingests(self) -> Iterator[tuple[str, tuple[int, int | None]]]:
-        """Yield (digest, (bytes so far, bytes in all)) of the blobs that are coming."""
+        """Yield (digest, (bytes so far, total bytes)) of the blobs that are being downloaded."""
         for path in (self.data_root / _CONTENT / "ingest").glob("*"):
             try:
                 digest = _DIGEST.search((path / "ref").read_text())
                 got = (path / "data").stat().st_size
                 total = (path / "total").read_text() if (path / "total").exists() else ""
-            except FileNotFoundError:  # it came to its end meanwhile
+            except FileNotFoundError:  # it finished in the meantime
                 continue
             if digest:
                 yield digest[0], (got, int(total) if total.isdigit() else None)
 
     def _written(self) -> int:
-        """Return the bytes that the daemon wrote since it started, in steps that are more than a log line."""
+        """Return the bytes that the daemon has written since it started, in steps larger than a log line."""
         try:
             fields = Path(f"/proc/{self.pid}/io").read_text().split()
         except FileNotFoundError:
@@ -233,9 +233,9 @@ class ContainerdEngine:
 
     @contextmanager
     def _hosts(self, image: LockedImage) -> Iterator[tuple[str, Sequence[Gateway]]]:
-        """Write how the image's registry is reached, for one pull, on the sandbox's tmpfs.
+        """Write the configuration for reaching the image's registry in one pull, on the sandbox's tmpfs.
 
-        Yields the directory, and the gateways to the registry and to those of its mirrors that want a login.
+        Yields the directory, and the gateways to the registry and to those of its mirrors that require a login.
         """
         reference = parse_reference(image.ref)
         folder = self.root.path / _RUN / f"hosts-{_label(image)}"
@@ -247,8 +247,8 @@ class ContainerdEngine:
             way = stack.enter_context(gateway(client)) if client.credentials else None
             ways = [way] if way else []
             endpoint = self.endpoints.get(reference.registry)
-            # For the registry itself, not in a table of `host`: what is refused there is asked for once more at
-            # `server`, without this certificate and this header, and only that refusal is reported.
+            # For the registry itself, not in a `host` table: a request refused there is repeated at `server`, without
+            # this certificate and this header, and only that refusal is reported.
             lines = [
                 f"server = {_toml(way.url if way else client.server)}",
                 'capabilities = ["pull", "resolve"]',
@@ -258,7 +258,7 @@ class ContainerdEngine:
                 lines.append(f"ca = {_toml(self._inside(place / 'ca.pem'))}")
             if way:
                 lines += ["[header]", f"Authorization = [{_toml(way.authorization)}]"]
-            lines.append("[host]")  # without it containerd 1.6 and 1.7 take none of this
+            lines.append("[host]")  # without it, containerd 1.6 and 1.7 ignore all of this
             for mirror in self.network.mirrors.get(reference.registry, ()):
                 client = stack.enter_context(self._client(reference, mirror))
                 if client.credentials:
@@ -271,7 +271,7 @@ class ContainerdEngine:
             yield self._inside(folder), ways
 
     def _client(self, reference: Reference, mirror: Mirror | None = None) -> RegistryClient:
-        """Return what asks the registry or a mirror of it; raises PullError where its credentials can't be had."""
+        """Return a client of the registry or a mirror. Raises PullError if its credentials aren't available."""
         outbound = self.network.outbound
         if mirror and mirror.ca and self._authority(mirror).is_file():
             authorities = outbound.authorities + self._authority(mirror).read_bytes()
@@ -289,27 +289,27 @@ class ContainerdEngine:
     def mark(self, image: LockedImage, *, pin: bool) -> None:
         """Label an image as the kubelet's plugin does, and protect it from the kubelet if wanted.
 
-        An empty value removes a label that an earlier bake of this data root gave the image.
+        An empty value removes a label that an earlier bake of this data root has set.
         """
         reference = parse_reference(image.ref)
         for name in (reference.at(image.digest), image.ref):
             self._ctr("images", "label", name, _MANAGED, _PINNED if pin else _NOT_PINNED)
 
     def keep_only(self, images: Sequence[LockedImage]) -> list[str]:
-        """Remove every reference to other images; return what was removed."""
+        """Remove all references to other images; return those removed."""
         return self.keep_only_names(names_of(images))
 
     def keep_only_names(self, names: Set[str]) -> list[str]:
-        """Remove every other reference; return what was removed."""
+        """Remove all references except these; return those removed."""
         removed = [name for name in self._ctr("images", "ls", "-q").split() if name not in names]
         if removed:
             self._ctr("images", "rm", "--sync", *removed)
         return removed
 
     def try_out(self, image: LockedImage) -> float | None:
-        """Start a container and end it; return the seconds until it ran, None for an image without a command.
+        """Start and stop a container; return the seconds until it ran, None for an image without a command.
 
-        What the command then does is its own affair: without a GPU or a network it may well fail.
+        What the command does afterwards doesn't matter: without a GPU or a network it may well fail.
         """
         name = f"rehearsal-{_label(image)}"
         config = json.loads(self._ctr("content", "get", image.config)).get("config", {})
@@ -332,7 +332,7 @@ class ContainerdEngine:
             self.root.run(["ctr", "-n", NAMESPACE, "containers", "rm", name], ok=range(256))
 
     def unpacked_bytes(self, image: LockedImage) -> int:
-        """Return the bytes of an image's files."""
+        """Return the size of an image's files in bytes."""
         size, chain = 0, ""
         for layer in image.layers:
             chain = _digest(f"{chain} {layer.diff_id}") if chain else layer.diff_id
@@ -341,9 +341,9 @@ class ContainerdEngine:
         return size
 
     def layer_folders(self, image: LockedImage) -> list[str]:
-        """Return where the files of an image's layers are, the lowest first, relative to the data root.
+        """Return the directories of an image's layers, the lowest first, relative to the data root.
 
-        Only a mount shows where a snapshot's files are, and only a view or a writable one can be mounted.
+        Only a mount shows where a snapshot's files are, and only a view or a writable snapshot can be mounted.
         """
         chain = ""
         for layer in image.layers:
@@ -351,14 +351,14 @@ class ContainerdEngine:
         view = f"layers-of-{_label(image)}"
         snapshots = ("snapshots", "--snapshotter", SNAPSHOTTER)
         mounts = self._ctr(*snapshots, "view", "--mounts", view, chain)
-        # Nothing refers to it, so containerd's garbage collection may have been quicker.
+        # Nothing refers to the view, so containerd's garbage collection may already have removed it.
         self.root.run(["ctr", "-n", NAMESPACE, *snapshots, "rm", view], ok=range(256))
         return [os.path.relpath(folder, DATA_ROOT) for folder in reversed(_lowers(mounts))]
 
     def save(
         self, images: Sequence[LockedImage], target: Path, progress: Callable[[int], None]
     ) -> tuple[int, str]:
-        """Write what ``ctr images export`` writes; return its bytes and SHA-256. ``progress`` gets the bytes so far."""
+        """Write what ``ctr images export`` writes; return its size and SHA-256. ``progress`` gets the bytes so far."""
         archive = self.root.path / _RUN / "out" / target.name
         self._ctr(*self.export_arguments(f"/{archive.relative_to(self.root.path)}", images))
         digest, size = hashlib.sha256(), 0
@@ -370,18 +370,18 @@ class ContainerdEngine:
         return size, digest.hexdigest()
 
     def export_arguments(self, archive: str, images: Sequence[LockedImage]) -> list[str]:
-        """Return ctr's arguments that write images into an archive."""
-        # From 2.0 on ctr lets the daemon's transfer service export else, and may end, with status 0, before it has
-        # written the last of what that sent: 2 of 60 archives were cut off with 2.1.9. 1.6 doesn't know the option.
+        """Return ctr's arguments for writing images to an archive."""
+        # From 2.0 on, ctr otherwise lets the daemon's transfer service export, and may exit with status 0 before it has
+        # written the last of the data: 2 of 60 archives were truncated with 2.1.9. 1.6 doesn't know the option.
         local = ["--local"] * (self.major > 1)
         platform = ("--platform", images[0].platform)
         return ["images", "export", *platform, *local, archive, *(image.ref for image in images)]
 
 
 def _lowers(mounts: str) -> list[str]:
-    """Return the directories of a view's mount as ctr prints it, the uppermost first.
+    """Return the directories of a view's mount as ctr prints it, the topmost first.
 
-    A single layer is bound as it is: ``[{"Type": "bind", "Source": "/…/snapshots/1/fs", …}]``; several are an overlay:
+    A single layer is a bind mount: ``[{"Type": "bind", "Source": "/…/snapshots/1/fs", …}]``; several are an overlay:
     ``[{"Type": "overlay", "Options": ["index=off", "lowerdir=/…/2/fs:/…/1/fs"], …}]``.
     """
     (mount,) = json.loads(mounts)
@@ -401,7 +401,7 @@ def _mirror(mirror: Mirror, *, has_authority: bool) -> list[str]:
 
 
 def _mirror_by(way: Gateway, mirror: Mirror) -> list[str]:
-    """Return the tables of ``hosts.toml`` for a mirror that wants a login."""
+    """Return the tables of ``hosts.toml`` for a mirror that requires a login."""
     host = f"host.{_toml(way.url + urllib.parse.urlsplit(mirror.url).path)}"
     return [
         f"[{host}]",
@@ -413,9 +413,9 @@ def _mirror_by(way: Gateway, mirror: Mirror) -> list[str]:
 
 
 def _reason(log: Path, ways: Sequence[Gateway], server: str) -> str:
-    """Return why ctr failed: by what the registry said to its gateway, or by ctr's error, its last line that is one.
+    """Return why ctr failed: the registry's answer to its gateway, or else the last error line of ctr.
 
-    ``server`` is the registry's own address; of mirrors, it follows what they said to theirs.
+    ``server`` is the registry's own address; what mirrors answered to their gateways follows the reason.
     """
     lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ctr:")]
@@ -436,7 +436,7 @@ def _toml(text: str) -> str:
 
 
 def _label(image: LockedImage) -> str:
-    """Return a short name for what belongs to one image. Images of one content, under two names, have two."""
+    """Return a short name for what belongs to one image. The same content under two names has two."""
     return hashlib.sha256(image.ref.encode()).hexdigest()[:12]
 
 
@@ -445,7 +445,7 @@ def _digest(text: str) -> str:
 
 
 def strip(data_root: Path) -> None:
-    """Leave of a stopped daemon's data root what belongs to its images."""
+    """Reduce a stopped daemon's data root to what belongs to its images."""
     for path in data_root.iterdir():
         if path.name not in _IMAGE_DATA:
             remove_tree(path) if path.is_dir() else path.unlink()
@@ -454,7 +454,7 @@ def strip(data_root: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Give a new bake the data root of an earlier one. Files are shared, except the databases."""
+    """Copy the data root of an earlier bake for a new one. Files are shared, except for the databases."""
     process.run(["cp", "-al", "--", f"{source}/.", target])
     for name in _DATABASES:
         path = target / name

@@ -21,7 +21,7 @@ from image_builder.system import process
 VARIABLE = "IMAGE_BUILDER_REGISTRY_AUTH"
 # What the Docker client calls Docker Hub when it asks a helper.
 _HUB = "https://index.docker.io/v1/"
-# A helper may ask a cloud; one that waits for a person at a terminal waits for ever.
+# A helper may ask a cloud; one that waits for a person at a terminal would wait forever.
 _HELPER_SECONDS = 30.0
 _NOT_FOUND = "credentials not found in native keychain"
 _ACCOUNT = ("username", "password", "IdentityToken")
@@ -68,9 +68,9 @@ def credentials_for(registry: str) -> Credentials | None:
 
 
 def _ask_helper(name: str, server: str) -> dict[str, str] | None:
-    """Return a credential helper's answer, None when it knows nothing of a server; raises PullError.
+    """Return a credential helper's answer, or None if it knows nothing about a server. Raises PullError.
 
-    What it prints stays here, since that may be the secret. It runs in the caller's environment, which helpers read.
+    Its output is never reported, since it may be the secret. It runs in the caller's environment, which helpers read.
     """
     program = f"docker-credential-{name}"
     reason = "its answer is not the protocol's JSON"
@@ -98,7 +98,7 @@ def _ask_helper(name: str, server: str) -> dict[str, str] | None:
 
 
 def docker_header(credentials: Credentials | None) -> dict[str, str]:
-    """Return the header in which Docker's API takes credentials."""
+    """Return the header in which Docker's API expects credentials."""
     if credentials is None:
         return {}
     auth = {"username": credentials.username, "password": credentials.password}

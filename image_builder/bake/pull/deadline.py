@@ -1,17 +1,17 @@
-"""The judge of stalled and slow pulls: a judge without a clock and without I/O.
+"""The judge of stalled and slow pulls, without a clock and without I/O.
 
-Three things are measured, each on a clock of its own that stands still at times:
+Three things are measured, each on a clock of its own that stops at times:
 
-* Progress and the whole take count the seconds in which the image could move: while nothing is known of its
+* Progress and the total time count the seconds in which the image could move: while nothing is known about its
   layers, while a layer is downloading, downloaded, extracting or retrying, and once all layers are done.
-  While all that is unfinished is ``waiting`` (queued in the runtime behind other images) they stand still.
-* The rate counts the seconds in which a layer is downloading and has bytes to come.
+  They stop while everything unfinished is ``waiting`` (queued in the runtime behind other images).
+* The rate counts the seconds in which a layer is downloading and has bytes left to download.
 
-Progress is a byte more than the same layer had in the same phase, or a phase further on. A number that fell
-says that the layer started over: what it has by then was downloaded again. Retries, repeated numbers and a layer's
-leaving the queue are no progress. All limits may be reached; what exceeds one first is the verdict.
+Progress means one byte more than the same layer had in the same phase, or a later phase. A number that fell
+means that the layer started over, so what it has by then was downloaded again. Retries, repeated numbers and a layer
+leaving the queue aren't progress. Reaching a limit is allowed; the first to be exceeded is the verdict.
 
-A download from which nothing came in the last ``rate_seconds`` is not slow: only ``progress_seconds`` judges it.
+A download that received nothing in the last ``rate_seconds`` isn't slow: only ``progress_seconds`` applies to it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _FINENESS = 64
 
 @dataclass(frozen=True)
 class Layer:
-    """What is remembered of one layer.
+    """The remembered state of one layer.
 
-    ``phase`` and ``text`` are what was told last. ``reached`` is the last phase other than waiting and
-    retrying (``waiting`` if there was none), ``current`` and ``total`` are its bytes. ``moved`` is the
-    reading of ``State.counted`` when the layer last made progress, -1 if it never did.
+    ``phase`` and ``text`` are those last reported. ``reached`` is the last phase other than waiting and retrying
+    (``waiting`` if there was none), ``current`` and ``total`` are its bytes. ``moved`` is the reading of
+    ``State.counted`` when the layer last made progress, -1 if it never did.
     """
 
     phase: Phase = "waiting"
@@ -61,19 +61,19 @@ class Layer:
 
     @property
     def downloading(self) -> bool:
-        """Whether bytes are to come: a runtime that still checks or writes what it has isn't slow to download."""
+        """Return whether bytes are missing: a runtime that checks or writes what it has isn't slow to download."""
         return self.phase == "downloading" and (self.total is None or self.current < self.total)
 
 
 @dataclass(frozen=True)
 class State:
-    """What is remembered of a pull; its size depends on the number of layers, not on that of events.
+    """The remembered state of a pull; its size depends on the number of layers, not on that of events.
 
-    ``at`` is the moment of the last event, on the events' clock. ``counted`` are the seconds until then in
-    which the image could move, ``progress`` is the reading of ``counted`` at the last progress.
-    ``downloading`` are the seconds in which a layer was downloading, ``received`` the bytes downloaded;
-    ``points`` are pairs of the two at moments when bytes came, in order. ``layers`` maps ids to layers,
-    the image as a whole among them as the empty id once something was told of it.
+    ``at`` is the time of the last event, on the events' clock. ``counted`` is the number of seconds until then in which
+    the image could move, ``progress`` the reading of ``counted`` at the last progress. ``downloading`` is the number of
+    seconds in which a layer was downloading, ``received`` the bytes downloaded; ``points`` are pairs of the two when
+    bytes arrived, in order. ``layers`` maps ids to layers, including the image as a whole, with an empty id, once
+    something was reported about it.
     """
 
     at: float
@@ -86,12 +86,12 @@ class State:
 
 
 def begin(at: float) -> State:
-    """Return the state of a pull that is asked for at ``at`` (seconds of the events' monotonic clock)."""
+    """Return the state of a pull requested at ``at`` (seconds of the events' monotonic clock)."""
     return State(at)
 
 
 def observe(state: State, event: Event) -> State:
-    """Return the state after an event. One that is older than the last counts as if it came with it."""
+    """Return the state after an event. One that is older than the last counts as if it came at the same time."""
     state = _at(state, event.at)
     before = state.layers.get(event.layer, Layer())
     layer, moved, received = _step(before, event)
@@ -108,15 +108,15 @@ def observe(state: State, event: Event) -> State:
 
 
 def judge(state: State, now: float, limits: Limits) -> Verdict | None:
-    """Return what is wrong with a pull at ``now``, None if nothing is.
+    """Return what is wrong with a pull at ``now``, or None if nothing is.
 
-    A limit is exceeded by more than its seconds, not by just as many. Of several, that counts which was
-    exceeded first, so that the verdict doesn't depend on how often it is asked for. ``overall_seconds``
-    doesn't count the time in which the whole image is queued either.
+    A limit is exceeded only by more than its seconds, not by exactly as many. Of several limits, the first exceeded
+    counts, so that the verdict doesn't depend on how often it is requested. ``overall_seconds`` doesn't count time in
+    which the whole image is queued, either.
     """
     state = _at(state, now)
     idle = state.counted - state.progress
-    # By how many seconds each limit is exceeded; of equals the first is taken.
+    # By how many seconds each limit is exceeded; on a tie, the first is taken.
     over: dict[_Kind, float] = {
         "stalled": idle - limits.progress_seconds,
         "too slow": _slow_over(state, limits),
@@ -134,7 +134,7 @@ def judge(state: State, now: float, limits: Limits) -> Verdict | None:
 
 
 def _at(state: State, now: float) -> State:
-    """Return the state with its clocks at ``now``; a moment before the last event is that of the last event."""
+    """Return the state with its clocks at ``now``, or at the last event if ``now`` is earlier."""
     seconds = max(0.0, now - state.at)
     return replace(
         state,
@@ -145,7 +145,7 @@ def _at(state: State, now: float) -> State:
 
 
 def _could_move(state: State) -> bool:
-    """Return whether nothing is known of the layers, all are done, or something isn't only queued."""
+    """Return whether nothing is known about the layers, all are done, or something is neither queued nor done."""
     queued = any(layer.queued for name, layer in state.layers.items() if name)
     return not queued or any(not layer.queued and not layer.finished for layer in state.layers.values())
 
@@ -155,9 +155,9 @@ def _downloading(state: State) -> bool:
 
 
 def _step(before: Layer, event: Event) -> tuple[Layer, bool, int]:
-    """Return a layer after an event, whether it made progress, and how many bytes came by download."""
+    """Return a layer after an event, whether it made progress, and how many bytes were downloaded."""
     if event.phase in ("waiting", "retrying"):
-        # What it had is kept: a download that goes on where it broke off makes no progress by saying so.
+        # Keep what it had: a download that resumes where it broke off doesn't make progress by reporting it.
         return replace(before, phase=event.phase, text=event.text), False, 0
     same = event.phase == before.reached
     fresh = event.current - before.current if same and event.current >= before.current else event.current
@@ -166,17 +166,17 @@ def _step(before: Layer, event: Event) -> tuple[Layer, bool, int]:
     if event.phase == "downloading":
         received = fresh
     elif onward and before.reached == "downloading" and before.total is not None:
-        received = max(0, before.total - before.current)  # the rest came, though no event reported it
+        received = max(0, before.total - before.current)  # the rest arrived, though no event reported it
     total = before.total if same and event.total is None else event.total
     after = Layer(event.phase, event.phase, event.current, total, event.text, before.moved)
     return after, fresh > 0 or onward, received
 
 
 def _added(points: tuple[tuple[float, int], ...], new: tuple[float, int]) -> tuple[tuple[float, int], ...]:
-    """Return the history with a point more, thinned when it is long.
+    """Return the history with one more point, thinned out if it is long.
 
-    A point that is dropped leaves its bytes to the next kept one, as if they had come later: never a reason
-    to find a download slower than it was.
+    A dropped point leaves its bytes to the next one kept, as if they had arrived later, which never makes a download
+    look slower than it was.
     """
     if points[-1][0] == new[0]:
         return (*points[:-1], new)
@@ -184,19 +184,20 @@ def _added(points: tuple[tuple[float, int], ...], new: tuple[float, int]) -> tup
         return (*points, new)
     thinned = [points[0]]
     for point, following in pairwise(points[1:]):
-        # The older, the sparser: gaps grow with age, so that any window is about as exact in proportion.
+        # The older, the sparser: gaps grow with age, so that any window has about the same relative accuracy.
         if following[0] - thinned[-1][0] > max(1.0, (new[0] - thinned[-1][0]) / _FINENESS):
             thinned.append(point)
     return (*thinned, points[-1], new)
 
 
 def _slow_over(state: State, limits: Limits) -> float:
-    """Return since how many seconds the mean rate is too low (0 or less: it isn't), while downloading."""
+    """Return for how many seconds of downloading the mean rate has been too low; 0 or less if it isn't."""
     least = limits.min_rate * limits.rate_seconds
-    # Where nothing came at all it isn't slow but stalled: that is for progress_seconds to judge.
+    # If nothing arrived at all, it isn't slow but stalled, which is for progress_seconds to judge.
     if least <= 0 or not _downloading(state) or not _recent(state, limits):
         return -math.inf
-    # The window was too poor from when the bytes up to here left it; if all are too few, from when it was full.
+    # The window has held too few bytes since those up to here left it or, if there are too few in all, since it was
+    # full.
     poor_since = next(
         (clock for clock, so_far in state.points if so_far > state.received - least), state.downloading
     )
@@ -210,21 +211,21 @@ def _recent(state: State, limits: Limits) -> int:
 
 
 def _unfinished(state: State) -> list[str]:
-    """Return the ids of the layers that ought to move; if none ought to, of those that wait for others."""
+    """Return the ids of the layers that should be moving or, if there are none, of those that wait for others."""
     unfinished = [name for name, layer in state.layers.items() if name and not layer.finished]
     running = [name for name in unfinished if not state.layers[name].queued]
-    # What is downloaded may wait for the layer below it, which may be the one that doesn't come.
+    # A downloaded layer may wait for the one below it, which may be the one that doesn't arrive.
     coming = [name for name in running if state.layers[name].phase != "downloaded"]
     return coming or running or unfinished
 
 
 def _suspect(state: State, names: Iterable[str]) -> str:
-    """Return the one of these layers that moved last, the whole image if there are none."""
+    """Return which of these layers last made progress, or the whole image if there are none."""
     return max(names, key=lambda name: state.layers[name].moved, default="")
 
 
 def _last(state: State, name: str) -> str:
-    """Return in words what was last seen of a layer or of the whole image."""
+    """Return, in words, the last known state of a layer or of the whole image."""
     count = len(state.layers) - ("" in state.layers)
     if not name and count:
         return f"all {count} layers are done" if count > 1 else "its only layer is done"

@@ -1,7 +1,7 @@
-"""An image's own dockerd, run in a sandbox for the length of a bake, with nothing but pulling in mind.
+"""An image's own dockerd, run in a sandbox for the duration of a bake and configured only for pulling.
 
-Its configuration is the bake's: no bridge, no iptables rule, no cgroup of its own, and a data root that the
-caller binds to ``DATA_ROOT``. The node's daemon.json is validated separately, by the role.
+Its configuration is the bake's own: no bridge, no iptables rules, no cgroup of its own, and a data root that the caller
+binds to ``DATA_ROOT``. The node's daemon.json is validated separately, by the role.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _RUN = "run/image-builder"
 _START_SECONDS, _STOP_SECONDS = 60.0, 60.0
 _API_SECONDS = 120
 _BLOCK = 1 << 20
-# Debian's package has it in the first place, Docker's own in the second.
+# The path in Debian's package, then the one in Docker's own.
 _PROGRAMS = ("/usr/sbin/dockerd", "/usr/bin/dockerd")
 _FAILURES = (DockerException, requests.RequestException, urllib3.exceptions.HTTPError, OSError)
-# What of a data root is images; the rest is of the daemon that ran.
+# The parts of a data root that are image data; the rest belongs to the daemon that ran.
 _STORAGE = "overlay2"
 _IMAGE_DATA = ("image", _STORAGE)
 
 
 def configuration(downloads: int, mirrors: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the bake's daemon.json. Every key exists from Docker 20.10 on. Docker has mirrors only for Docker Hub."""
+    """Return the bake's daemon.json. All keys exist since Docker 20.10. Docker has mirrors only for Docker Hub."""
     return {
         "data-root": DATA_ROOT,
         "exec-root": "/run/docker",
         "pidfile": "/run/docker.pid",
         "hosts": ["unix:///run/docker.sock"],
-        # Never left to the daemon: Docker 29 takes containerd's store for a blank data root.
+        # Never left to the daemon: Docker 29 chooses containerd's store for an empty data root.
         "storage-driver": _STORAGE,
         "features": {"containerd-snapshotter": False},
         "exec-opts": ["native.cgroupdriver=cgroupfs"],
@@ -83,9 +83,9 @@ def running(
     log: Path,
     network: Network = NOTHING_SPECIAL,
 ) -> Iterator[DockerEngine]:
-    """Run dockerd in ``root``, which has a network and a data root; yields it when it answers.
+    """Run dockerd in ``root``, which has a network and a data root; yield the engine once it answers.
 
-    ``downloads`` is how many layers come at once. Raises PullError with the end of its log.
+    ``downloads`` is how many layers are downloaded at once. Raises PullError with the end of its log.
     """
     run = root.path / _RUN
     run.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def running(
     argv = root.argv(["dockerd", f"--config-file=/{_RUN}/daemon.json"], surroundings, proxies=True)
     folder = os.open(root.path / "run", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # The path of a socket has at most 108 bytes; a store's may be longer.
+        # A socket's path is limited to 108 bytes; the path of a store may be longer.
         url = f"unix:///proc/self/fd/{folder}/docker.sock"
         with process.background(argv, log=log, stop_seconds=_STOP_SECONDS) as daemon:
             _wait_until_it_answers(url, lambda: daemon.poll() is None, log)
@@ -122,7 +122,7 @@ def _wait_until_it_answers(url: str, alive: Callable[[], bool], log: Path) -> No
 
 
 def require_overlay2(url: str) -> None:
-    """Raise PullError where a daemon keeps images otherwise than nodes are seeded for."""
+    """Raise PullError if a daemon doesn't store images in the way that nodes are seeded for."""
     with _connected(url) as client:
         info: dict[str, Any] = client.info()
     if info["Driver"] != _STORAGE:
@@ -152,7 +152,7 @@ class DockerEngine:
 
     @property
     def binary(self) -> str:
-        """Return where the daemon is; raises PullError where it is in none of the places of its packages."""
+        """Return the path of the daemon. Raises PullError if it is in none of the places that its packages use."""
         for path in _PROGRAMS:
             if (self.root.path / path.lstrip("/")).is_file():
                 return path
@@ -164,7 +164,7 @@ class DockerEngine:
             return str(client.version()["Version"])
 
     def has(self, image: LockedImage) -> bool:
-        """Tell whether an image is there as it was locked, by its digest and by its tag."""
+        """Return whether an image is present as locked, by its digest and by its tag."""
         reference = parse_reference(image.ref)
         with _connected(self.url) as client:
             try:
@@ -174,7 +174,7 @@ class DockerEngine:
         return all(self._fault(image, inspection) is None for inspection in inspections)
 
     def pull(self, image: LockedImage, attempt: Attempt) -> None:
-        """Pull by digest and tag it; raises PullError with the daemon's words."""
+        """Pull an image by digest and tag it. Raises PullError with the daemon's message."""
         reference = parse_reference(image.ref)
         try:
             with _connected(self.url) as client:
@@ -192,8 +192,8 @@ class DockerEngine:
         headers = {"Host": "docker", **docker_header(credentials_for(reference.registry))}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self.url.removeprefix("unix://"))
-            # Giving up ends the reading here; the daemon sees the connection close and stops pulling. It sends
-            # not even its headers before it has the manifest, so this can't wait for them.
+            # Giving up ends the reading here; the daemon sees the connection close and stops pulling. It doesn't even
+            # send its headers before it has the manifest, so this can't wait for them.
             attempt.ended_by(lambda: connection.shutdown(socket.SHUT_RDWR))
             client_side = http.client.HTTPConnection("docker")
             client_side.sock = connection
@@ -211,7 +211,7 @@ class DockerEngine:
         attempt.check()
 
     def _fault(self, image: LockedImage, inspection: Mapping[str, Any]) -> str | None:
-        """Return how an image differs from what was locked; None when it doesn't."""
+        """Return how an image differs from what was locked, or None if it doesn't."""
         platform = f"{inspection.get('Os')}/{inspection.get('Architecture')}"
         if not image.platform.startswith(platform):
             return f"is for {platform}, not for {image.platform}"
@@ -222,14 +222,14 @@ class DockerEngine:
         return None
 
     def mark(self, image: LockedImage, *, pin: bool) -> None:
-        """Docker has no pins: of what the kubelet protects, it protects the pause image by its name."""
+        """Do nothing: Docker has no pins, and the kubelet protects only the pause image, which it knows by name."""
 
     def keep_only(self, images: Sequence[LockedImage]) -> list[str]:
-        """Remove every reference to other images; return what was removed."""
+        """Remove all references to other images; return those removed."""
         return self.keep_only_names(names_of(images))
 
     def keep_only_names(self, names: Set[str]) -> list[str]:
-        """Remove every other reference; return what was removed."""
+        """Remove all references except these; return those removed."""
         names = {familiar(name) for name in names}
         removed = []
         with _connected(self.url) as client:
@@ -238,15 +238,15 @@ class DockerEngine:
                     if familiar(name) not in names and "<none>" not in name:
                         try:
                             client.remove_image(name)
-                        except ImageNotFound:  # went with its last tag
+                        except ImageNotFound:  # removed with its last tag
                             continue
                         removed.append(name)
         return removed
 
     def try_out(self, image: LockedImage) -> float | None:
-        """Start a container and end it; return the seconds until it ran, None for an image without a command.
+        """Start and stop a container; return the seconds until it ran, None for an image without a command.
 
-        What the command then does is its own affair: without a GPU or a network it may well fail.
+        What the command does afterwards doesn't matter: without a GPU or a network it may well fail.
         """
         with _connected(self.url) as client:
             config = _inspect(client, image.ref)["Config"]
@@ -267,12 +267,12 @@ class DockerEngine:
         return round(seconds, 3) if command is None else None
 
     def unpacked_bytes(self, image: LockedImage) -> int:
-        """Return the bytes of an image's files."""
+        """Return the size of an image's files in bytes."""
         with _connected(self.url) as client:
             return int(_inspect(client, image.ref)["Size"])
 
     def layer_folders(self, image: LockedImage) -> list[str]:
-        """Return where the files of an image's layers are, the lowest first, relative to the data root."""
+        """Return the directories of an image's layers, the lowest first, relative to the data root."""
         with _connected(self.url) as client:
             data = _inspect(client, image.ref)["GraphDriver"]["Data"]
         folders = [data["UpperDir"], *(data["LowerDir"].split(":") if data.get("LowerDir") else ())]
@@ -281,7 +281,7 @@ class DockerEngine:
     def save(
         self, images: Sequence[LockedImage], target: Path, progress: Callable[[int], None]
     ) -> tuple[int, str]:
-        """Write what ``docker image save -o`` writes; return bytes and SHA-256. ``progress`` gets the bytes so far."""
+        """Write what ``docker image save -o`` writes; return size and SHA-256. ``progress`` gets the bytes so far."""
         digest, size = hashlib.sha256(), 0
         try:
             with _connected(self.url) as client, target.open("xb") as sink:
@@ -322,7 +322,7 @@ def _explanation(status: int, body: bytes) -> str:
 
 
 def strip(data_root: Path) -> None:
-    """Leave of a stopped daemon's data root what belongs to its images."""
+    """Reduce a stopped daemon's data root to what belongs to its images."""
     for path in data_root.iterdir():
         if path.name not in _IMAGE_DATA:
             remove_tree(path) if path.is_dir() else path.unlink()
@@ -331,9 +331,9 @@ def strip(data_root: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Give a new bake the data root of an earlier one. Files are shared: a layer's are never changed in place."""
+    """Copy the data root of an earlier bake for a new one. Files are shared: a layer's never change in place."""
     process.run(["cp", "-al", "--", f"{source}/.", target])
-    # The one file that is rewritten; Docker replaces it by rename, but that is not ours to promise.
+    # The only file that is rewritten; Docker replaces it by rename, but that isn't guaranteed.
     names = target / "image/overlay2/repositories.json"
     if names.exists():
         data = names.read_bytes()

@@ -4,12 +4,12 @@ yields it.
 Per layer Docker reports "Pulling fs layer", "Waiting", "Downloading", "Verifying Checksum", "Download complete",
 "Extracting" and "Pull complete"; or "Already exists"; or "Retrying in N seconds" in between. "Pulling fs layer"
 and "Waiting" are both ``waiting``: Docker announces all layers at once, "Waiting" is reported only for those that are
-above ``max-concurrent-downloads``, and nothing at all when one leaves the queue until its first bytes came. So
-a registry that takes the request for a layer and never sends a byte of it can't be distinguished from the queue here.
+above ``max-concurrent-downloads``, and nothing at all is reported between leaving the queue and the first bytes. So
+a registry that accepts the request for a layer and never sends a byte can't be distinguished from the queue here.
 
-Numbers are those of ``progressDetail``; version 29 has no ``progress`` any more. Its containerd image store
-counts the seconds of an extraction there (``units`` is ``s``), which would be progress for ever: they are left
-out, and such an extraction has a beginning and an end only.
+Numbers are those of ``progressDetail``; version 29 no longer has ``progress``. Its containerd image store
+counts the seconds of an extraction there (``units`` is ``s``), which would be endless progress: they are left
+out, so such an extraction has only a beginning and an end.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from image_builder.bake.pull.model import Event, Phase
 
 @dataclass(frozen=True)
 class Digest:
-    """The manifest's digest, ``sha256:…``. It comes near the end of a pull that went well."""
+    """The manifest's digest, ``sha256:…``. It comes near the end of a successful pull."""
 
     value: str
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The last line of a pull that went well: ``Downloaded newer image for …``, ``Image is up to date for …``."""
+    """The last line of a successful pull: ``Downloaded newer image for …``, ``Image is up to date for …``."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The last line of a pull that failed. ``code`` is like an HTTP status, None where Docker gives none."""
+    """The last line of a failed pull. ``code`` is like an HTTP status, None if Docker gives none."""
 
     message: str
     code: int | None = None
@@ -60,11 +60,11 @@ _PHASES: Mapping[str, Phase] = {
 
 
 def parse(message: Mapping[str, object], at: float) -> Event | Ended | None:
-    """Return the event in a message of the stream, ``at`` being when it came (seconds of a monotonic clock).
+    """Return the event in a message of the stream, which arrived at ``at`` (seconds of a monotonic clock).
 
-    A status that isn't known, "Pulling from …" among them, is of the image as a whole, ``waiting``, with
-    its words as the text: it is shown to people and counts neither as progress nor as a queue. A message
-    with neither status nor error says nothing (None).
+    An unknown status, such as "Pulling from …", becomes a ``waiting`` event of the image as a whole, with the
+    status as its text: it is shown to people and counts neither as progress nor as a queue. A message with
+    neither status nor error gives None.
     """
     if failed := _failed(message):
         return failed
@@ -98,7 +98,7 @@ def _failed(message: Mapping[str, object]) -> Failed | None:
 
 
 def _numbers(detail: object) -> tuple[int, int | None]:
-    """Return the bytes done and in all (None: not known) of a ``progressDetail``; what isn't bytes is left out."""
+    """Return a ``progressDetail``'s bytes done and total (None: unknown); units other than bytes are ignored."""
     if not isinstance(detail, Mapping) or detail.get("units") not in (None, "", "bytes"):
         return 0, None
     current, total = detail.get("current"), detail.get("total")

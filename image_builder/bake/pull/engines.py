@@ -1,4 +1,4 @@
-"""The container engines that images can be pulled by, and what the stages ask of each."""
+"""The container engines that can pull images, and the interface that the stages need from each."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ class RunningEngine(Engine, Protocol):
         """Return the daemon's version."""
 
     def has(self, image: LockedImage, /) -> bool:
-        """Tell whether the image is there, with the locked digests."""
+        """Return whether the image is present with the locked digests."""
 
     def mark(self, image: LockedImage, /, *, pin: bool) -> None:
-        """Label an image as the kubelet does; a pinned one its garbage collection leaves alone."""
+        """Label an image as the kubelet does; the kubelet's garbage collection leaves a pinned one alone."""
 
     def keep_only(self, images: Sequence[LockedImage], /) -> list[str]:
-        """Remove every reference to other images; return what was removed."""
+        """Remove all references to other images; return those removed."""
 
     def try_out(self, image: LockedImage, /) -> float | None:
-        """Start a container and end it; return the seconds until it ran, None for an image without a command."""
+        """Start and stop a container; return the seconds until it ran, None for an image without a command."""
 
     def unpacked_bytes(self, image: LockedImage, /) -> int:
-        """Return the bytes of an image's files."""
+        """Return the size of an image's files in bytes."""
 
     def layer_folders(self, image: LockedImage, /) -> list[str]:
-        """Return where the files of an image's layers are, the lowest first, relative to the data root."""
+        """Return the directories of an image's layers, the lowest first, relative to the data root."""
 
     def save(
         self, images: Sequence[LockedImage], target: Path, progress: Callable[[int], None], /
     ) -> tuple[int, str]:
-        """Write the images to an archive; return its bytes and SHA-256. ``progress`` gets the bytes so far."""
+        """Write the images to an archive; return its size and SHA-256. ``progress`` gets the bytes so far."""
 
 
 class EngineModule(Protocol):
-    """How one engine is run, and what becomes of its data."""
+    """The functions that run one engine and handle its data."""
 
     DATA_ROOT: str
 
@@ -62,13 +62,13 @@ class EngineModule(Protocol):
         log: Path,
         network: Network = NOTHING_SPECIAL,
     ) -> AbstractContextManager[RunningEngine]:
-        """Run the engine in ``root``, which has a network and a data root, while the block lasts."""
+        """Run the engine in ``root``, which has a network and a data root, until the block ends."""
 
     def strip(self, data_root: Path, /) -> None:
-        """Leave of a stopped daemon's data root what belongs to its images."""
+        """Reduce a stopped daemon's data root to what belongs to its images."""
 
     def copy(self, source: Path, target: Path, /) -> None:
-        """Give a new bake the data root of an earlier one."""
+        """Copy the data root of an earlier bake for a new one."""
 
 
 ENGINES: Mapping[str, EngineModule] = {"docker": docker_engine, "containerd": containerd_engine}

@@ -1,9 +1,9 @@
-"""A registry that wants credentials, as one that wants none: what ctr pulls through.
+"""A gateway through which ctr pulls from a registry that requires credentials, as if it required none.
 
-``ctr`` takes a password in its argument list, where all of the host can read it, or a header that is the same for the
-whole pull, while a registry's tokens live for minutes. So it asks a server on the loopback interface, by a key that is
-made for this one pull, and the server asks the registry, as often with a new token as need be. Layers that the registry
-has elsewhere (a redirect) ctr fetches there itself.
+``ctr`` takes a password in its argument list, where everyone on the host can read it, or a header that stays the same
+for the whole pull, while a registry's tokens live for minutes. So it asks a server on the loopback interface, with a
+key that is made for this one pull, and the server asks the registry, with a new token as often as needed. Layers that
+the registry stores elsewhere (a redirect) are fetched from there by ctr itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TO_CTR = (
 
 @dataclass
 class Gateway:
-    """``url`` is where ctr asks, with ``authorization`` as that header's value."""
+    """A running gateway: ctr sends requests to ``url``, with ``authorization`` as that header's value."""
 
     client: RegistryClient
     authorization: str = field(repr=False)
@@ -54,7 +54,7 @@ class Gateway:
 
     @property
     def failure(self) -> str:
-        """Return why a request failed last of those that weren't overcome."""
+        """Return the reason of the latest failure that no later success has resolved."""
         return next(reversed(list(self._failures.values())), "")
 
 
@@ -74,14 +74,14 @@ def gateway(client: RegistryClient) -> Iterator[Gateway]:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    # A request that the registry never answers is left behind: it ends with its own deadline.
+    # Don't wait for a request that the registry never answers: it ends at its own deadline.
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
     gateway: Gateway
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: ctr, or the registry, may leave at any moment, and ctr reports the outcome."""
+        """Log nothing: ctr, or the registry, may disconnect at any moment, and ctr reports the outcome."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -127,7 +127,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command == "GET":
             while block := answer.read1(_BLOCK, decode_content=False):
                 self.wfile.write(block)
-            # Shorter than it was to be: ctr sees it by the end of the connection.
+            # If the body was shorter than announced, ctr notices by the end of the connection.
             self.close_connection = self.close_connection or bool(answer.length_remaining)
 
     def _refuse(self, status: int) -> None:
@@ -140,7 +140,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _path(path: str) -> str:
-    """Return a path without the name of the registry that containerd adds for mirrors."""
+    """Return a path without the registry's name, which containerd adds for mirrors."""
     parts = urllib.parse.urlsplit(path)
     query = [(name, value) for name, value in urllib.parse.parse_qsl(parts.query) if name != "ns"]
     return urllib.parse.urlunsplit(parts._replace(query=urllib.parse.urlencode(query)))

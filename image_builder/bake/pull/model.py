@@ -1,4 +1,4 @@
-"""The vocabulary of a pull: events of a runtime, its limits, and verdicts."""
+"""The vocabulary of a pull: a runtime's events, limits, and verdicts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Phase = Literal["waiting", "downloading", "downloaded", "extracting", "done", "r
 
 @dataclass(frozen=True)
 class Event:
-    """What a runtime reported of one layer of one image at one moment.
+    """A runtime's report about one layer of one image at one moment.
 
-    ``at`` is in seconds of a monotonic clock. ``layer`` is a digest or a short id (12 hex digits), empty for
-    the image as a whole. ``current`` and ``total`` are the bytes of this phase, done and in all; ``text`` is
-    what the runtime said, for people.
+    ``at`` is in seconds of a monotonic clock. ``layer`` is a digest or a short id (12 hex digits), empty for the image
+    as a whole. ``current`` and ``total`` are this phase's bytes, done and in total; ``text`` is the runtime's own
+    message, for people.
     """
 
     at: float
@@ -32,11 +32,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a pull is held to. Time in which the whole image is queued counts against none of these.
+    """The limits of a pull. Time in which the whole image is queued counts against none of them.
 
-    ``progress_seconds`` may pass without a new byte downloaded or extracted. ``min_rate`` is in bytes per
-    second, the mean over the last ``rate_seconds`` of downloading; 0 asks for none. ``overall_seconds`` may
-    pass in all.
+    ``progress_seconds`` may pass without a new byte downloaded or extracted. ``min_rate`` is the lowest mean rate, in
+    bytes per second, over the last ``rate_seconds`` of downloading; 0 sets no limit. ``overall_seconds`` may pass in
+    total.
     """
 
     progress_seconds: float = 1800.0
@@ -47,11 +47,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a pull is to be given up.
+    """The reason to give up a pull.
 
-    ``layer`` is the one that was last seen moving, or that should have been; empty for the image as a whole.
-    ``last`` is what was last seen of it, in words: ``downloading, 12.3 MB of 800 MB``. ``seconds`` is for
-    how long nothing came, for how long the rate was too low, or what it took in all.
+    ``layer`` is the one that last made progress, or should have; empty for the image as a whole. ``last`` is its last
+    known state, in words: ``downloading, 12.3 MB of 800 MB``. ``seconds`` is how long nothing arrived, how long the
+    rate was too low, or how long the pull took in total.
     """
 
     kind: Literal["stalled", "too slow", "too long"]

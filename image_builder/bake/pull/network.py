@@ -1,5 +1,4 @@
-"""How registries are reached: as the definition declares it for the nodes, by mirrors, a proxy and CAs; or, where no
-DNS knows one, by its address."""
+"""How registries are reached: through the mirrors, proxy and CAs declared for the nodes or, outside DNS, by address."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from image_builder.system.web import NOTHING_DECLARED, Outbound
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the registry called ``host`` is really reached: the lab's has no name in any DNS."""
+    """The actual address of the registry called ``host``: the lab's has no name in DNS."""
 
     host: str
     address: str
@@ -27,7 +26,7 @@ Endpoints = Mapping[str, Endpoint]
 
 @dataclass(frozen=True)
 class Mirror:
-    """A mirror as containerd's ``hosts.toml`` has it; ``ca`` is a path in the image."""
+    """A mirror as in containerd's ``hosts.toml``; ``ca`` is a path in the image."""
 
     url: str
     ca: str = ""
@@ -36,7 +35,7 @@ class Mirror:
 
     @classmethod
     def declared(cls, variable: Mapping[str, object]) -> Self:
-        """Return a mirror as the role's variable has it."""
+        """Return a mirror as declared in the role's variable."""
         return cls(
             str(variable["url"]),
             str(variable.get("ca", "")),
@@ -67,7 +66,7 @@ Mirrors = Mapping[str, Sequence[Mirror]]
 
 @dataclass(frozen=True)
 class Network:
-    """The mirrors of each registry, in their order, and the way out to them and to the registries."""
+    """The mirrors of each registry, in order, and how to get out to them and to the registries."""
 
     mirrors: Mirrors = field(default_factory=dict)
     outbound: Outbound = NOTHING_DECLARED

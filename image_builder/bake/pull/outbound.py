@@ -1,4 +1,4 @@
-"""The network outside for an engine in the sandbox: proxies, authorities."""
+"""Outbound network access for an engine in the sandbox: proxies and certificate authorities."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _BUNDLE = "run/image-builder/authorities.pem"
 
 
 def variables(root: Root, endpoints: Endpoints, outbound: Outbound) -> dict[str, str]:
-    """Hand all authorities to the sandbox, on its tmpfs; return the variables of a program that asks outside.
+    """Write all authorities to the sandbox, on its tmpfs; return the variables of a program that uses the network.
 
-    The addresses of the environment's own proxies are not among them, since they may hold a password:
+    The addresses of the environment's own proxies are not among them, since they may contain a password; for these, see
     ``Root.argv(…, proxies=True)``.
     """
     env = {name: value for name, value in outbound.variables().items() if name not in environment()}

@@ -38,7 +38,7 @@ class Engine(Protocol):
     alive: Callable[[], bool]
 
     def pull(self, image: LockedImage, attempt: Attempt) -> None:
-        """Pull ``image``, reporting events to ``attempt``; raises PullError with the runtime's own words."""
+        """Pull ``image``, reporting events to ``attempt``. Raises PullError with the runtime's own message."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass
 class _Job:
-    """An image on its way. ``started`` and ``ended`` are seconds of the monotonic clock."""
+    """An image being pulled. ``started`` and ``ended`` are seconds of the monotonic clock."""
 
     request: Request
     started: float = 0.0
@@ -64,14 +64,14 @@ class _Job:
 
 @dataclass(frozen=True)
 class Pulled:
-    """How it went. ``failed`` maps the references of images that are not required to why they are missing."""
+    """The result of pulling. ``failed`` maps the references of missing images that aren't required to the reason."""
 
     failed: Mapping[str, str]
     records: Sequence[Mapping[str, JSON]]
 
 
 class Puller:
-    """``limits`` are for each image, ``parallel`` is how many are pulled at once."""
+    """A parallel puller. ``limits`` are for each image, ``parallel`` is how many are pulled at once."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class Puller:
         self._over = threading.Event()
 
     def pull(self, requests: Sequence[Request]) -> Pulled:
-        """Pull all images. The first required image that can't be had ends the others.
+        """Pull all images. A required image that fails ends the others.
 
-        Raises PullError naming every required image that failed, its layer, what was last seen, and for how
-        long nothing came.
+        Raises PullError naming every required image that failed, its layer, its last known state, and for how long
+        nothing arrived.
         """
         began = now()
-        # Large ones first: the last to end is then not one that began last.
+        # Large ones first, so that the last to finish isn't one that began last.
         jobs = [_Job(w) for w in sorted(requests, key=lambda w: -w.image.size)]
         with ThreadPoolExecutor(max(1, self.parallel)) as workers:
             running = {workers.submit(self._work, job): job for job in jobs}
@@ -119,7 +119,7 @@ class Puller:
         return Pulled({j.request.image.ref: j.error for j in jobs if j.error}, records)
 
     def _watch(self, running: Mapping[Future[None], _Job]) -> None:
-        """Judge what runs, and show it, until all have ended."""
+        """Judge and display the running pulls until all have ended."""
         waiting = set(running)
         while waiting:
             done, waiting = wait(waiting, timeout=_WATCH_SECONDS, return_when=FIRST_COMPLETED)
@@ -155,11 +155,11 @@ class Puller:
                 job.attempt.give_up(why)
 
     def _work(self, job: _Job) -> None:
-        """Try one image until it is there, or nothing more can be hoped for."""
+        """Try to pull one image until it is there or there is no hope left."""
         job.started = now()
         while not self._over.is_set():
             job.state, job.attempt = "pulling", Attempt(now())
-            if self._over.is_set():  # since just now: who ended all others may not have seen this one
+            if self._over.is_set():  # set just now: the thread that ended the others may have missed it
                 job.attempt.give_up("the build ends")
             try:
                 self.engine.pull(job.request.image, job.attempt)
@@ -172,14 +172,14 @@ class Puller:
             break
         else:
             job.state = "stopped"
-        # One that dies breaks the pull off a moment before it can be seen dead.
+        # An engine that dies aborts the pull a moment before it can be seen to be dead.
         gone = f"{self.engine.name} is gone"
         if job.state != "done" and not self.engine.alive() and not job.error.startswith(gone):
             job.error = f"{gone}: {job.error}" if job.error else gone
         job.ended = now()
 
     def _failed(self, job: _Job, attempt: Attempt, error: PullError) -> bool:
-        """Note a failed attempt and wait for the next; True when there is none."""
+        """Record a failed attempt and wait for the next one. Returns True if there is none."""
         why = attempt.given_up or error.message
         job.error = _with_last_seen(why, attempt)
         job.attempts.append(_attempt(attempt, job.error))
@@ -187,10 +187,10 @@ class Puller:
         if self._over.is_set() or not self.engine.alive():
             job.state = "stopped" if self._over.is_set() else "failed"
             return True
-        # A deadline has run out: what stalls once may come at the second try, but the time is gone for good.
+        # A deadline has expired: what stalls once may arrive at the second try, but the time is gone for good.
         kind: retry.Class = "transient" if attempt.given_up else retry.classify(why)
         image, mirrors, requested_seconds = job.request.image, self.network.mirrors, 0.0
-        # Docker hands on only what the registry said, which it asks after the mirrors.
+        # Docker passes on only the answer of the registry, which it asks after the mirrors.
         by_mirror = kind == "transient" and not attempt.given_up and parse(image.ref).registry in mirrors
         if kind == "limited" or by_mirror:
             requested_seconds = retry_after(image.ref, image.digest, self.endpoints, self.network)
@@ -210,13 +210,13 @@ class Puller:
         return False
 
     def _by_mirrors(self, image: LockedImage, why: str) -> str:
-        """Return what the mirrors of an image's registry say that the runtime's words don't."""
+        """Return the failures of the mirrors of an image's registry that the runtime's message doesn't name."""
         failures = mirror_failures(image.ref, image.digest, self.endpoints, self.network)
         return "".join(f"{retry.MIRROR}{url}: {said}" for url, said in failures.items() if url not in why)
 
 
 def _with_last_seen(why: str, attempt: Attempt) -> str:
-    """Add what was last seen of the layer that moved last, unless the words have it already."""
+    """Add the last event of the layer that reported last, unless the message already names a layer."""
     events = [s for s in attempt.latest().values() if s.layer and s.phase not in ("done", "waiting")]
     if not events or "layer" in why:
         return why
@@ -226,7 +226,7 @@ def _with_last_seen(why: str, attempt: Attempt) -> str:
 
 
 def _attempt(attempt: Attempt, outcome: str) -> dict[str, JSON]:
-    """Return the record of an attempt for pulls.json; seconds count from its start."""
+    """Return the record of an attempt for pulls.json; times are seconds since its start."""
     layers: dict[str, JSON] = {
         layer: {
             "downloaded_bytes": record.bytes,
@@ -260,7 +260,7 @@ def _record(job: _Job, began: float) -> dict[str, JSON]:
 
 
 def _part(job: _Job) -> Part:
-    """Return one image's line."""
+    """Return one image's progress line."""
     image = job.request.image
     if job.state == "done":
         return Part(image.ref, image.size, image.size, "done")
@@ -280,7 +280,7 @@ def _part(job: _Job) -> Part:
 
 
 def _names(digest: str) -> tuple[str, str]:
-    """Return the names that runtimes give a layer: its digest, and Docker's short one."""
+    """Return the names that runtimes give a layer: its digest, and Docker's short id."""
     return digest, digest.removeprefix("sha256:")[:12]
 
 

@@ -1,4 +1,4 @@
-"""References of container images: ``registry.example:5000/name:tag``, fully qualified, never a short name."""
+"""Container image references: ``registry.example:5000/name:tag``, fully qualified, never a short name."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Reference:
         return f"{self.registry}/{self.name}"
 
     def at(self, digest: str) -> str:
-        """Return the same repository by ``digest`` (``sha256:…``)."""
+        """Return the reference to ``digest`` (``sha256:…``) in the same repository."""
         return f"{self.repository}@{digest}"
 
     @property
     def api_host(self) -> str:
-        """Return the host that serves the registry's API: Docker Hub's is another one than its name says."""
+        """Return the host that serves the registry's API; for Docker Hub it isn't the host that its name says."""
         return "registry-1.docker.io" if self.registry == DOCKER_HUB else self.registry
 
     def __str__(self) -> str:
@@ -37,18 +37,18 @@ class Reference:
 
 
 def parse(text: str) -> Reference:
-    """Split a reference that the definition's model has checked already."""
+    """Split a reference that the definition's model has already validated."""
     path, _, tag = text.rpartition(":")
     registry, _, name = path.partition("/")
     return Reference(registry, name, tag)
 
 
 def familiar(name: str) -> str:
-    """Return a name as Docker lists it: of what is Docker Hub's, neither the registry nor ``library/`` is said."""
+    """Return a name as Docker lists it: for Docker Hub, without the registry and without ``library/``."""
     registry, _, rest = name.partition("/")
     return rest.removeprefix("library/") if registry == DOCKER_HUB else name
 
 
 def names_of(images: Iterable[LockedImage]) -> set[str]:
-    """Return what images are called: by tag and by digest."""
+    """Return the names of images, by tag and by digest."""
     return {name for i in images for name in (i.ref, parse(i.ref).at(i.digest))}

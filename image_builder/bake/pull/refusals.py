@@ -1,7 +1,7 @@
-"""What a registry and its mirrors say to one request more, after a runtime has failed to pull an image.
+"""The answers of a registry and its mirrors to one more request, after a runtime has failed to pull an image.
 
-Runtimes hand on little of it: that the registry said 429, but not for how long, and nothing of mirrors, which they ask
-before the registry. Where a mirror is the only way out, its words are those that count.
+Runtimes pass on little of this: that the registry answered 429, but not for how long, and nothing about mirrors, which
+they ask before the registry. If a mirror is the only way out, its answer is the one that counts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from image_builder.bake.pull.registry import RegistryClient, asked_pause
 from image_builder.errors import PullError
 from image_builder.system.web import Outbound
 
-# A build that is to end waits for the answer.
+# Short, since a build that is about to end waits for the answer.
 _TIMEOUT = urllib3.Timeout(connect=2, read=2)
 
 
 def retry_after(ref: str, digest: str, endpoints: Endpoints, network: Network) -> float:
-    """Ask the registry and its mirrors how long to wait before the next request: the most seconds that one asks for.
+    """Return the longest pause, in seconds, that the registry or a mirror asks for before the next request.
 
-    0 where the registry itself has the image now.
+    Return 0 if the registry itself has the image now.
     """
     image = parse(ref)
     mirrors = network.mirrors.get(image.registry, ())
@@ -33,9 +33,9 @@ def retry_after(ref: str, digest: str, endpoints: Endpoints, network: Network) -
 
 
 def mirror_failures(ref: str, digest: str, endpoints: Endpoints, network: Network) -> dict[str, str]:
-    """Return why mirrors of an image's registry don't give it now, by their addresses.
+    """Return why the mirrors of an image's registry don't serve it now, by the mirrors' addresses.
 
-    A mirror with a CA of the image's own isn't asked: that file can't be read here.
+    A mirror whose CA is a file of the image isn't asked: that file can't be read here.
     """
     image = parse(ref)
     refusals = {
@@ -48,7 +48,7 @@ def mirror_failures(ref: str, digest: str, endpoints: Endpoints, network: Networ
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Why an image isn't given, and for how many seconds the server asks to be left alone; 0 for none."""
+    """Why an image isn't served, and for how many seconds the server asks to pause; 0 for none."""
 
     reason: str
     pause: float = 0.0
@@ -57,12 +57,12 @@ class _Refusal:
 def _refusal(
     image: Reference, digest: str, endpoints: Endpoints, mirror: Mirror | None, outbound: Outbound
 ) -> _Refusal | None:
-    """Ask a registry or a mirror for an image's manifest; return why it isn't given, None where it is."""
+    """Request an image's manifest from a registry or mirror; return why it isn't served, None if it is."""
     options: dict[str, Any] = {"outbound": outbound, "retries": False, "timeout": _TIMEOUT}
     try:
         with RegistryClient(image, endpoints, mirror, **options) as client:
             try:
-                # It logs in: without credentials a registry answers 401, however often it is asked.
+                # This logs in: without credentials, a registry answers 401 however often it is asked.
                 answer = client.stream("HEAD", client.path(f"manifests/{digest}"), {})
                 answer.close()
             except urllib3.exceptions.HTTPError as error:

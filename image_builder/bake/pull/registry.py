@@ -1,7 +1,7 @@
-"""A registry's answer to what a tag means: the one place that turns tags into digests, only for the lock.
+"""The resolution of tags by their registries: the only place that turns tags into digests, only for the lock.
 
-A small client of the OCI distribution API. What is pulled later is pulled by a container runtime, by digest; one that
-can't renew a token does so through this client (``gateway.py``).
+A small client of the OCI distribution API. Later pulls are done by a container runtime, by digest; a runtime that can't
+renew a token pulls through this client (``gateway.py``).
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _MANIFESTS = (
     "application/vnd.docker.distribution.manifest.v2+json",
 )
 _TIMEOUT = urllib3.Timeout(connect=20, read=30)
-# A layer on which nothing comes for so long is asked for again, from where it broke off.
+# A layer of which nothing arrives for this long is requested again from where it broke off.
 STREAM = urllib3.Timeout(connect=20, read=60)
 _SAME = (("linux/amd64", "linux/amd64/v1"), ("linux/arm64", "linux/arm64/v8"), ("linux/arm", "linux/arm/v7"))
-# Of Retry-After: what makes sense before anything was started.
+# The longest Retry-After that makes sense before anything has started.
 _LONGEST_PAUSE = 120.0
 _NO_LIMIT = 10**9
 _LARGEST_DOCUMENT = 8 << 20
 _DOCUMENT_SECONDS = 120.0
 _READS = 3
-# A parameter, or else the scheme that those after it belong to.
+# A parameter, or else the scheme that the following ones belong to.
 _CHALLENGE = re.compile(
     r'(?P<name>[\w-]+)\s*=\s*(?:"(?P<quoted>[^"]*)"|(?P<plain>[^\s,"]+))|(?P<scheme>[\w-]+)'
 )
 
 
 class Patience(urllib3.Retry):
-    """Waits for as long as a registry asks, says so, and gives up where that is for too long."""
+    """Retries that wait for as long as a registry asks, report it, and give up if that is too long."""
 
     on_wait: Callable[[float], None] | None = None
 
@@ -69,19 +69,19 @@ class Patience(urllib3.Retry):
         *rest: Any,
         **kw: Any,
     ) -> Self:
-        """Return the retries that are left; raises MaxRetryError, which hands ``response`` to the caller."""
+        """Return the remaining retries. Raises MaxRetryError, which hands ``response`` to the caller."""
         if response and response.status >= 400 and asked_pause(response) > _LONGEST_PAUSE:
             raise urllib3.exceptions.MaxRetryError(kw["_pool"], url or "")
         return super().increment(method, url, response, *rest, **kw)
 
     def get_retry_after(self, response: urllib3.BaseHTTPResponse) -> float | None:
-        """Return the seconds that a server asks for; None where it doesn't, or not in a way that can be understood."""
+        """Return the seconds that a server asks to wait, or None if it doesn't ask or its header is invalid."""
         with suppress(urllib3.exceptions.InvalidHeader):
             return super().get_retry_after(response)
         return None
 
     def sleep_for_retry(self, response: urllib3.BaseHTTPResponse) -> bool:
-        """Wait for as long as a server asks; return whether it asks."""
+        """Wait for as long as a server asks; return whether it asks for a wait."""
         if self.on_wait and (seconds := self.get_retry_after(response)):
             self.on_wait(seconds)
         return super().sleep_for_retry(response)
@@ -107,10 +107,10 @@ def locate(
     outbound: Outbound = NOTHING_DECLARED,
     on_wait: Callable[[float], None] | None = None,
 ) -> LockedImage:
-    """Return what ``ref`` means now, for one platform: by the first mirror of its registry that has it, or by itself.
+    """Return what ``ref`` resolves to now for one platform: at the first mirror that has it, or at its registry.
 
-    ``on_wait`` is called with the seconds of each pause that the registry asks for. Raises PullError: no such image,
-    not let in, none for the platform, not reachable, wrong bytes.
+    ``on_wait`` is called with the seconds of each pause that the registry asks for. Raises PullError if there is no
+    such image or none for the platform, access is denied, the registry can't be reached, or the bytes are wrong.
     """
     image = parse(ref)
     failures = []
@@ -118,7 +118,7 @@ def locate(
         try:
             with RegistryClient(image, endpoints, mirror, outbound=outbound, retries=False) as client:
                 return _locate(ref, platform, client)
-        except PullError as error:  # as with a runtime: who has it not, or doesn't answer, is passed over
+        except PullError as error:  # as with a runtime, a mirror that lacks it or doesn't answer is skipped
             authority = (
                 f" (its `ca`, {mirror.ca}, is a file of the image, which can't be read here: declare that CA in"
                 " container_runtime_ca_certificates)"
@@ -161,7 +161,7 @@ def _locate(ref: str, platform: str, client: RegistryClient) -> LockedImage:
 
 
 def _layers(ref: str, manifest: Mapping[str, Any], config: Mapping[str, Any]) -> list[LockedLayer]:
-    """Return the layers of a manifest; raises PullError for what no engine could unpack or both don't fetch alike."""
+    """Return the layers of a manifest. Raises PullError if engines can't unpack them or don't fetch them alike."""
     layers = manifest["layers"]
     if not layers:
         raise PullError(f"{ref}: has no layers, so there is nothing to preload")
@@ -187,13 +187,13 @@ def asked_pause(answer: urllib3.BaseHTTPResponse) -> float:
 
 
 def _wish(answer: urllib3.BaseHTTPResponse) -> str:
-    """Return for how long a server that refuses asks to be left alone, in words."""
+    """Return, in words, for how long a server that refuses asks to pause."""
     seconds = asked_pause(answer)
     return f"; it asks for a pause of {seconds:.0f} s" if seconds else ""
 
 
 def _choose(ref: str, index: Mapping[str, Any], platform: str) -> str:
-    """Return the digest of the manifest for ``platform``: that which the runtimes take, whatever the order."""
+    """Return the digest of the manifest for ``platform``: the one that the runtimes take, whatever the order."""
     offered: dict[str, str] = {}
     for entry in index.get("manifests", []):
         of = entry.get("platform", {})
@@ -212,7 +212,7 @@ def _reason(error: urllib3.exceptions.HTTPError) -> str:
 
 
 class RegistryClient:
-    """The API of one repository, at its registry or at a mirror of it, with connections. Threads may share it."""
+    """A client for one repository, at its registry or a mirror, with its own connections. Threads may share it."""
 
     def __init__(
         self,
@@ -249,11 +249,11 @@ class RegistryClient:
         return f"{self.api}/{self.image.name}/{resource}"
 
     def unreachable(self, error: urllib3.exceptions.HTTPError) -> str:
-        """Return an error of the connection in words."""
+        """Return a connection error in words."""
         return f"{self.registry} can't be reached: {_reason(error)}"
 
     def local(self, location: str) -> str:
-        """Return where a redirect leads: within this registry as a path, elsewhere as it is."""
+        """Return the target of a redirect: a path if it is within this registry, otherwise the whole address."""
         parts = urllib.parse.urlsplit(location)
         if parts.netloc == urllib.parse.urlsplit(self.server).netloc:
             return urllib.parse.urlunsplit(parts._replace(scheme="", netloc=""))
@@ -262,7 +262,7 @@ class RegistryClient:
     def _send(
         self, method: str, url: str, headers: Mapping[str, str], **options: Any
     ) -> urllib3.BaseHTTPResponse:
-        """Ask any server: one that no DNS knows where it is, another through the proxy."""
+        """Send a request to any server: at its known address if it isn't in DNS, otherwise through the proxy."""
         parts = urllib.parse.urlsplit(url)
         site = f"{parts.scheme}://{parts.netloc}"
         if site not in self._pools:
@@ -273,7 +273,7 @@ class RegistryClient:
         return connections.request(method, f"{base}{url.removeprefix(site)}", headers=sent, **options)
 
     def _pool(self, site: str, host: str) -> tuple[urllib3.PoolManager, str, str]:
-        """Return connections to a server, under which address, and what it calls itself."""
+        """Return the connections to a server, its address, and the host name that it goes by."""
         endpoint = self.endpoints.get(host)
         if endpoint is None:
             options = {"cert_reqs": "CERT_NONE"} if self._unchecked else {}
@@ -315,7 +315,7 @@ class RegistryClient:
             with closing(self.stream("GET", self.path(resource), headers, redirect=True)) as answer:
                 try:
                     data = self._read(answer, resource)
-                except urllib3.exceptions.HTTPError:  # it broke off: that is not retried by itself
+                except urllib3.exceptions.HTTPError:  # it broke off, which isn't retried automatically
                     if not tries:
                         raise
                     time.sleep(1)
@@ -326,7 +326,7 @@ class RegistryClient:
                 return data
 
     def _read(self, answer: urllib3.BaseHTTPResponse, resource: str) -> bytes:
-        """Return a document, which is small: a server that sends one for minutes is as good as one that is silent."""
+        """Return a document, which is small: a server that takes minutes to send it is no better than a silent one."""
         data, deadline = b"", time.monotonic() + _DOCUMENT_SECONDS
         while block := answer.read1(_LARGEST_DOCUMENT + 1):
             data += block
@@ -339,7 +339,7 @@ class RegistryClient:
     def stream(
         self, method: str, path: str, headers: Mapping[str, str], *, redirect: bool = False
     ) -> urllib3.BaseHTTPResponse:
-        """Ask the registry and return its answer unread, which the caller closes. A token that ran out is renewed.
+        """Send a request and return the unread answer, which the caller closes. An expired token is renewed.
 
         Raises PullError when the registry's own credentials are refused, and urllib3's HTTPError.
         """
@@ -364,7 +364,7 @@ class RegistryClient:
         return answer
 
     def _renew(self, challenge: str, used: str | None) -> bool:
-        """Log in, unless another thread just did; return whether there is something new to ask with."""
+        """Log in, unless another thread just did; return whether there is a new authorization to try."""
         with self._lock:
             if self._authorization == used:
                 self._challenge = challenge or self._challenge
@@ -372,7 +372,7 @@ class RegistryClient:
             return self._authorization != used
 
     def refusal(self, answer: urllib3.BaseHTTPResponse, body: bytes) -> str:
-        """Return in words what an unexpected answer says."""
+        """Return an unexpected answer in words."""
         try:
             error = json.loads(body)["errors"][0]
             message = str(error.get("message") or error.get("code"))
@@ -381,7 +381,7 @@ class RegistryClient:
         return f"{self.registry} answered {answer.status} {message}".rstrip() + _wish(answer)
 
     def _log_in(self, challenge: str) -> None:
-        """Get what the registry asks for: a token, or the password itself; raises PullError when that is refused."""
+        """Get the authorization that the registry wants, a token or the password. Raises PullError if it is refused."""
         challenges = _challenges(challenge)
         bearer = challenges.get("bearer", {})
         if bearer.get("realm", "").startswith("https://"):
@@ -404,11 +404,11 @@ class RegistryClient:
         return f"Bearer {token}"
 
     def _ask_for_token(self, challenge: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
-        """Request a token to pull with, by our credentials if there are any.
+        """Request a token for pulling, with our credentials if there are any.
 
-        The scope is that of the challenge: what a mirror calls the repository only it knows. An identity token is what
-        `az acr login` and credential helpers leave instead of a password; it is exchanged as OAuth 2.0 has it
-        (distribution's "Docker Registry v2 authentication using OAuth2").
+        The scope is that of the challenge: only a mirror knows what it calls the repository. An identity token is what
+        `az acr login` and credential helpers leave instead of a password; it is exchanged by OAuth 2.0 (distribution's
+        "Docker Registry v2 authentication using OAuth2").
         """
         realm = challenge["realm"]
         scope = challenge.get("scope") or f"repository:{self.image.name}:pull"

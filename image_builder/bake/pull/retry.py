@@ -1,7 +1,7 @@
-"""Retries of failed pulls, whether and when: pure, from the words of the runtimes.
+"""Whether and when to retry a failed pull: pure, based on the runtimes' messages.
 
-The words are those of Docker 20.10 to 29 (``distribution/errors.go``) and containerd 1.6 to 2.3
-(``remotes/docker``), and of Go's net/http and crypto/x509, which both of them hand on.
+The messages are those of Docker 20.10 to 29 (``distribution/errors.go``) and containerd 1.6 to 2.3
+(``remotes/docker``), and of Go's net/http and crypto/x509, which both of them pass on.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Literal
 
 Class = Literal["transient", "limited", "corrupt", "full", "permanent"]
 
-# What names an image, a file or an address, in a text of an engine: it may look like any status.
+# The names of images, files and addresses in an engine's message, which may look like any status.
 _NAME = re.compile(r"""https?://[^\s"']+|[^\s"',]*[/@][^\s"',]*""")
-# What begins why a mirror was passed over, up to the end of the line: the registry was asked after it.
+# Introduces why a mirror was skipped, up to the end of the line; the registry was asked after it.
 MIRROR = "; mirror "
 _STATUS = r"(?:(?:answered|http|status|code|request to)[\s:=]+|\]: )(?:%s)\b"
-# The first that matches. What none matches is transient: an attempt more does no harm, the deadlines hold.
+# The first match counts. A message without a match is transient: one more attempt does no harm, the deadlines hold.
 _CLASSES: tuple[tuple[Class, str], ...] = (
     ("full", r"no space left on device|disk quota exceeded"),
     ("limited", r"toomanyrequests|too many requests|rate limit|" + _STATUS % "429"),
@@ -48,14 +48,14 @@ _CORRUPT_ATTEMPTS = 2
 
 
 def classify(message: str) -> Class:
-    """Return the class of a failure by what the runtime said."""
+    """Return the class of a failure from the runtime's message."""
     lowered = _NAME.sub("", re.sub(f"{MIRROR}.*", "", message.lower()))
     return next((kind for kind, pattern in _CLASSES if re.search(pattern, lowered)), "transient")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """``attempts`` in all; ``longest_wait`` is how many seconds of Retry-After are obeyed."""
+    """A retry policy: ``attempts`` in total; ``longest_wait`` is how many seconds of Retry-After are obeyed."""
 
     attempts: int = 5
     longest_wait: float = 600.0
@@ -64,10 +64,10 @@ class Policy:
 def pause_before_next(
     policy: Policy, kind: Class, attempt: int, chance: float, wanted_by_registry: float = 0.0
 ) -> float | None:
-    """Return the seconds to wait after failed attempt number ``attempt`` (from 1); None: it was the last one.
+    """Return the seconds to wait after failed attempt number ``attempt`` (from 1), or None if it was the last.
 
-    ``chance`` in [0, 1) spreads the waits of many (full jitter in the upper half), ``wanted_by_registry`` is
-    its Retry-After, which is never cut short: a registry that asks for more than ``longest_wait`` has refused.
+    ``chance`` in [0, 1) spreads concurrent waits (full jitter in the upper half). ``wanted_by_registry`` is its
+    Retry-After, which is never cut short: a registry that asks for more than ``longest_wait`` counts as refusing.
     """
     last = _CORRUPT_ATTEMPTS if kind == "corrupt" else policy.attempts
     if kind in ("permanent", "full") or attempt >= min(last, policy.attempts):

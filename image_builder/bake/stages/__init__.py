@@ -1,4 +1,4 @@
-"""The context of a stage that runs. Each folder here is a kind of stage: what is planned and, in ``run.py``, hashed."""
+"""The context of a running stage. Each folder here is a kind of stage: its plan and, in ``run.py``, its hashed code."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageContext:
-    """A stage's whole world while it runs.
+    """Everything that a stage gets while it runs.
 
-    ``work`` is scratch on the store's filesystem and is deleted afterwards; ``product`` is the directory to
-    fill, committed by rename. ``lowers`` are the trees of the stages below, topmost first, ``ground`` those of the
-    trees that it only works in (see ``StagePlan``). ``inputs`` maps
-    an input's name to the product directory of that stage. ``repo`` is a flat local apt repository with the
-    locked packages that this stage may install, ``files`` a directory of its other locked files: those of a source
-    package by name, those with an address by SHA-256. ``shell``, when set, gives the terminal a shell in a root
-    in which something failed. ``endpoints`` says where registries are reached that no DNS knows, ``network`` how all
-    others are, ``previous`` is the product of the last finished stage of this kind that it may take over
-    from, and ``stop`` is set when the build is to end.
+    ``work`` is scratch space on the store's filesystem and is deleted afterwards; ``product`` is the directory to fill,
+    committed by rename. ``lowers`` are the trees of the stages below, topmost first, ``ground`` those that the stage
+    only works in (see ``StagePlan``). ``inputs`` maps an input's name to the product directory of that stage. ``repo``
+    is a flat local apt repository with the locked packages that this stage may install, ``files`` a directory with its
+    other locked files: those of a source package by name, archives by SHA-256. ``shell``, if set, opens a shell on the
+    terminal in a root in which something failed. ``endpoints`` says where registries that aren't in DNS are reached,
+    ``network`` how all others are; ``previous`` is the product of an earlier stage of the same name to take over from,
+    and ``stop`` is set when the build is to end.
     """
 
     plan: StagePlan
@@ -53,7 +52,7 @@ class StageContext:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def doing(self, action: str) -> None:
-        """Tell in a few words what happens now."""
+        """Report, in a few words, what is happening now."""
         self.monitor.stage_doing(self.plan.name, action)
 
 

@@ -1,4 +1,4 @@
-"""A kind of stage as the rest of a bake knows it, all but what the stage does; and the draft that it plans in."""
+"""A kind of stage as the rest of a bake knows it, apart from what the stage does; and the draft of a plan."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from image_builder.definition import ImageDefinition
 
 MIB = 1 << 20
-# Trees that aren't part of an image get a fixed date, so that they are shared by images and locks.
+# Trees that aren't part of an image get a fixed date, so that images and locks can share them.
 FIXED_EPOCH = 1735689600  # 2025-01-01T00:00:00Z
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a stage takes: of its product in the store, beside that while it runs, and of what is published."""
+    """The bytes that a stage takes: its product in the store, its scratch while it runs, and what is published."""
 
     product: float = 0.0
     scratch: float = 0.0
@@ -33,8 +33,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes: of each group's packages, packed and unpacked; of the preloaded images' layers as ``blobs`` that a
-    registry has, as files, in the archive and in the store; of the image's tree.
+    """Sizes in bytes: of each group's packages, packed and unpacked; of the preloaded images' layers as a registry's
+    ``blobs``, as files, in the archive and in the store; of the image's tree.
     """
 
     packed: Mapping[str, float]
@@ -62,16 +62,17 @@ def _no_files(_stage: StagePlan, _lock: Lock) -> Sequence[LockedFile | LockedArc
 class StageKind:
     """One kind of stage.
 
-    ``module`` has its ``run``; that file is the code in the stages' ids, with ``data``, files and folders of this
-    checkout that a run gets in other ways, and all that these import. ``plan`` yields the stages of this kind that an
-    image has; the caller takes up each of them before it asks for the next one.
+    ``module`` has its ``run``. That file is the code in the stages' ids, along with ``data`` (files and folders of this
+    checkout that a run gets in other ways) and everything that these import. ``plan`` yields an image's stages of this
+    kind; the caller adds each of them to the draft before it requests the next one.
 
     ``needs`` is what has to be locked, ``space`` what a stage takes, ``files`` which locked files are linked into
-    its directory. ``shared`` counts what a stage may take over from an earlier one, by the options of both.
+    its directory. ``shared`` counts what a stage can take over from an earlier one, given the options of both.
 
     A stage that runs ``beside`` the layers waits for the network or compiles, and requires none of the upper layers;
-    one that ``pulls`` asks registries. One may enter an ``enterable`` one when it failed (``--shell-on-failure``).
-    ``reports`` are documents that are kept of a failed one. ``layer`` names the layer that installs what it builds.
+    one that ``pulls`` contacts registries. An ``enterable`` stage can be entered after it failed
+    (``--shell-on-failure``). ``reports`` are the documents kept from a failed stage. ``layer`` names the layer that
+    installs what the stage builds.
     """
 
     name: str
@@ -90,10 +91,10 @@ class StageKind:
 
 
 class Draft:
-    """An image, its lock, and the stages that it has so far; ``trees`` are those that make up its root, lowest first,
-    ``suppliers`` those that make images to pull.
+    """An image, its lock, and its stages so far; ``trees`` are those that make up its root, lowest first, ``suppliers``
+    those that make images to pull.
 
-    ``kinds`` are all kinds of stages by name, ``warnings`` say which stages never are the same.
+    ``kinds`` are all kinds of stages by name; ``warnings`` say which stages differ in every build.
     """
 
     def __init__(
@@ -111,11 +112,11 @@ class Draft:
         self._code_of: dict[str, dict[str, str]] = {}
 
     def add(self, *stages: StagePlan) -> None:
-        """Take up stages that are no part of the root, or not yet."""
+        """Add stages that aren't part of the root, or not yet."""
         self.stages += stages
 
     def lay(self, stage: StagePlan) -> None:
-        """Take up a stage whose tree is the topmost one of the root from now on."""
+        """Add a stage whose tree becomes the topmost one of the root."""
         self.stages.append(stage)
         self.trees.append(stage)
 
@@ -129,7 +130,7 @@ class Draft:
         return tuple(reversed([tree.id for tree in self.trees]))
 
     def code(self, kind: StageKind) -> dict[str, str]:
-        """Return the digests of the files that decide what stages of a kind make."""
+        """Return the digests of the files that determine what stages of a kind make."""
         if kind.name not in self._code_of:
             self._code_of[kind.name] = self._code.of_stage(kind.module, kind.data)
         return self._code_of[kind.name]
@@ -141,10 +142,10 @@ class Draft:
 
 @dataclass(frozen=True)
 class Supplier:
-    """Images that no public registry has: a stage that makes them, which needs only the tools tree, and a
-    registry under the name ``host``.
+    """A source of images that no public registry has: a stage that makes them, which needs only the tools tree, and
+    a registry under the name ``host``.
 
-    ``serve`` takes the tools tree, the stage's product and a directory to work in, and serves while its block lasts.
+    ``serve`` takes the tools tree, the stage's product and a working directory, and serves until its block ends.
     """
 
     kind: StageKind
@@ -152,17 +153,17 @@ class Supplier:
     serve: Callable[[Path, Path, Path], AbstractContextManager[Endpoint]]
 
     def has(self, ref: str) -> bool:
-        """Tell whether a reference names one of its images."""
+        """Return whether a reference names one of its images."""
         return ref.startswith(f"{self.host}/")
 
     def serves(self, definition: ImageDefinition) -> bool:
-        """Tell whether an image preloads something from here."""
+        """Return whether an image preloads any of its images."""
         return any(self.has(image.ref) for image in definition.preload)
 
 
 @dataclass(frozen=True)
 class Extensions:
-    """What other packages hand in to a bake: the stage that verifies a sealed image, and a supplier of images."""
+    """What other packages contribute to a bake: the stage that verifies a sealed image, and a supplier of images."""
 
     verification: StageKind
     supplier: Supplier

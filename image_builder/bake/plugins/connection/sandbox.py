@@ -3,7 +3,7 @@
 The builder has already made the namespaces and the mounts (``image_builder/system/sandbox.py``); this plugin only
 enters the merged root with chroot, without a network. Pipelining works, so a module travels over standard
 input and leaves nothing behind. Files are copied by a program in the root: a link there, followed from outside, would
-lead to a file of the build host.
+lead to a file on the build host.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Connection(ConnectionBase):
     transport = "sandbox"
     has_pipelining = True
     has_tty = False
-    # A bake's commands run as root already: `become: true` then needs no sudo in the image.
+    # A bake's commands already run as root, so `become: true` needs no sudo in the image.
     default_user = "root"
 
     def _connect(self) -> Connection:
@@ -82,7 +82,7 @@ class Connection(ConnectionBase):
             self._copy(f"cat < {shlex.quote(in_path)}", stdin=subprocess.DEVNULL, stdout=target)
 
     def _argv(self, cmd: str) -> list[str]:
-        """Return what runs a command of the shell's language in the root."""
+        """Return the arguments that run a shell command in the root."""
         argv = [*self.get_option("enter"), "unshare", "--net", "--", "chroot", self.get_option("root")]
         argv += ["/usr/bin/env", "-i", *self.get_option("environment")]
         return [*argv, "/bin/sh", "-c", cmd]

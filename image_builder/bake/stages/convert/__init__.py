@@ -1,4 +1,4 @@
-"""The plan of the artefacts, in the formats that are published."""
+"""The plan of the artifacts, in the formats that are published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from image_builder.bake.stages.seal import SEAL
 from image_builder.canonical import JSON
 
 CONVERT = "convert"
-# Bytes of an artefact per byte of tree; the store's raw is the disk stage's file.
+# Bytes of an artifact per byte of tree; in the store, raw is the disk stage's file.
 _FORMATS = {"raw": PER_TREE, "vhd": PER_TREE, "qcow2": 0.5, "tar": 1.05}
 
 

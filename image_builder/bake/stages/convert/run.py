@@ -1,9 +1,9 @@
-"""The artefacts: the disk and the sealed tree in the formats that were asked for.
+"""The artifacts: the disk and the sealed tree in the requested formats.
 
     raw    the disk itself, a hard link to the disk stage's file: read it, never write to it
     qcow2  compressed with zstd: as fast to make as an uncompressed one and half its size, where zlib takes
-           seven times as long; read by qemu since 5.1. Written in order (no ``-W``), so the same bytes
-           come out each time
+           seven times as long; read by qemu since 5.1. Written in order (no ``-W``), so the bytes are the
+           same each time
     vhd    fixed, for Azure: the disk's bytes and a footer, written here and not by qemu-img, which puts the
            time and a random id into it
     tar    the sealed tree, names sorted, owners as numbers, extended attributes kept
@@ -29,11 +29,11 @@ from image_builder.errors import ImageBuilderError
 from image_builder.system import sparse
 from image_builder.system.sandbox import open_root
 
-# qemu's 64 KiB take half as long again to write and give a larger file; beyond this nothing is gained.
+# qemu's default of 64 KiB takes half as long again to write and gives a larger file; more than this gains nothing.
 _CLUSTER = "256k"
 _TREE, _DISK, _OUT = "/run/tree", "/run/disk", "/run/out"
 _PERCENT = re.compile(r"\((\d+(?:\.\d+)?)/100%\)")
-# tar tells its position each so many records of 10 KiB.
+# tar reports its position every so many records of 10 KiB.
 _CHECKPOINT, _RECORD = 1000, 10240
 
 
@@ -119,8 +119,8 @@ def write_vhd(
 ) -> int:
     """Write the raw ``disk`` as a fixed VHD and return the disk's size in bytes.
 
-    The disk is a whole number of MiB: rounding it up here would leave the GPT's backup elsewhere than at the
-    end. Raises VhdError before anything was written.
+    The disk must be a whole number of MiB: rounding it up here would leave the GPT's backup somewhere before the
+    end. Raises VhdError before anything is written.
     """
     footer = vhd.build_footer(disk.stat().st_size, epoch, unique_id)
     size = sparse.copy(disk, target, progress)

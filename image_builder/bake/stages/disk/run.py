@@ -2,9 +2,9 @@
 
 systemd-repart writes the partition table into an empty file; mkfs.vfat, mcopy and mke2fs then fill the
 partitions in place, at their offsets. Nothing is mounted, no loop device is used, and the tree's bytes are
-written once: repart's own ``CopyFiles=`` would copy them twice more, takes them in directory order, and
-leaves out /boot. What mke2fs makes depends only on the tree: it walks in name order, and times after
-SOURCE_DATE_EPOCH are set to it.
+written once: repart's own ``CopyFiles=`` would copy them twice more, take them in directory order, and
+leave out /boot. The result of mke2fs depends only on the tree: it walks in name order, and sets times after
+SOURCE_DATE_EPOCH to that.
 
 Product: ``disk.raw``, sparse, a whole number of MiB.
 """
@@ -47,7 +47,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Layout:
-    """The disk to be. Sizes are MiB."""
+    """The layout of the disk to make. Sizes are in MiB."""
 
     build_id: str
     esp_mib: int
@@ -69,7 +69,7 @@ class Layout:
 
 
 def measure(tree: Path) -> Content:
-    """Return what the files below ``tree`` need, hard links counted once; other mounts are left out."""
+    """Return what the files below ``tree`` need, counting hard links once and leaving out other mounts."""
     size, entries = 0, 1
     inodes: set[tuple[int, int]] = set()
     device = tree.stat().st_dev
@@ -100,10 +100,10 @@ def _file_blocks(info: os.stat_result) -> int:
 
 
 def minimal_root_mib(content: Content) -> int:
-    """Return the least size of a root partition for ``content``, with ext4's own needs.
+    """Return the minimum size in MiB of a root partition for ``content``, including ext4's own needs.
 
-    These are the inode tables (a 64th of the partition), the journal (up to 128 MiB at sizes met here), the
-    reserved descriptors, and what extents and bitmaps take.
+    These are the inode tables (1/64 of the partition), the journal (up to 128 MiB at the sizes used here), the reserved
+    descriptors, and the space for extents and bitmaps.
     """
     inodes = content.entries * 256
     return (content.bytes * 105 // 100 + inodes) * 64 // 63 // MIB + 160
@@ -112,7 +112,7 @@ def minimal_root_mib(content: Content) -> int:
 def plan_layout(build_id: str, disk: Mapping[str, Any], content: Content) -> Layout:
     """Return the disk's layout; raises ImageBuilderError when the tree doesn't fit.
 
-    ``auto`` leaves a fifth of the content free, 256 MiB at least: enough to boot and to grow the partition.
+    ``auto`` leaves a fifth of the content free, and at least 256 MiB: enough to boot and to grow the partition.
     """
     least, size = minimal_root_mib(content), disk["root_size_mib"]
     if size == "auto":
@@ -161,7 +161,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             env={"SOURCE_DATE_EPOCH": str(epoch), "MTOOLS_SKIP_CHECK": "1"},
         ) as tools:
             _make_table(ctx, tools, layout, work)
-            # The root filesystem takes longest, and no byte of the disk belongs to both partitions.
+            # In parallel: the root filesystem takes longest, and no byte of the disk belongs to both partitions.
             with ThreadPoolExecutor(1) as pool:
                 filled = pool.submit(_fill_root, ctx, tools, layout, content)
                 files = boot_partition.assemble(sealed.path, esp, kernel, config, epoch)
@@ -217,18 +217,19 @@ def _fill_root(ctx: StageContext, tools: Root, layout: Layout, content: Content)
     ctx.doing(f"filling both partitions, with {content.bytes // MIB} MiB for the root filesystem")
     root = layout.partitions()[1]
     uuid = identity.filesystem_uuid(layout.build_id, "root")
-    # The partition is a hole: mke2fs need not write zeros, and the kernel need not do so after boot.
+    # The partition is a hole: neither mke2fs nor, after boot, the kernel needs to write zeros.
     extended = f"offset={root.start},nodiscard,assume_storage_prezeroed=1,hash_seed={uuid}"
     inodes = max(root.size // _BYTES_PER_INODE, content.entries * 5 // 4)
     argv = ["mke2fs", "-q", "-t", "ext4", "-L", "root", "-U", uuid, "-b", str(_BLOCK), "-I", "256"]
-    # A full disk leaves root a hundredth; programs of before 1.47 (rescue machines) refuse a disk with an orphan file.
+    # On a full disk, root has one percent left; programs before 1.47 (rescue machines) refuse a disk with an orphan
+    # file.
     argv += ["-m", "1", "-O", "^orphan_file", "-N", str(inodes), "-E", extended]
     argv += ["-d", _TREE, _DISK, f"{root.size // 1024}k"]
     tools.run(argv, log=ctx.log)
 
 
 def check(disk: Path, layout: Layout) -> gpt.Gpt:
-    """Return the partition table that is on ``disk``; raises ImageBuilderError when it isn't the plan's."""
+    """Return the partition table on ``disk``. Raises ImageBuilderError if it isn't the planned one."""
     try:
         with disk.open("rb") as stream:
             table = gpt.read(stream)

@@ -1,4 +1,4 @@
-"""The plans of programs in Go: the kubelet of an image whose definition takes Debian's source."""
+"""The plans of Go programs: the kubelet of an image whose definition builds it from Debian's source."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from image_builder.definition import ImageDefinition, resolved_variables
 
 KUBELET_BUILD, BUILD_ROOT = "kubelet_build", "build_root"
 SOURCE_PACKAGE = "kubernetes"
-# What the build root holds beside mmdebstrap's `apt` variant. golang-go would bring gcc, which a build
-# without cgo never calls.
+# The packages of the build root besides mmdebstrap's `apt` variant. golang-go would pull in gcc, which a build without
+# cgo never calls.
 _PACKAGES = ("ca-certificates", "dpkg-dev", "golang-1.19-go")
 _LAYER = "kubernetes"
-# What a build needs while it runs, Go's caches, and what is kept of it.
+# The space for a build's scratch, which is Go's caches, and for the programs that are kept.
 _CACHES, _PROGRAMS = 2500 * MIB, 150 * MIB
 
 
@@ -32,7 +32,7 @@ def source_suite(definition: ImageDefinition) -> str | None:
 
 
 def programs(draft: Draft, name: str, names: Sequence[str]) -> list[StagePlan]:
-    """Return the root that programs of Kubernetes are compiled in, and the stage ``name`` that compiles them."""
+    """Return the root in which Kubernetes programs are compiled, and the stage ``name`` that compiles them."""
     build_root = root(draft, BUILD_ROOT, _PACKAGES)
     source = draft.lock.sources[SOURCE_PACKAGE]
     build = StagePlan(

@@ -1,4 +1,4 @@
-"""The descriptions of the API's types, which the API server needs and Debian's package of its source leaves out: the
+"""The descriptions of the API's types, which the API server needs and Debian's source package leaves out; the
 source's own generator writes them.
 """
 
@@ -20,24 +20,24 @@ _SERVER = "kube-apiserver"
 _MARK = "+k8s:openapi-gen="
 # Where the generator looks for types: what the API server serves, its own groups and those it is made of.
 _PLACES = ("pkg", "cmd", "vendor/k8s.io", "plugin")
-# What speaks of the mark and has no types of the API.
+# Code that mentions the mark but has no API types.
 _GENERATORS = ("code-generator", "kube-openapi", "pkg/generated")
 # The generator calls Go itself.
 _ENVIRONMENT = {"GOROOT": GO_ROOT, "PATH": f"{GO_ROOT}/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
 def is_needed(programs: Sequence[str]) -> bool:
-    """Tell whether one of the programs serves the API."""
+    """Return whether one of the programs serves the API."""
     return _SERVER in programs
 
 
 def describe_types(root: Root, tree: Path, log: Path) -> None:
-    """Write ``pkg/generated/openapi`` of the source, ``tree`` from outside of ``root``."""
+    """Generate ``pkg/generated/openapi`` in the source; ``tree`` is the source's path outside ``root``."""
     generator = f"{BUILD}/openapi-gen"
     root.run([GO, "build", "-o", generator, f"{IMPORT}/vendor/k8s.io/kube-openapi/cmd/openapi-gen"], log=log)
     root.run(
         [
-            # In the source's tree: what it imports is looked for from there.
+            # Run in the source tree: imports are resolved from there.
             *("/usr/bin/env", "-C", f"{BUILD}/{TREE}"),
             generator,
             "--logtostderr",
@@ -57,7 +57,7 @@ def described_packages(tree: Path) -> list[str]:
     """Return the import paths whose files carry the generator's mark, sorted; ``tree`` is the unpacked source."""
     packages = set()
     for place in _PLACES:
-        # vendor/k8s.io is links into staging: the paths must stay those of vendor, which are what is imported.
+        # vendor/k8s.io consists of links into staging: the paths must stay those in vendor, which are imported.
         for folder, _, names in os.walk(tree / place, followlinks=True):
             marked = (
                 name.endswith(".go")

@@ -1,9 +1,9 @@
-"""Build programs of Kubernetes from Debian's ``kubernetes`` source package: the kubelet (with dockershim, when its
-version has one), or what else its options name.
+"""Build Kubernetes programs from Debian's ``kubernetes`` source package: the kubelet (with dockershim, if its
+version has one), or whatever its options name.
 
-The source is fetched by the lock; nothing here needs the network. It is compiled in a root of the release
-that the source package belongs to, by that release's Go: 1.20 needs a Go that still knows GOPATH mode and the
-old standard library, and Go 1.19 (Debian 12) is the newest one that was tried.
+The source is fetched according to the lock; nothing here needs the network. It is compiled in a root of the release
+that the source package belongs to, with that release's Go: 1.20 needs a Go that still supports GOPATH mode and has the
+old standard library, and Go 1.19 (Debian 12) is the newest one that has been tried.
 
 Product: one static, stripped program for each entry of the option ``programs``, ``VERSION`` (``1.20.2``) and
 ``copyright`` (Debian's). The same source, Go and options give the same bytes on any host.
@@ -36,7 +36,7 @@ _VERSION_PACKAGES = (
 
 
 def description(names: Collection[str]) -> str:
-    """Return the .dsc among the files of a source package; raises LockError where the lock doesn't describe one."""
+    """Return the .dsc among the files of a source package; raises LockError if the lock doesn't describe one."""
     descriptions = [name for name in names if name.endswith(".dsc")]
     if len(descriptions) != 1 or any("/" in name for name in names):
         raise LockError(
@@ -48,7 +48,7 @@ def description(names: Collection[str]) -> str:
 def linker_flags(version: str, source_version: str, epoch: int) -> str:
     """Return Go's ``-ldflags``: no symbols, no build id, and what ``--version`` prints.
 
-    ``epoch`` (seconds, the date of the package's changelog) stands for the time of the build.
+    ``epoch`` (seconds, the date of the package's changelog) is used as the time of the build.
     """
     major, minor, _ = version.split(".", 2)
     date = datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -126,7 +126,7 @@ def _go_environment() -> dict[str, str]:
 
 
 def collect_sources(digests: Mapping[str, str], fetched: Path, target: Path) -> None:
-    """Copy every file of the source package; ``digests`` maps its name to the SHA-256 that is locked.
+    """Copy every file of the source package; ``digests`` maps its name to the locked SHA-256.
 
     Raises FetchError for a file that wasn't fetched or has other bytes.
     """
@@ -163,7 +163,7 @@ def _compile(ctx: StageContext, root: Root, program: str, flags: str) -> None:
 
 
 def _check_version(root: Root, program: str, version: str) -> None:
-    """Run what was built; raises CommandError when it can't tell its version, LockError when that is another."""
+    """Run the built program. Raises CommandError if it can't report its version, LockError if that is another one."""
     arguments = ["version", "-o", "short"] if program == "kubeadm" else ["--version"]
     answer = root.run([f"{BUILD}/{program}", *arguments]).stdout.split()
     if not answer or answer[-1] != f"v{version}":

@@ -15,16 +15,16 @@ from image_builder.canonical import JSON
 from image_builder.definition import ImageDefinition, PlaybookReading, Repository, layer_needs, layer_reading
 from image_builder.system.trees import named_digests
 
-# What a play reads by path, not by import.
+# Files that a play reads by path, not by import.
 PLAY_DATA = ("image_builder/bake/plugins/connection/sandbox.py",)
-# What decides bytes when Ansible evaluates and templates, beside its own version.
+# The packages that decide bytes when Ansible evaluates and templates: Ansible itself and its libraries.
 EVALUATORS = ("ansible-core", "jinja2", "pyyaml")
-# What a layer writes beside its packages: the initramfs, dpkg's database, copied-up files, built programs.
+# Space for what a layer writes besides its packages: initramfs, dpkg's database, copied-up files, built programs.
 WRITTEN = 60 * MIB
 
 
 def play_options(draft: Draft, stage: str, reading: PlaybookReading) -> dict[str, JSON]:
-    """Return the options that say what a play reads. What only the play can know never is the same."""
+    """Return the options that say what a play reads. What only the play can know counts as new every time."""
     options: dict[str, JSON] = {
         "variables": reading.variables,
         "values": reading.values,
@@ -38,7 +38,7 @@ def play_options(draft: Draft, stage: str, reading: PlaybookReading) -> dict[str
 
 
 def repositories(definition: ImageDefinition, layers: Sequence[str] | None = None) -> tuple[Repository, ...]:
-    """Return the repositories of third parties that the image has with these layers; with all of them by default."""
+    """Return the third-party repositories that the image has with these layers, by default with all of them."""
     by_name: dict[str, Repository] = {}
     for layer in definition.layers if layers is None else layers:
         by_name.update({r.name: r for r in layer_needs(definition, layer).repositories})
@@ -46,7 +46,7 @@ def repositories(definition: ImageDefinition, layers: Sequence[str] | None = Non
 
 
 def archive_digests(definition: ImageDefinition, layer: str) -> list[str]:
-    """Return the SHA-256 of each file that a layer's roles fetch by its address, sorted."""
+    """Return the SHA-256 of each file that a layer's roles fetch by address, sorted."""
     return sorted(a.sha256 for a in layer_needs(definition, layer).archives)
 
 
@@ -69,7 +69,7 @@ def _needs(definition: ImageDefinition) -> Requirements:
 
 
 def _plan(draft: Draft) -> Iterator[StagePlan]:
-    """Yield the layers, lowest first; each stands on the trees that the draft has by then."""
+    """Yield the layers, lowest first; each is based on the trees that the draft has by then."""
     for layer in draft.definition.layers:
         reading = layer_reading(draft.definition, layer)
         yield StagePlan(

@@ -38,7 +38,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
 
 
 def _playbook(ctx: StageContext) -> Path:
-    """Return the layer's playbook: in the user's repository, or in this one. No two have one of the same name."""
+    """Return the layer's playbook, from the user's repository or this one. No two have one of the same name."""
     name: str = ctx.plan.options["playbook"]
     places = (root / name for root in ctx.definition.roots)
     return next(place for place in places if place.is_file())
@@ -76,7 +76,7 @@ def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
 
 
 def _offer_packages(root: Root, ctx: StageContext) -> None:
-    """Configure apt (by APT_CONFIG, outside the tree) for the locked packages and read their index."""
+    """Configure apt (through APT_CONFIG, outside the tree) for the locked packages and read their index."""
     ctx.doing("reading the package index")
     folder = root.path / Path(repository.APT_CONFIG_PATH).parent.relative_to("/")
     for name in ("lists/partial", "cache/archives/partial"):
@@ -92,7 +92,7 @@ def _offer_packages(root: Root, ctx: StageContext) -> None:
 
 @contextmanager
 def _no_services(root: Path) -> Iterator[None]:
-    """Keep packages from starting daemons while they are installed; leaves no trace in the tree."""
+    """Keep packages from starting daemons while they are installed, without a trace in the tree."""
     policy = root / _POLICY
     if os.path.lexists(policy):
         yield

@@ -14,23 +14,23 @@ from image_builder.bake.stages.root import root
 from image_builder.definition import ImageDefinition, resolved_variables
 from image_builder.errors import LockError
 
-# The layer that installs the GPU's driver, and the groups of the root that its modules are built in and of their
-# source.
+# The layer that installs the GPU driver; the package groups of its modules' build root and of their source.
 GPU_LAYER = "gpu"
 MODULE_ROOT = "module_root"
 MODULE_BUILD = "module_build"
-# What the build root holds beside the kernel's headers, which bring the compiler that the kernel was built by.
+# The packages of the build root besides the kernel's headers, which pull in the compiler that built the kernel.
 _PACKAGES = ("dkms", "kmod", "make", "xz-utils")
 _KERNEL_IMAGE = re.compile(r"linux-image-(\d+\..+)")
-# A driver's source, unpacked twice, with its objects; and the modules.
+# The space for a driver's source, unpacked twice, with its objects; and for the modules.
 _OBJECTS, _MODULES = 700 * MIB, 50 * MIB
 
 
 @dataclass(frozen=True)
 class ModuleBuild:
-    """Modules to build: the ``package`` with their DKMS source and that of the kernel's ``headers``, as apt takes them;
-    ``driver`` is the exact version, ``flavour`` open or proprietary, ``certificate`` (PEM) that of the key that signs
-    them, or empty."""
+    """Modules to build: the ``package`` with their DKMS source and that with the kernel's ``headers``, as apt takes
+    them; ``driver`` is the exact version, ``flavour`` is open or proprietary, and ``certificate`` (PEM) is that of the
+    signing key, or empty.
+    """
 
     package: str
     headers: str
@@ -48,7 +48,7 @@ class _Kernel:
 
 
 def modules_from_source(definition: ImageDefinition) -> ModuleBuild | None:
-    """Return the driver's modules that have to be built for an image, or None."""
+    """Return the driver's modules to build for an image, or None."""
     if GPU_LAYER not in definition.layers:
         return None
     build = resolved_variables(definition).get("__nvidia_build")
@@ -62,7 +62,7 @@ def _needs(definition: ImageDefinition) -> Requirements:
     build = modules_from_source(definition)
     if not build:
         return Requirements()
-    # The same indices as the image's, or the headers may be another kernel's.
+    # Use the same indices as the image, or the headers may be another kernel's.
     suite, components = definition.base.suite, tuple(definition.base.components)
     origins = repositories(definition)
     return Requirements(

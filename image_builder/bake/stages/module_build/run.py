@@ -1,11 +1,11 @@
 """Build a driver's kernel modules from its DKMS package, for the image's kernel and nothing else.
 
 DKMS compiles them in a root of the image's release that has the image's kernel headers; the compiler, the headers
-and the sources are in no image. What it made is judged by the files, not by its exit status: a package's own
-scripts end well although they built nothing, or built for the kernel that happened to run.
+and the sources don't end up in any image. The result is judged by the files, not by the exit status: a package's own
+scripts succeed even if they built nothing, or built for the kernel that happened to be running.
 
-Product: ``files/usr/lib/modules/KERNEL/updates/dkms/NAME.ko``, each by the name that the module itself bears, and
-``modules.json``, the record of what they are. The same packages give the same bytes on any host.
+Product: ``files/usr/lib/modules/KERNEL/updates/dkms/NAME.ko``, each under the name that the module itself has, and
+``modules.json``, which describes them. The same packages give the same bytes on any host.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from image_builder.system.sandbox import Root, open_root
 # Where the product's files go in an image: below the kernel's own, and found before them.
 MODULE_DIR = "usr/lib/modules/{kernel}/updates/dkms"
 RECORD = "modules.json"
-# What a GPU can't do without. Others of the package (drm, peermem) are built, too.
+# Modules that a GPU needs. The package's others (drm, peermem) are built, too.
 REQUIRED = ("nvidia", "nvidia_uvm", "nvidia_modeset")
-# By the flavour, what its modules say of their license.
+# The licenses that the modules of each flavour declare.
 LICENSES: Mapping[str, tuple[str, ...]] = {"open": ("Dual MIT/GPL", "MIT"), "proprietary": ("NVIDIA",)}
-# nvidia-peermem has a version of its own; every other module bears the driver's.
+# nvidia-peermem has a version of its own; every other module has the driver's.
 _OWN_VERSION = ("nvidia_peermem",)
 
 _TREE = "/var/lib/dkms"
 _UNPACKED = "/run/image-builder/driver"
 _BUILT = "/run/image-builder/modules"
-# Names the file with the private key (PEM) on the host that bakes. Neither the key nor its place is part of a build's
-# identity: the certificate is, and a signature that doesn't fit it is found out.
+# Names the file with the private key (PEM) on the baking host. Neither the key nor its path is part of a build's
+# identity; the certificate is, and a signature that doesn't match it is detected.
 KEY_VARIABLE = "IMAGE_BUILDER_MODULE_KEY"
 _KEY, _CERTIFICATE = "/run/image-builder/module.key", "/run/image-builder/module.pem"
-# A key that DKMS makes here would be another one in each build, and trusted by nothing.
+# A key that DKMS generates here would differ in each build, and nothing would trust it.
 _NO_SIGNING = 'sign_file="/nonexistent"\n'
 _ERROR = re.compile(r"error|undefined|No rule|No such file", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Module:
-    """What a module file says of itself, and its SHA-256."""
+    """A module file's own information, and its SHA-256."""
 
     name: str
     version: str
@@ -60,14 +60,14 @@ class Module:
 
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
-    """Build the modules; raises ImageBuilderError for what doesn't compile, or is not what was asked for."""
+    """Build the modules. Raises ImageBuilderError if they don't compile or aren't what was requested."""
     options = ctx.plan.options
     kernel, driver, flavour = options["kernel"], options["driver"], options["flavour"]
     certificate = options["certificate"]
     signing = _signing_files(certificate, ctx.work) if certificate else {}
     package, unsigned = _build(ctx, driver, kernel, options["source_date_epoch"])
     tree = ctx.inputs["module_root"] / "tree"
-    # Another root than the one in which others' code ran: that never sees the key, nor does it leave anything here.
+    # Not the root in which third-party code ran: that code never sees the key, and leaves nothing here.
     with open_root([tree], ctx.work / "signing", binds=signing) as root:
         built = root.path / _BUILT.lstrip("/")
         shutil.copytree(unsigned, built)
@@ -114,7 +114,7 @@ def _build(ctx: StageContext, driver: str, kernel: str, epoch: int) -> tuple[str
         ctx.doing(f"compiling for {kernel}")
         _compile(ctx, root, package, kernel)
         built = root.path / f"{_TREE.lstrip('/')}/{package}/{kernel}/x86_64/module"
-        for packed in sorted(built.glob("*.ko.xz")):  # DKMS does as the release does
+        for packed in sorted(built.glob("*.ko.xz")):  # DKMS compresses if the release does
             root.run(["xz", "--decompress", f"/{packed.relative_to(root.path)}"])
         folder = ctx.work / "modules"
         folder.mkdir()
@@ -128,10 +128,10 @@ def _build(ctx: StageContext, driver: str, kernel: str, epoch: int) -> tuple[str
 def problems(
     modules: Sequence[Module], kernel: str, driver: str, flavour: str, *, signed: bool = False
 ) -> list[str]:
-    """Tell what is wrong with built modules, a sentence each.
+    """Return what is wrong with built modules, one sentence each.
 
-    Every one must be for exactly ``kernel`` (``6.1.0-50-cloud-amd64``), of the version ``driver`` and of the license
-    of ``flavour`` (open or proprietary), ``signed`` if that was wanted, and the required ones must be there.
+    Every module must be for exactly ``kernel`` (``6.1.0-50-cloud-amd64``), of the version ``driver``, and signed if
+    ``signed`` says so. The required ones must be there, with the license of ``flavour`` (open or proprietary).
     """
     faults = [f"no module {name} was built" for name in REQUIRED if name not in {m.name for m in modules}]
     for module in modules:
@@ -149,14 +149,14 @@ def problems(
 
 
 def compiler_of(configuration: str) -> str:
-    """Return the version of the gcc that a kernel was compiled by (``12.2.0``), from its ``.config``; else ""."""
+    """Return the version of the gcc that compiled a kernel (``12.2.0``), from its ``.config``, or an empty string."""
     match = re.search(r"^CONFIG_GCC_VERSION=(\d+)$", configuration, re.MULTILINE)
     number = int(match[1]) if match else 0
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else ""
 
 
 def parse_modinfo(text: str) -> dict[str, str]:
-    """Return the fields of ``modinfo --null``; of one that stands there often (alias, parm) the first."""
+    """Return the fields of ``modinfo --null``; of repeated ones (alias, parm) the first."""
     fields: dict[str, str] = {}
     for field in text.split("\0"):
         name, _, value = field.partition("=")
@@ -165,7 +165,7 @@ def parse_modinfo(text: str) -> dict[str, str]:
 
 
 def _signing_files(certificate: str, work: Path) -> dict[str, Path]:
-    """Return where the key and its certificate are seen in the root; raises HostError without a key."""
+    """Return where the root shows the key and its certificate, with their files. Raises HostError without a key."""
     key = Path(os.environ.get(KEY_VARIABLE) or "/nonexistent")
     if not key.is_file():
         raise HostError(
@@ -178,14 +178,14 @@ def _signing_files(certificate: str, work: Path) -> dict[str, Path]:
 
 
 def _sign(root: Root, built: Path, kernel: str) -> None:
-    """Append a signature to every module; raises CommandError for a key that is not the certificate's."""
+    """Append a signature to every module. Raises CommandError if the key isn't the certificate's."""
     program = f"/usr/src/linux-headers-{kernel}/scripts/sign-file"
     for file in sorted(built.glob("*.ko")):
         root.run([program, "sha256", _KEY, _CERTIFICATE, f"/{file.relative_to(root.path)}"])
 
 
 def _environment(epoch: int) -> dict[str, str]:
-    """Return what keeps the host's name and clock out of the modules."""
+    """Return the environment that keeps the host's name and clock out of the modules."""
     return {
         "SOURCE_DATE_EPOCH": str(epoch),
         "KBUILD_BUILD_TIMESTAMP": f"@{epoch}",
@@ -195,7 +195,7 @@ def _environment(epoch: int) -> dict[str, str]:
 
 
 def _unpack(root: Root, driver: str) -> str:
-    """Lay the DKMS package's source where DKMS looks for it; return NAME/VERSION.
+    """Put the DKMS package's source where DKMS looks for it; return NAME/VERSION.
 
     The package isn't installed: its scripts would build for kernels of their own choice.
     """
@@ -233,7 +233,7 @@ def _compile(ctx: StageContext, root: Root, package: str, kernel: str) -> None:
 
 
 def _collect(root: Root, built: Path, target: Path) -> list[Module]:
-    """Copy the modules, each by its own name, and read what they say of themselves."""
+    """Copy the modules, each under its own name, and read their information."""
     modules = []
     for file in sorted(built.glob("*.ko")):
         fields = parse_modinfo(root.run(["modinfo", "--null", f"/{file.relative_to(root.path)}"]).stdout)

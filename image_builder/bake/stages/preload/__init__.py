@@ -1,4 +1,4 @@
-"""The plans of pulls: one for each engine whose data a node may be given."""
+"""The plans of pulls: one for each engine whose data a node may get."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from image_builder.definition import ImageDefinition, resolved_variables
 from image_builder.errors import LockError
 
 PRELOAD = "preload"
-# The layer that installs the container engine, and the snapshotters that are baked for.
+# The layer that installs the container engine, and the snapshotters that images are baked for.
 ENGINE_LAYER = "container_runtime"
 _SNAPSHOTTERS = {"docker": "overlay2", "containerd": "overlayfs"}
 
@@ -37,7 +37,7 @@ def images(draft: Draft) -> list[Image]:
 
 
 def engines(definition: ImageDefinition) -> list[str]:
-    """Return the engines whose data a node may be given: the one that runs containers, then others installed."""
+    """Return the engines whose data a node may get: the one that runs containers, then any others installed."""
     variables = resolved_variables(definition)
     first = str(variables["container_runtime_engine"])
     installed = variables.get("container_runtime_install") or []
@@ -55,10 +55,10 @@ def _needs(definition: ImageDefinition) -> Requirements:
 
 
 def _plan(draft: Draft) -> Iterator[StagePlan]:
-    """Yield the stages that pull; their ids cover the engine's packages and the images, no role.
+    """Yield the stages that pull; their ids cover the engine's packages and the images, but no roles.
 
-    The first engine's images are listed for nodes and, unless the definition does without, saved as an archive;
-    a further one's go into the store only.
+    The first engine's images are listed for nodes and, unless the definition opts out, saved as an archive; those of
+    further engines go only into the store.
     """
     for engine in engines(draft.definition):
         name = name_of(draft, engine)
@@ -87,7 +87,7 @@ def _space(stage: StagePlan, sizes: Sizes) -> Need:
 
 
 def _shared(options: Mapping[str, Any], earlier: Mapping[str, Any]) -> int:
-    """Return how many of the images an earlier pull of the same engine has; none where the engine was another one."""
+    """Return how many of the images an earlier pull of the same engine has; 0 if the engine was another one."""
     if any(earlier.get(key) != options[key] for key in ("engine", "snapshotter", "packages", "archives")):
         return 0
     digests = [{str(image["digest"]) for image in each["images"]} for each in (options, earlier)]

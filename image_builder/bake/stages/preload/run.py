@@ -1,10 +1,10 @@
-"""Preload: pull container images with the image's own engine, and pack them for the nodes.
+"""The preload: pull container images with the image's own engine, and pack them for the nodes.
 
-The engine is the one of the layer ``container_runtime``, run in that layer's tree with a configuration of the bake's
-(``pull/docker_engine.py``, ``pull/containerd_engine.py``). What an earlier bake pulled with the same packages
-is taken over, so that one more image in the list means one more pull.
+The engine is that of the layer ``container_runtime``, run in that layer's tree with the bake's own configuration
+(``pull/docker_engine.py``, ``pull/containerd_engine.py``). Images that an earlier bake pulled with the same packages
+are taken over, so that one more image in the list means one more pull.
 
-Product: ``tree/opt/preloaded_docker_images.json`` and, where the definition wants an archive, ``.tar``, which go into
+Product: ``tree/opt/preloaded_docker_images.json`` and, if the definition wants an archive, ``.tar``, which go into
 the image; ``state``, the engine's data root with all images unpacked; ``layers.json``, where in it each layer's files
 are; ``images.json``, the engine and what is known of each image; ``pulls.json``, how each pull went.
 """
@@ -40,7 +40,7 @@ _DOWNLOADS = 10
 
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
-    """Pull, check and pack. Raises PullError naming each required image that can't be had, and why."""
+    """Pull, check and pack. Raises PullError naming each required image that can't be pulled, and why."""
     options = ctx.plan.options
     module = ENGINES[options["engine"]]
     images = Image.listed(options["images"])
@@ -85,7 +85,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         "images": [str(entry["ref"]) for entry in listed],
         "left_out": dict(failed),
         "archive_bytes": archive["bytes"] if archive else 0,
-        # The store need not hash the archive a second time.
+        # So that the store doesn't hash the archive a second time.
         "files": [{"name": f"tree/{ARCHIVE}", "sha256": archive["sha256"]}] if archive else [],
     }
 
@@ -93,7 +93,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
 def _save(
     ctx: StageContext, engine: RunningEngine, images: Sequence[Image], total: int
 ) -> dict[str, JSON] | None:
-    """Save the images as an archive; return where nodes find it, None where none is wanted."""
+    """Save the images as an archive; return where nodes find it, or None if none is wanted."""
     if not ctx.plan.options["save"]:
         return None
     ctx.doing("packing the archive")
@@ -106,7 +106,7 @@ def _save(
 
 
 def _pull(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> Mapping[str, str]:
-    """Pull what isn't there; return why each image that may be missing is. Writes pulls.json in any case."""
+    """Pull the missing images; return why each one that isn't required failed. Writes pulls.json in any case."""
     required = {i.ref: i.required for i in ctx.definition.preload}
     missing = [image for image in images if not engine.has(image)]
     settings = ctx.definition.pull
@@ -142,7 +142,7 @@ def _pull(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> 
     finally:
         text = json.dumps({"images": [*present, *records]}, indent=1) + "\n"
         (ctx.product / "pulls.json").write_text(text, encoding="utf-8")
-        if not pulled:  # the product goes with the failed stage, its log stays
+        if not pulled:  # the product is discarded with the failed stage, its log stays
             with ctx.log.open("a", encoding="utf-8") as log:
                 log.write(f"pulls.json:\n{text}")
     for ref, why in pulled.failed.items():
@@ -151,7 +151,7 @@ def _pull(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> 
 
 
 def _entry(engine: RunningEngine, image: Image) -> dict[str, JSON]:
-    """Return an image as the list for nodes has it."""
+    """Return an image's entry in the list for nodes."""
     return {
         "ref": image.ref,
         "digest": image.digest,
@@ -176,7 +176,7 @@ def _write_layers(ctx: StageContext, engine: RunningEngine, images: Sequence[Ima
 
 
 def write_names(root: Path, endpoints: Endpoints) -> None:
-    """Give the sandbox the host's resolver, and the registries that no DNS knows. Nothing of it is kept."""
+    """Give the sandbox the host's resolver, and the registries that aren't in DNS. None of this is kept."""
     lines = ["127.0.0.1 localhost", *(f"{e.address} {e.host}" for e in endpoints.values())]
     files = {"hosts": "\n".join(lines) + "\n", "resolv.conf": ""}
     resolver = Path("/etc/resolv.conf")
@@ -190,5 +190,5 @@ def write_names(root: Path, endpoints: Endpoints) -> None:
 
 
 def _binary(root: Root, program: str) -> dict[str, JSON]:
-    """Return which program it was that pulled."""
+    """Return the program that pulled, with its SHA-256."""
     return {"binary": program, "binary_sha256": sha256(root.path / program.lstrip("/"))}

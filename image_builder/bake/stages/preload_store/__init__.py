@@ -1,4 +1,4 @@
-"""The plan of the preload store: what all engines have pulled, packed."""
+"""The plan of the preload store, which packs what all engines have pulled."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Preload store: what the engines unpacked, as one read-only filesystem that a node mounts (``node/store.py``).
+"""The preload store: the engines' unpacked layers, as one read-only filesystem that a node mounts (``node/store.py``).
 
-A layer's files lie in it once, by diff id, whichever engines and images have them. What an engine keeps beside them
-is packed as it is, with a link in place of the files; what belongs to a daemon that ran was taken away before
+A layer's files are stored once, by diff id, whichever engines and images have them. An engine's other data is packed
+as it is, with a link in place of these files; what belonged to the daemon that ran has been removed before
 (``pull/*.strip``). EROFS with lz4 and clusters of 4 KiB: every kernel since 5.4 reads it, and one page of a program
 costs one page of disk.
 
-Product: ``tree/opt/preload/store.erofs``, its dm-verity hash tree behind the filesystem, and ``store.json``, which has
-the root hash, or the file's SHA-256 where the definition does without.
+Product: ``tree/opt/preload/store.erofs``, its dm-verity hash tree after the filesystem, and ``store.json``, which has
+the root hash, or the file's SHA-256 if the definition does without dm-verity.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from image_builder.system.trees import sha256
 _FOLDER = layout.STORE_FILE.parent.relative_to("/")
 _PACK, _OUT = "/run/pack", "/run/out"
 _FILE = f"{_OUT}/{layout.STORE_FILE.name}"
-# Modules of the image's kernel that the node can't do without.
+# Modules of the image's kernel that the node needs.
 _EROFS, _VERITY = "erofs", "dm-verity"
 
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
-    """Pack the layers of every engine. Raises ImageBuilderError: metadata that isn't root's, or an unfit kernel."""
+    """Pack the layers of every engine. Raises ImageBuilderError if metadata isn't root's or the kernel is unfit."""
     options = ctx.plan.options
     images = Image.listed(options["images"])
     require_kernel(ctx.ground, verity=options["verity"])
@@ -92,7 +92,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
 
 
 def require_kernel(trees: tuple[Path, ...], *, verity: bool) -> None:
-    """Raise ImageBuilderError when the image's kernel can't read the store, or can't check it and should."""
+    """Raise ImageBuilderError if the image's kernel can't read the store, or can't check it but should."""
     for tree in trees:
         modules = tree / "usr/lib/modules"
         for version in sorted(os.listdir(modules)) if modules.is_dir() else ():
@@ -109,7 +109,7 @@ def require_kernel(trees: tuple[Path, ...], *, verity: bool) -> None:
 
 
 def _modules(folder: Path) -> set[str]:
-    """Return the names of a kernel's modules, built in or not; empty where there is no list of them."""
+    """Return the names of a kernel's modules, built in or not; empty if there is no list of them."""
     names: set[str] = set()
     for name in ("modules.dep", "modules.builtin"):
         if (folder / name).is_file():
@@ -121,7 +121,7 @@ def _modules(folder: Path) -> set[str]:
 
 
 def _only(ctx: StageContext, engine: str, state: Path, images: Sequence[Image]) -> Path:
-    """Return a copy of a data root with these images: nodes load the others from the archive."""
+    """Return a copy of a data root with only these images: nodes load the others from the archive."""
     module = ENGINES[engine]
     copied = ctx.work / f"state-{engine}"
     copied.mkdir()
@@ -138,7 +138,7 @@ def _only(ctx: StageContext, engine: str, state: Path, images: Sequence[Image]) 
 
 
 def _metadata(state: Path, layers: Mapping[str, str], target: Path) -> None:
-    """Copy what an engine keeps beside its layers, small files and hard links; a layer is a link to its files."""
+    """Copy an engine's data other than its layers, as hard links; each layer becomes a link to its files."""
     target.parent.mkdir(exist_ok=True)
     target.mkdir(mode=stat.S_IMODE(state.stat().st_mode))
     for folder, folders, names in os.walk(state):
@@ -165,7 +165,7 @@ def _metadata(state: Path, layers: Mapping[str, str], target: Path) -> None:
 
 
 def require_root(tree: Path) -> None:
-    """Raise ImageBuilderError for metadata that isn't root's: an engine takes over whom it finds."""
+    """Raise ImageBuilderError if metadata isn't root's: an engine keeps whatever owner it finds."""
     for path in _all(tree):
         info = path.lstat()
         if (info.st_uid, info.st_gid) != (0, 0):
@@ -180,12 +180,12 @@ def _all(tree: Path) -> Iterator[Path]:
 
 
 def _salt(images: Sequence[Image]) -> str:
-    """Return the salt of the hash tree: another one for other images, the same one for the same."""
+    """Return the salt of the hash tree: different for different images, the same for the same ones."""
     return hashlib.sha256("\n".join(sorted(image.manifest for image in images)).encode()).hexdigest()
 
 
 def _add_hashes(tools: Root, file: Path, salt: str) -> dict[str, JSON]:
-    """Append the dm-verity hash tree of ``file`` to it; return what leads to it."""
+    """Append the dm-verity hash tree of ``file`` to it; return how to find it."""
     size = file.stat().st_size
     if size % BLOCK:
         with file.open("r+b") as stream:
@@ -220,7 +220,7 @@ def _manifest(
             "bytes": program.stat().st_size,
         }
         entries = {entry["ref"]: entry for entry in pulled["images"]}
-        # One that an engine had to leave out is no promise of the store.
+        # The store doesn't promise an image that an engine had to leave out.
         listed = {ref: entry for ref, entry in listed.items() if ref in entries} if listed else entries
     records = {image.ref: image for image in images}
     return {
@@ -240,9 +240,9 @@ def _manifest(
 
 
 def _bytes(tree: Path) -> int:
-    """Return the bytes of a tree on a disk: files and directories in whole blocks, hard links once.
+    """Return the size of a tree on a disk: files and directories in whole blocks, hard links once.
 
-    Counted from sizes: what a filesystem has allocated depends on its history.
+    It is computed from sizes: what a filesystem has allocated depends on its history.
     """
     sizes: dict[int, int] = {}
     for path in (tree, *_all(tree)):

@@ -1,4 +1,4 @@
-"""The plan of the rehearsal, which is about the very node agent that is shipped."""
+"""The plan of the rehearsal, which runs the very node agent that is shipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
     )
 
 
-# The agent is packed as it is here, all of it.
+# The whole agent is packed as it is here.
 KIND = StageKind(
     "rehearsal", "image_builder.bake.stages.rehearsal.run", _plan, ("image_builder/node",), beside=True
 )

@@ -1,7 +1,7 @@
-"""Rehearsal: what a node does at boot, done once in the bake, with the very program that is shipped.
+"""The rehearsal: what a node does at boot, done once during the bake with the very program that is shipped.
 
-A blank directory is seeded from the preload store, a second daemon is started on it, and each image must be listed
-with its digests and start a container. What a container read until it ran tells a node which layers to copy to its
+An empty directory is seeded from the preload store, a second daemon is started on it, and each image must be listed
+with its digests and start a container. What a container reads before it runs tells a node which layers to copy to its
 disk first.
 
 Product: ``tree/opt/preload/rehearsal.json``.
@@ -33,7 +33,7 @@ _DISK = "/run/image-builder/disk"
 
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
-    """Seed, list, start. Raises ImageBuilderError naming every image that isn't as it was locked."""
+    """Seed, list and start with each engine. Raises ImageBuilderError naming every image that isn't as locked."""
     options = ctx.plan.options
     stored = {image["ref"] for image in json.loads(_manifest(ctx).read_bytes())["images"]}
     images = [i for i in Image.listed(options["images"]) if i.ref in stored and i.mode != "archive"]
@@ -46,8 +46,8 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
         for image in images:
             seconds[image.ref][name] = outcome.seconds[image.ref]
             read[image.ref] += [layer for layer in outcome.read[image.ref] if layer not in read[image.ref]]
-    # What took how long is in the stage's facts. What was read depends on the moment, too, but nodes go by it: the one
-    # thing here that may differ from bake to bake (docs/decisions/0007).
+    # The durations are in the stage's facts. What was read varies from run to run, too, but nodes rely on it: it is the
+    # only thing here that may differ between bakes (docs/decisions/0007).
     document: dict[str, JSON] = {
         "format": FORMAT,
         "seed": {name: {key: seed[key] for key in ("layers", "files")} for name, seed in seeds.items()},
@@ -69,8 +69,8 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """How it went with one engine: what the agent says of its seed; for each image the seconds until a container
-    ran (None for one without a command), and the layers that were read for it first, by diff id.
+    """The result with one engine: the agent's report on its seed and, for each image, the seconds until a container ran
+    (None for one without a command) and the layers that were first read for it, by diff id.
     """
 
     seed: dict[str, JSON]
@@ -98,7 +98,7 @@ def _rehearse(ctx: StageContext, name: str, images: list[Image]) -> Rehearsed:
         ctx.doing(f"seeding {name}")
         try:
             seeded = _seed(root, name)
-            # An engine takes a data root for its own that is a mount, and leaves it mounted.
+            # An engine uses a data root that is a mount as its own, and leaves it mounted.
             with (
                 cgroups.held(),
                 bound(disk / "data", root.path / module.DATA_ROOT.lstrip("/"), read_only=False),
@@ -117,7 +117,7 @@ def _store(root: Root) -> Path:
 def _start_all(
     ctx: StageContext, name: str, root: Root, images: list[Image]
 ) -> tuple[dict[str, float | None], dict[str, list[str]]]:
-    """Start a container of each image; return the seconds that took, and the layers read for it first."""
+    """Start a container of each image; return the seconds that each took, and the layers first read for it."""
     before: set[str] = set()
     seconds: dict[str, float | None] = {}
     read: dict[str, list[str]] = {}
@@ -133,14 +133,14 @@ def _start_all(
 
 
 def _seed(root: Root, engine: str) -> dict[str, JSON]:
-    """Seed the disk with the agent as it is shipped; return what it says of it."""
+    """Seed the disk with the agent as it is shipped; return the agent's report."""
     agent = root.path / _AGENT.lstrip("/")
     agent.parent.mkdir(parents=True, exist_ok=True)
     agent.write_bytes(zipapp.archive())
     agent.chmod(0o755)
     settings = root.path / "etc/node-agent"
     settings.mkdir(parents=True, exist_ok=True)
-    # This host's kernel is not the node's: the store is taken unchecked here, and was made a minute ago.
+    # This host's kernel isn't the node's, so the store, which was just made, is used unchecked here.
     document = {"engine": engine, "data_root": f"{_DISK}/data", "mount_point": _DISK, "verity": "off"}
     (settings / "preload.json").write_text(json.dumps(document), encoding="utf-8")
     try:
@@ -164,7 +164,7 @@ def _require_listed(engine: RunningEngine, images: list[Image]) -> None:
 def resident(layers: Path) -> set[str]:
     """Return the diff ids of the layers that have pages in memory: those that were read since the mount.
 
-    ``layers`` lies in a filesystem that was mounted for this and that nothing else reads.
+    ``layers`` must be in a filesystem that was mounted for this purpose and that nothing else reads.
     """
     return {
         f"sha256:{layer.name}"
@@ -191,7 +191,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def _is_resident(path: str) -> bool:
-    """Tell whether any page of a file is in memory (mincore(2)); looking at it reads none."""
+    """Return whether any page of a file is in memory (mincore(2)), without reading any."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size

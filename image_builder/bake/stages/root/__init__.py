@@ -1,5 +1,5 @@
-"""The plans of roots that are made from packages only: the tools tree, which is one for all images, an image's base,
-and those in which something is built.
+"""The plans of roots made only from packages: the tools tree, which all images share, an image's base, and the roots in
+which something is built.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ TOOLS, BASE = "tools", "base"
 _MODULE = "image_builder.bake.stages.root.run"
 # The first Debian with e2fsprogs >= 1.47.1 (SOURCE_DATE_EPOCH) and a systemd-repart that works offline.
 _SUITE = "trixie"
-# What the stages base, preload_store, disk, convert and lab_images run. systemd-repart makes the disk and calls
-# mkfs.ext4 (e2fsprogs), mkfs.vfat (dosfstools) and mcopy (mtools); sbverify proves signatures; fsck.* read back;
-# veritysetup (cryptsetup-bin) makes hash trees; docker-registry is the lab's.
+# Programs that the stages base, preload_store, disk, convert and lab_images run. systemd-repart writes the partition
+# table; mke2fs (e2fsprogs), mkfs.vfat (dosfstools) and mcopy (mtools) fill the partitions; e2fsck and mdir read them
+# back; sbverify proves signatures; veritysetup (cryptsetup-bin) makes hash trees; docker-registry is the lab's.
 _TOOLS = (
     "cryptsetup-bin",
     "docker-registry",
@@ -34,7 +34,7 @@ _TOOLS = (
     "xz-utils",
     "zstd",
 )
-# What an image's base has beyond the essential packages: systemd as its init, and what Ansible runs on.
+# The packages of an image's base besides the essential ones: systemd as its init, and what Ansible needs.
 PACKAGES = (
     "ca-certificates",
     "dbus",

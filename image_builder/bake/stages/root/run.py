@@ -1,8 +1,8 @@
-"""A root from packages only: a distribution's essential ones, apt, and the names in ``options.include``.
+"""A root made only from packages: a distribution's essential ones, apt, and the names in ``options.include``.
 
-The tools tree is one: the programs that make roots and disks, of one release, the same on every host, and nothing of it
-is in any image. It is made by the host's mmdebstrap(1), and all others by the one in it: the image's base, and the
-roots in which Debian sources are built.
+The tools tree is such a root: it has the programs that make roots and disks, from one release and the same on every
+host, and no part of it is in any image. The host's mmdebstrap(1) makes it, and the mmdebstrap in it makes all others:
+the image's base, and the roots in which Debian sources are built.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Seal: take away what must not be shared by the machines that boot an image, and give it its identity.
+"""The seal: remove what the machines that boot an image must not share, and give it its identity.
 
-The role ``image_seal`` removes what is known by name. Afterwards this module removes what that play itself
-leaves, searches the bytes of the files that a bake makes for the names of this host, and writes the files that
-name the build.
+The role ``image_seal`` removes what is known by name. Afterwards, this module removes what that play itself leaves
+behind, searches the bytes of the files that a bake makes for traces of this host, and writes the files that identify
+the build.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from image_builder.errors import ImageBuilderError
 from image_builder.system.sandbox import open_root
 from image_builder.system.trees import remove_tree
 
-# What the play that seals leaves itself. Everything else is the role's: image_builder/suite looks for all of it.
+# What the sealing play itself leaves behind. The rest is up to the role; image_builder/suite looks for all of it.
 _EMPTIED = ("tmp", "var/tmp")
 _REMOVED = ("root/.ansible", "home/*/.ansible")
-# Where files are made during a bake; the rest of the tree is packages' files, whose bytes the lock knows.
+# Where a bake makes files; the rest of the tree is package files, whose bytes the lock determines.
 _SEARCHED = ("etc", "home", "opt", "root", "srv", "usr/local", "var")
-# Files of registries, known by digest, and gigabytes of them.
+# Files from registries: known by digest, and gigabytes in size.
 _FOREIGN = ("opt/preloaded_docker_images.tar", "opt/preload/store.erofs")
-# A shorter path would be found by chance; so would the host's name, which image_builder/suite looks for in its places.
+# A shorter path would be found by chance; so would the host's name, for which image_builder/suite checks a few places.
 _SHORTEST_TRACE = 6
-# Nothing waits for the ESP (`nofail`); a virtual machine that gets few of its processors finds it after minutes.
+# Nothing waits for the ESP (`nofail`); a virtual machine that gets little CPU time may take minutes to find it.
 _FSTAB = """\
 # Written by image-builder for this build's own partitions.
 PARTUUID={root} / ext4 defaults,x-systemd.growfs 0 1
@@ -44,7 +44,7 @@ PARTUUID={esp} /boot/efi vfat umask=0077,nofail,x-systemd.device-timeout=5min 0 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Run the seal playbook, scrub, search, and write fstab and ``/etc/image-release``.
 
-    Raises ImageBuilderError when a file still names the place of the bake.
+    Raises ImageBuilderError if a file still has a trace of the bake.
     """
     tree = ctx.product / "tree"
     tree.mkdir()
@@ -79,7 +79,7 @@ def _remove(path: Path) -> None:
 
 
 def _traces(ctx: StageContext) -> dict[str, str]:
-    """Return the words that only this host's bake could have put into a file, and how each is shown."""
+    """Return the strings that only a bake on this host can have put into a file, and how each is shown."""
     texts = {
         _unmistakable(ctx.settings.store, "staging"),
         *(_unmistakable(root, "roles") for root in ctx.definition.roots),
@@ -91,7 +91,7 @@ def _traces(ctx: StageContext) -> dict[str, str]:
 
 
 def _secrets(ctx: StageContext) -> dict[str, str]:
-    """Return the credentials for registries as they may stand in a file, and what each is called where it is found."""
+    """Return the registries' credentials in the forms that a file may have, and how each is shown when it is found."""
     secrets = {}
     for registry in {image.ref.partition("/")[0] for image in ctx.definition.preload}:
         if credentials := credentials_for(registry):
@@ -102,14 +102,14 @@ def _secrets(ctx: StageContext) -> dict[str, str]:
 
 
 def _unmistakable(place: Path, inside: str) -> str:
-    """Return a path to look for: one of a single name, such as /store, is a part of many that packages have."""
+    """Return a path to look for: one with a single name, such as /store, is part of many paths in packages."""
     return os.fspath(place if len(place.parts) > 2 else place / inside)
 
 
 def find_traces(root: Path, traces: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Search the bytes of every file where a bake makes files; yield (path, the trace that it holds, as it is shown).
+    """Search the bytes of every file where a bake makes files; yield (path, the trace that it has, as it is shown).
 
-    A configuration file as its package ships it is none of the bake's: cloud-init's names Debian's mirror.
+    A configuration file exactly as its package ships it doesn't count: cloud-init's names Debian's mirror.
     """
     needles = [(shown, word.encode()) for word, shown in traces.items()]
     shipped = _shipped(root)
@@ -128,7 +128,7 @@ def find_traces(root: Path, traces: Mapping[str, str]) -> Iterator[tuple[str, st
 
 
 def _held(path: Path, needles: Sequence[tuple[str, bytes]]) -> list[str]:
-    """Return which words a file holds. It is mapped, not read: a model's weights may be larger than memory."""
+    """Return which strings a file contains. It is mapped, not read: a model's weights may be larger than memory."""
     if not path.stat().st_size:
         return []
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -136,20 +136,20 @@ def _held(path: Path, needles: Sequence[tuple[str, bytes]]) -> list[str]:
 
 
 def _md5(path: Path) -> str:
-    """Return the digest that dpkg keeps of its configuration files."""
+    """Return the digest that dpkg records for configuration files."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 def _shipped(root: Path) -> dict[str, str]:
-    """Return the MD5 of each configuration file as its package has it, by its path, from dpkg's status."""
+    """Return the MD5 of each configuration file as packaged, by path, from dpkg's status."""
     status = root / "var/lib/dpkg/status"
     text = status.read_text(encoding="utf-8", errors="replace") if status.is_file() else ""
     return {m[1]: m[2] for m in re.finditer(r"^ /(\S+) ([0-9a-f]{32})\b", text, re.MULTILINE)}
 
 
 def _write_identity(ctx: StageContext, root: Path) -> None:
-    """Write the files that name the build; its id is this stage's own, so no earlier stage can know it."""
+    """Write the files that identify the build; its id is this stage's own, so no earlier stage can know it."""
     build_id = ctx.plan.id
     definition = ctx.definition
     _write(
@@ -161,7 +161,7 @@ def _write_identity(ctx: StageContext, root: Path) -> None:
     release = {
         "IMAGE_NAME": definition.name,
         "IMAGE_BUILD_ID": build_id,
-        # As the output directory has it, and short enough for a label of Kubernetes (63 characters).
+        # As in the output directory, and short enough for a Kubernetes label (63 characters).
         "IMAGE_BUILD": build_id[:12],
         "IMAGE_DISTRIBUTION": definition.base.distribution,
         "IMAGE_SUITE": definition.base.suite,
