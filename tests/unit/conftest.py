@@ -16,5 +16,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def unread_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the check of what layers' tasks read: for tests of values, which it takes most of the time of."""
+    """Skip the check of what layers' tasks read: it takes most of the time of tests that are about values."""
     monkeypatch.setattr(problems, "reading_problems", lambda *_: [])

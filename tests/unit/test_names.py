@@ -1,4 +1,4 @@
-"""Names say what a value is: bindings that are bare participles or pronouns are counted, and may only get fewer."""
+"""Names say what a value is: bindings named by a bare participle or pronoun are counted, and may only get fewer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from image_builder.settings import REPO_ROOT
 
-# How a value came to be, not what it is. `found_disks` is fine.
+# Names that say how a value came about, not what it is. `found_disks` is fine.
 VAGUE = frozenset(
     {
         *(
@@ -30,7 +30,7 @@ VAGUE = frozenset(
         *("kept", "taken", "left", "mine", "theirs", "whose", "which"),
     }
 )
-# The share of all bindings that may be vague.
+# The largest share of all bindings that may be vague.
 MOST = 0.005
 
 

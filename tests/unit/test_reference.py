@@ -66,7 +66,7 @@ def test_links_between_pages_lead_somewhere(repo_root: Path) -> None:
 
 
 def test_every_command_in_the_documents_exists(repo_root: Path) -> None:
-    """Each `image-builder …` of a page, where a line or code begins, names a command and options that there are."""
+    """Each `image-builder …` at the start of a line or of code on a page names an existing command and options."""
     known = set(COMMANDS)
     pages = [repo_root / "README.md", repo_root / "CONTRIBUTING.md", *(repo_root / "docs").rglob("*.md")]
     unknown: list[str] = []
@@ -78,7 +78,7 @@ def test_every_command_in_the_documents_exists(repo_root: Path) -> None:
         ):
             argv = [w for w in words.split() if w != "--install-deps"]
             if len(argv) == 1 and any(c[0] == argv[0] != c[-1] for c in known):
-                continue  # the group of its commands
+                continue  # a group of commands
             command = next((c for c in (tuple(argv[:2]), tuple(argv[:1])) if c in known), ())
             shown = _help(*command) if command or argv[0].startswith("--") else ""
             options = {w.partition("=")[0] for w in argv if re.match("--[a-z]", w)}

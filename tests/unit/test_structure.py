@@ -12,9 +12,9 @@ from image_builder.settings import REPO_ROOT
 TESTS = REPO_ROOT / "tests"
 PAGE = REPO_ROOT / "docs/reference/benchmarks.md"
 UNTESTED = Path(__file__).with_name("untested_modules.txt")
-# A module without a test of its name is on the list, which may only get shorter.
+# Modules without a test of their name are on the list, which may only get shorter.
 MOST_UNTESTED = 121
-# What a folder's own module is called: a test of it has the folder's name.
+# Names of a folder's own module, whose test has the folder's name.
 _OF_THE_FOLDER = {"command", "model", "plan", "run"}
 _NIGHTLY = re.compile(r"^@pytest\.mark\.nightly\n(?:@.*\n)*def (\w+)", re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Text for people: names that are many, and times."""
+"""Text for people: long lists of names, and times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel's metadata: what an installed program evaluates definitions with is what a checkout has."""
+"""The wheel's metadata: an installed program evaluates definitions with the same dependencies as a checkout."""
 
 from __future__ import annotations
 

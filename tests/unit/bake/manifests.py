@@ -1,4 +1,4 @@
-"""A small manifest for tests, its files made of a few bytes."""
+"""A small manifest for tests, with files of a few bytes each."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from cryptography.x509.oid import NameOID
 
 from image_builder.bake.boot_partition import FIRMWARE_AUTHORITIES
 
-# SHA-1, as Windows and Microsoft's pages name certificates.
+# SHA-1, by which Windows and Microsoft's pages identify certificates.
 THUMBPRINTS = {
     "Microsoft Corporation UEFI CA 2011": "46def63b5ce61cf8ba0de2e6639c1019d0ed14f3",
     "Microsoft UEFI CA 2023": "b5eeb4a6706048073f0ed296e7f580a790b59eaa",

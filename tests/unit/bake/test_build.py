@@ -1,4 +1,4 @@
-"""What a build says of itself at its end."""
+"""What a build reports when it ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from image_builder.system import cgroups
 @pytest.mark.parametrize("given", [True, False], ids=["--locked", "the last one made"])
 def test_it_names_the_lock_that_it_took(tmp_path: Path, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(cgroups, "reap", lambda: None)  # another build's, on this host
+    monkeypatch.setattr(cgroups, "reap", lambda: None)  # it would clean up after other builds on this host
     definition = load_inventory([REPO_ROOT / "inventories/lab"]).define("minimal")
     needs = requirements(definition, extensions())
     groups = {n: LockedGroup(**g.question.model_dump(), packages=[]) for n, g in needs.groups.items()}
@@ -70,7 +70,7 @@ def _version(definition: ImageDefinition, settings: Settings) -> str:
 
 
 def test_each_inventory_has_locks_of_its_own(tmp_path: Path) -> None:
-    """Their images may have one name; what is newest for one was not asked for by the other."""
+    """Their images may share a name, but the newest versions for one weren't requested by the other."""
     settings = Settings(store=tmp_path / "store")
     Store(settings.store).prepare()
     mine, other = _minimal(tmp_path / "mine/lab"), _minimal(tmp_path / "other/lab")

@@ -1,4 +1,4 @@
-"""What a stage is given, what runs beside what, and what becomes of the others where one fails."""
+"""What a stage is given, which stages run at the same time, and what happens to the others when one fails."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_preload_takes_over_from_a_sound_one_alone(store: Store) -> None:
         (state / "layer").write_text("files of a layer")
         store.commit(before, staging / "object", 1.0, {})
     with store.staging() as staging:
-        # The archives of the engine's layer are in that layer's tree; nobody fetched them for the pull.
+        # The archives of the engine's layer are in that layer's tree; none were fetched for the pull.
         assert _given(store, _preload("sha256:1", "sha256:2"), staging).previous == store.product(before.id)
     (store.product(before.id) / "state/layer").write_text("of another")
     with store.staging() as staging:
@@ -103,7 +103,7 @@ def test_a_stage_gets_links_to_its_own_locked_files(store: Store, stage: StagePl
 
 
 def test_checks_that_fail_leave_their_reports(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The product goes with the failed stage; who has to tell why an image wasn't published needs them."""
+    """The product is removed with the failed stage, but finding out why nothing was published takes the reports."""
 
     def run(ctx: StageContext) -> None:
         for name in ("junit.xml", "verify.json", "facts.json"):
@@ -159,7 +159,7 @@ def test_one_may_enter_what_a_play_left(
 def test_a_disk_that_was_full_and_has_room_again_is_the_cause(
     store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
-    """What an engine couldn't unpack it removes before it says why."""
+    """An engine removes what it couldn't unpack before it reports why."""
 
     def run(_: StageContext) -> None:
         raise error
@@ -218,7 +218,7 @@ def test_what_fails_beside_the_layers_ends_the_bake_before_the_next_one(
             failed.set()
             raise StageError(stage.name, CommandError("the compiler failed"))
         assert failed.wait(30)
-        time.sleep(0.1)  # until the pool has noted it
+        time.sleep(0.1)  # until the pool has noticed it
 
     monkeypatch.setattr(executor, "_run_stage", run)
     compiled, layers = StagePlan("kubelet_build", "go"), [StagePlan(n, "layer") for n in ("system", "node")]

@@ -1,4 +1,4 @@
-"""What an export has of a build, and which index is one."""
+"""What an export contains of a build, and which index counts as an export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EMPTY: dict[str, Any] = {"format": 1, "objects": [], "downloads": [], "images": 
 
 
 def _stage(name: str, kind: str, lowers: str = "", **inputs: str) -> dict[str, Any]:
-    """Return what a store has of a stage; its id is its name."""
+    """Return a store's record of a stage, whose id is its name."""
     return {"name": name, "id": name, "kind": kind, "lowers": lowers.split(), "inputs": inputs}
 
 

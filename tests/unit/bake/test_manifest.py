@@ -1,4 +1,4 @@
-"""The manifest: read back as written, true to its published schema, and refused when it's wrong."""
+"""The manifest: read back as written, valid against its published schema, and refused when it's wrong."""
 
 from __future__ import annotations
 

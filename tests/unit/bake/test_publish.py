@@ -108,12 +108,12 @@ def test_other_formats_of_the_same_build_replace_it_in_one_step(output: Path) ->
     held = os.open(path, os.O_RDONLY)  # a reader that has the old directory open
     _publish(output, {"worker.raw": FILES["worker.raw"]})
     assert _names(path) == sorted(["worker.raw", *DOCUMENTS, "manifest.json"])
-    assert os.listdir(held) == []  # the old one is gone as a whole, it never became the new one
+    assert os.listdir(held) == []  # the old directory was removed as a whole, not turned into the new one
     os.close(held)
 
 
 class _Slow(Monitor):
-    """Takes its time with every file, and remembers which were begun."""
+    """A monitor that takes its time with every file, and remembers which were started."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -130,7 +130,7 @@ def test_after_a_failure_no_other_file_is_begun(output: Path) -> None:
     monitor = _Slow()
     with pytest.raises(PublishError, match=r"worker0\.raw"):
         publish_files(manifest(files), source, DOCUMENTS, output, monitor)
-    # Two at a time: the failed one, the one beside it, and what these two threads took before it was known.
+    # Two at a time: the failed file, the one next to it, and what the two threads took before the failure was known.
     assert len(monitor.begun) <= 4
     assert _names(output / "worker") == []
 
@@ -225,7 +225,7 @@ def test_only_a_passed_verification_counts(tmp_path: Path) -> None:
         passed_verification(write(tmp_path / "none", _verdict(0, 0)))
     with pytest.raises(PublishError, match="not verified"):
         passed_verification(tmp_path / "missing")
-    # What a forger would write, and what is not our own document at all.
+    # A forged document, and ones that aren't our own at all.
     forged = json.loads(_verdict(2, 1)["verdict.json"]) | {"verdict": "passed"}
     for content in (json.dumps(forged).encode(), b"{}", b"passed"):
         with pytest.raises(PublishError, match="not verified"):
@@ -239,7 +239,7 @@ def _commit(store: Store, plan: StagePlan, files: dict[str, bytes], facts: dict[
 
 
 def _built(tmp_path: Path) -> tuple[ImageDefinition, Lock, Plan, Store, Settings, list[dict[str, Any]]]:
-    """A store that holds what a build of one small artefact would have left."""
+    """Return a build of one small artifact, with a store that holds what the build would have left."""
     names = ("tools", "seal", "verify", "disk", "convert")
     plan = Plan("worker", tuple(StagePlan(n, n, {"ansible": "2.19"}) for n in names))
     store = Store(tmp_path / "store")

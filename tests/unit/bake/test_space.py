@@ -1,4 +1,4 @@
-"""What a build takes is estimated from what it has still to do, and refused where there is less."""
+"""A build's space is estimated from what it still has to do; the build is refused where less is free."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def definition() -> ImageDefinition:
 
 
 def lock() -> Lock:
-    """Return a lock with one package a group, of as many megabytes as GROUPS says."""
+    """Return a lock with one package per group, of as many megabytes as GROUPS says."""
     return Lock(
         image="worker",
         source_date_epoch=1,
@@ -139,7 +139,7 @@ def test_the_shortfall_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -
 def test_preloaded_images_take_so_much_of_the_disk(
     monkeypatch: pytest.MonkeyPatch, engine: str, archive: bool, bytes_: float
 ) -> None:
-    """By a byte of the layers as they are pulled; a layer that two images share counts once."""
+    """Per byte of the layers as they are pulled; a layer that two images share counts once."""
     layer = LockedLayer(digest=f"sha256:{'1' * 64}", size=1000 * MB, diff_id=f"sha256:{'2' * 64}")
     digest = layer.digest
     shared = [

@@ -98,7 +98,7 @@ def test_a_stage_of_before_attributes_were_recorded_is_still_sound(store: Store)
 
 
 def test_trees_are_closed_to_other_users_and_records_are_not(store: Store) -> None:
-    """A tree may hold setuid programs; `plan` reads the records without being root."""
+    """A tree may contain setuid programs; `plan` reads the records without root privileges."""
     plan = _commit(store)
 
     def others(path: Path) -> int:
@@ -209,7 +209,7 @@ def test_gc_is_not_held_up_by_a_record_that_can_not_be_read(store: Store) -> Non
 
 
 def test_an_image_takes_over_what_was_remembered_by_its_name_only(store: Store) -> None:
-    """The first inventory of those that have such an image does; nothing of its own is replaced."""
+    """The first inventory with an image of that name takes it over; nothing of its own is replaced."""
     shared, mine = (_commit(store, option=name) for name in ("shared", "mine"))
     store.record("worker", [shared.id])
     (store.path / "locks/worker.lock.json").write_text("{}")
@@ -238,7 +238,7 @@ def test_an_image_may_be_called_as_the_stores_own_locks(store: Store, image: str
 
 
 def test_gc_removes_downloads_of_no_lock_only_where_it_is_told_to(store: Store) -> None:
-    """What a kept lock names may be nowhere else: a security update replaces a version in its archive."""
+    """Files that a kept lock names may exist nowhere else: a security update replaces a version in its archive."""
     package, archive, loose = "a" * 64, "b" * 64, "c" * 64
     lock = {"groups": {"base": {"packages": [{"sha256": package}]}}, "archives": [{"sha256": archive}]}
     (store.path / "locks/worker@lab-1b9d6bcd.lock.json").write_text(json.dumps(lock))
@@ -295,7 +295,7 @@ def test_a_build_that_ends_does_not_wait_for_another_ones_stage(store: Store) ->
         with pytest.raises(StoreError, match="the build ends"), store.claim("a" * 64, stop.set, stop):
             pass
         with store.claim("b" * 64, stop.clear, stop):
-            assert stop.is_set()  # nobody has it, so nothing is told
+            assert stop.is_set()  # it isn't held, so nothing is reported
 
 
 def test_a_tree_with_a_mount_is_not_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

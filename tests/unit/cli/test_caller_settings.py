@@ -1,4 +1,4 @@
-"""What the caller has set for Ansible: the place of a password, and nothing else."""
+"""Which of the caller's settings for Ansible are kept: the location of a password, and nothing else."""
 
 from __future__ import annotations
 

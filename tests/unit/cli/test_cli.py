@@ -1,4 +1,4 @@
-"""The commands: their help, their results, the exit codes of what goes wrong."""
+"""The commands: their help, their results, and the exit codes of failures."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_an_image_is_booted_with_the_firmware_that_it_declares(
 def test_explain_says_of_no_stage_that_is_there_that_it_was_never_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another image's build has made it; this one was never built."""
+    """The build of another image made the stage; this image was never built."""
     groups = {
         name: LockedGroup(suite="trixie", components=["main"], requested=[], packages=[])
         for name in ("tools", "base", "system")
@@ -282,7 +282,7 @@ def test_an_abort_names_the_hosts_that_a_roll_has_begun(
 def test_names_of_the_inventory_before_them_are_completed(
     line: str, names: list[str], tmp_path: Path
 ) -> None:
-    """Silently, even if Ansible would warn of a name, or no inventory can be read."""
+    """Silently, even if Ansible would warn about a name, or no inventory can be read."""
     inventory = tmp_path / "hosts.yml"
     inventory.write_text("images: {hosts: {alpha: }}\nour-hosts: {hosts: {node-1: }}\n")
     typed = f"image-builder {line.format(inventory)}"

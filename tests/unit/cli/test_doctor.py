@@ -1,4 +1,4 @@
-"""``doctor``: everything that a host lacks is reported at once, under the commands that it keeps from running."""
+"""``doctor``: everything that a host lacks is reported at once, under the commands that can't run without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a caller may come; and a queue: each node once, not too many at a time, refused ones later and later."""
+"""How often a caller may send requests; and a queue: each node once, not too many at a time, failed ones ever later."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from image_builder.cluster.limits import Limiter, Queue, whole_seconds
 def test_a_bucket_fills_again() -> None:
     limiter = Limiter(burst=2, per_second=0.5)
     assert [limiter.take("a", 0.0) for _ in range(3)] == [0, 0, 2.0]
-    # Another's is another; and who was refused has not used anything up.
+    # Another caller has a bucket of its own; and a refused request uses nothing up.
     assert limiter.take("b", 0.0) == 0
     assert limiter.take("a", 1.0) == 1.0
     assert limiter.take("a", 2.0) == 0 and limiter.take("a", 2.0) == 2.0
-    # It never has more than it began with.
+    # A bucket never has more than it began with.
     assert [limiter.take("a", 1000.0) for _ in range(3)] == [0, 0, 2.0]
 
 
@@ -64,7 +64,7 @@ def test_one_that_was_refused_waits_longer_each_time_and_holds_up_nobody() -> No
     waits = []
     for _ in range(4):
         nodes.failed("a", 0.0)
-        nodes.add("a", 0.0)  # a change of the node does not shorten it
+        nodes.add("a", 0.0)  # a change to the node doesn't shorten the wait
         waits.append(nodes.take(0.0)[1])
         nodes.add("b", 0.0)
         assert nodes.take(0.0)[0] == "b"

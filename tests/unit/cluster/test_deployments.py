@@ -1,4 +1,4 @@
-"""What the documentation says to run in a cluster: with no more rights on its machine than it needs."""
+"""What the documentation says to run in a cluster has no more rights on its machine than it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small repository with roles and layers, and inventories for it, written anew for each test."""
+"""A small repository with roles and layers, and inventories for it, written afresh for each test."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def repo(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def load(tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Return a function that writes an inventory's files and loads it; places are relative to it."""
+    """Return a function that writes an inventory's files and loads it; locations are relative to it."""
     root = tmp_path / "inventory"
     root.mkdir()
     monkeypatch.chdir(root)
@@ -141,7 +141,7 @@ def load(tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository as `init` makes it, in a place whose name needs quotes."""
+    """Return a repository as `init` creates it, in a directory whose name needs quoting."""
     place = tmp_path / "images of the büro"
     shutil.copytree(init.TEMPLATE, place)
     return place

@@ -1,4 +1,4 @@
-"""The example for Azure: kernel, driver and network of its images come from places that have them together."""
+"""The example for Azure: kernel, driver and network of its images come from sources that have them all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS = {
 
 
 def problems(suite: str, branch: str, repository: str, kernel: str, options: set[str]) -> list[str]:
-    """Return what does not exist together."""
+    """Return what doesn't exist in this combination."""
     found = [f"kernel option {name}" for name in sorted(options - OPTIONS[kernel])]
     if branch in MISSING_BRANCHES.get(suite, set()):
         found.append(f"driver branch {branch}")

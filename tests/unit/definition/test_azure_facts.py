@@ -1,4 +1,4 @@
-"""Each pin of the example for Azure is held to where it was read: a line of ../shared/facts, or another fact of ours.
+"""Each pin of the example for Azure is checked against its source: a line of ../shared/facts, or another fact of ours.
 
 A pin is a version, an address, a checksum, a VM size, a suite, a package of the kernel or one of its options.
 """
@@ -28,7 +28,7 @@ _OWN = re.compile(
 
 
 class Source(NamedTuple):
-    """A file below ../shared and a pattern of a line in it, where ``part`` of the pin stands in place of ``PIN``."""
+    """A file below ../shared and a pattern of a line in it, in which ``part`` of the pin replaces ``PIN``."""
 
     file: str
     line: str
@@ -84,7 +84,7 @@ def _has_options(kernel: str, pins_by_path: Mapping[str, str]) -> bool:
     return wanted <= OPTIONS[kernel]
 
 
-# Pins of which ../shared/facts has no line, and what holds each: another pin, or what their makers' instructions give.
+# Pins without a line in ../shared/facts, and the check of each: against another pin, or the vendor's instructions.
 CHECKS: dict[str, Callable[[str, Mapping[str, str]], bool]] = {
     "all:image_base.suite": lambda value, _: value in REPOSITORIES,
     "gpu:image_base.suite": _has_branch,
@@ -110,7 +110,7 @@ CHECKS: dict[str, Callable[[str, Mapping[str, str]], bool]] = {
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads what is vaulted as nothing."""
+    """A loader that reads vaulted values as nothing."""
 
 
 _Loader.add_constructor("!vault", lambda _loader, _node: "")
@@ -143,7 +143,7 @@ def test_every_pin_has_a_source() -> None:
 
 
 def is_in_source(path: str, value: str) -> bool:
-    """Tell whether a pin stands where it comes from."""
+    """Return whether a pin is in its source."""
     source = SOURCES[path]
     part = re.search(source.part, value)
     pattern = source.line.replace("PIN", re.escape(part[0]) if part else "nothing")
@@ -151,7 +151,7 @@ def is_in_source(path: str, value: str) -> bool:
 
 
 def _other(value: str) -> str:
-    """Return another pin of the same form: each digit is the next one, so is a suite, a package or an option."""
+    """Return another pin of the same form: with each digit, suite, package or option replaced by the next one."""
     other = {"trixie": "sid", "bookworm": "trixie", "linux-image-amd64": "linux-image-cloud-amd64"}.get(value)
     return other or re.sub(r"\d", lambda digit: str((int(digit[0]) + 1) % 10), value)
 

@@ -1,4 +1,4 @@
-"""An `ansible.cfg` that Ansible can't read is the user's to mend."""
+"""An `ansible.cfg` that Ansible can't read is for the user to fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from image_builder.errors import DefinitionError
 
 
 class Unreadable(ModuleType):
-    """Ansible, as it is imported where its settings can't be read."""
+    """Ansible, as imported where its settings can't be read."""
 
     def __getattr__(self, name: str) -> None:
         if name == "constants":

@@ -1,4 +1,4 @@
-"""How hosts are connected to: what counts of Ansible's variables, and what is refused."""
+"""How hosts are connected to: which of Ansible's variables count, and what is refused."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_a_digest_that_is_none_is_the_definitions_fault(load: Load) -> None:
 
 
 def test_precedence_is_ansibles(load: Load) -> None:
-    # Defaults lose to the inventory; what the play hands over wins; vars/ of a role is a constant.
+    # Defaults lose to the inventory; variables that the play passes win; a role's vars/ are constants.
     definition = load(group_vars__images=BOTH, group_vars__workers="system_swap: true\n").define("worker")
     resolved = resolved_variables(definition)
     assert resolved["system_swap"] is True

@@ -1,4 +1,4 @@
-"""Addresses of repositories and archives in a definition: what apt takes, and no passwords."""
+"""Addresses of repositories and archives in a definition: what apt accepts, and no passwords."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an example has in place of a user's own values is found wherever it was left, at its line."""
+"""An example's placeholders for the user's own values are found wherever they were left, at their lines."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_single_file_and_what_lies_beside_it(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unread_layers")
 @pytest.mark.parametrize("name", ["azure_vmss", "lab"])
 def test_the_examples_hold_what_their_comments_say(name: str) -> None:
-    """Each line with REPLACE that is no comment, and only the image's own values otherwise."""
+    """Each line with REPLACE that isn't a comment is reported, and no other line."""
     folder = REPO_ROOT / "inventories" / name
     marked = [
         (file.name, number)

@@ -1,4 +1,4 @@
-"""A pool whose machines the image's GPU driver was not chosen for is found where it is declared."""
+"""A pool with machines for which the image's GPU driver wasn't chosen is reported where it is declared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad inventories: each thing that can be wrong is named with its line, and all of them at once."""
+"""Bad inventories: every possible mistake is named with its line, and all of them at once."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ROLES = list(RoleBook((REPO_ROOT,)).roles())
 
 @cache
 def _read(name: str) -> tuple[Inventory, Mapping[str, Sequence[LayerNeeds]]]:
-    """Return an inventory, and what each layer of its images needs: seconds of templates, for more tests than one."""
+    """Return an inventory, and what each layer of its images needs: seconds of templating, shared by several tests."""
     inventory = load_inventory([INVENTORIES / name])
     definitions = {image: inventory.define(image) for image in inventory.images}
     return inventory, {

@@ -1,4 +1,4 @@
-"""The generated reference: the schema agrees with the model, and the files in the repository are current."""
+"""The generated reference: the schema agrees with the model, and the files in the repository are up to date."""
 
 from __future__ import annotations
 

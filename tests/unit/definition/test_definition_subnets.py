@@ -62,7 +62,7 @@ def test_a_pools_subnet_holds_its_pods(tmp_path: Path, above: str, pool: str, to
 
 
 def test_a_file_of_a_group_above_counts_more_than_what_stands_beside_the_hosts(tmp_path: Path) -> None:
-    """As Ansible has it: the machines' groups' files come after all that the inventory says in one place."""
+    """As in Ansible: the files of the machines' groups come after everything that the inventory itself says."""
     path = tmp_path / "hosts.yml"
     groups = """    network:
       children:
@@ -109,7 +109,7 @@ all:
         vmss_b:
           vars: {pool_image: small, pool_capacity: 1268}
 """
-# The same without what a kubelet's role takes to be read: there pools say how many pods their nodes have.
+# The same without the slow reading of a kubelet's role: here the pools say how many pods their nodes have.
 BRIEF = (
     SHARED.replace(", container_runtime, node, kubernetes]", "]")
     .replace("        small: {kubelet_max_pods: 30}", "        small:")
@@ -135,7 +135,7 @@ def _inventory(folder: Path, text: str, *changes: tuple[str, str]) -> Inventory:
 
 
 def _in_azure(scale_set: str, subnet: str) -> tuple[str, str]:
-    """Return the change that says what subnet of Azure a scale set is in."""
+    """Return the change that says which Azure subnet a scale set is in."""
     before = f"vars: {{pool_image: {scale_set}, "
     return before, f'{before}pool_azure: {{subnet: "{_NETWORK}/{subnet}"}}, '
 
@@ -154,7 +154,7 @@ def test_two_scale_sets_that_fit_alone_do_not_fit_together(tmp_path: Path) -> No
 
 
 def test_together_they_may_take_the_last_address(tmp_path: Path) -> None:
-    """235 x 111 + 1272 x 31 = 65517; one machine more of the second is one too many."""
+    """235 x 111 + 1272 x 31 = 65517; one more machine in the second is one too many."""
     assert _inventory(tmp_path, BRIEF, ("354", "235"), ("1268", "1272")).problems() == []
     assert len(_inventory(tmp_path, BRIEF, ("354", "235"), ("1268", "1273")).problems()) == 1
 
@@ -167,7 +167,7 @@ def test_together_they_may_take_the_last_address(tmp_path: Path) -> None:
         ([_in_azure("large", "west/subnets/a"), _in_azure("small", "West/subnets/A")], True),
         ([_in_azure("large", "west/subnets/a")], True),
         ([("join_max_pods: 30,", "join_max_pods: 19,")], False),
-        # The same scale set, whose hosts are in groups for their racks besides.
+        # The same scale set, whose hosts are also in groups for their racks.
         (
             [
                 ("1268", "100"),
@@ -175,7 +175,7 @@ def test_together_they_may_take_the_last_address(tmp_path: Path) -> None:
             ],
             False,
         ),
-        # Nobody knows how many machines there will be, which is told where the pool is looked at by itself.
+        # It is unknown how many machines there will be, which is reported where the pool is checked by itself.
         ([("pool_image: small, join_max_pods: 30, pool_capacity: 1268", "pool_image: elsewhere")], False),
     ],
 )
@@ -187,7 +187,7 @@ def test_which_scale_sets_are_in_one_subnet(
 
 
 def test_a_pool_of_many_scale_sets_is_added_up_and_not_all_are_named(tmp_path: Path) -> None:
-    """As `pool snapshot` writes them: a group for each, with its capacity, below one that says what they share."""
+    """As `pool snapshot` writes them: a group for each, with its capacity, below one with what they share."""
     sets = "".join(
         f"            west_{n:02}:\n              vars: {{pool_scale_set: gpu-{n}, pool_capacity: 100}}\n"
         for n in range(12)
@@ -207,7 +207,7 @@ def test_a_pool_of_many_scale_sets_is_added_up_and_not_all_are_named(tmp_path: P
 
 
 def test_what_else_is_wrong_with_a_pool_hides_no_subnet(tmp_path: Path) -> None:
-    """An image that is wrong by itself has no number of pods that could be counted."""
+    """For an image that is wrong by itself, there is no number of pods to count."""
     change = ("pool_image: small,", 'pool_image: small, pool_api_server_versions: ["latest"],')
     paths = {problem.path for problem in _inventory(tmp_path, SHARED, change).problems()}
     assert paths == {"pool_api_server_versions", "pool_subnet"}

@@ -44,8 +44,8 @@ def test_several_texts() -> None:
     assert referenced_names(["zone", "engine"], VARIABLES) == {"zone", "engine"}
 
 
-# A name that is put together at run time escapes the search by words, so no role or playbook may do that.
-# `groups[...]` and other hosts' variables would make an image depend on its neighbours.
+# A name that is assembled at run time escapes the search by words, so no role or playbook may do that.
+# `groups[...]` and other hosts' variables would make an image depend on its neighbors.
 DYNAMIC = re.compile(
     r"(lookup|query|q)\(\s*['\"](ansible\.builtin\.)?(vars|varnames)['\"]"
     r"|\bhostvars\b|\bplay_hosts\b|\bansible_play_(hosts|batch)|\bgroups\s*[\[.]|\bvars\s*\["
@@ -78,7 +78,7 @@ BOOK = RoleBook((REPO_ROOT,))
 
 @pytest.mark.parametrize("name", BOOK.layer_names)
 def test_layer_lists_every_role_that_it_uses(name: str) -> None:
-    # Only the listed ones give it packages; those that they depend on have none.
+    # Only the listed roles give it packages; the roles that they depend on have none.
     layer = BOOK.layer(name)
     metas = [BOOK.role(use.name).path / "meta/main.yml" for use in layer.uses]
     depended = {d["role"] for meta in metas for d in yaml.safe_load(meta.read_text())["dependencies"]}
@@ -117,8 +117,8 @@ def test_the_search_finds_dynamic_lookups(line: str) -> None:
     assert DYNAMIC.search(line)
 
 
-# Ansible's set filters give the order of a Python set of strings, which is another one in each process: a value made
-# from it would change a stage's id, or a file, for nothing.
+# Ansible's set filters return the order of a Python set of strings, which differs in each process: a value made
+# from it would change a stage's id, or a file, for no reason.
 UNORDERED = re.compile(r"\|\s*(difference|intersect|union|symmetric_difference)\(")
 
 

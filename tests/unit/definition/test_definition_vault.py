@@ -1,4 +1,4 @@
-"""Vault: a secret is needed to be checked, and never leaves the inventory."""
+"""Vault: a secret must be available for checks, and never leaves the inventory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_missing_password(load: Load) -> None:
 
 
 def test_passwords_with_labels_open_what_each_of_them_closed(load: Load, password: Path, wrong: Path) -> None:
-    """As Ansible has it: each password is tried, whatever its label."""
+    """As in Ansible, each password is tried, whatever its label."""
     text = inline("runtime_token", encrypt(SECRET))
     for vault in (
         [VaultId("dev", wrong), VaultId("prod", password)],

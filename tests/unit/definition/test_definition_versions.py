@@ -1,4 +1,4 @@
-"""What `validate` refuses of versions, at the line where it is said: kubelets, API servers, engines and cgroups."""
+"""Versions that `validate` refuses, at the lines that set them: kubelets, API servers, engines and cgroups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ all:
 
 
 def check(folder: Path, images: str, pools: str = "") -> tuple[Path, list[Problem]]:
-    """Write an inventory with more variables of its image, and groups beside it; return all its problems."""
+    """Write an inventory with more variables for its image, and more groups; return all its problems."""
     path = folder / "hosts.yml"
     path.write_text(
         INVENTORY + indent(images.strip("\n"), " " * 8) + "\n" + indent(pools.strip("\n"), " " * 4) + "\n"
@@ -139,7 +139,7 @@ def test_both_sides_of_a_wide_upgrade_are_reported_and_other_images_pools_are_no
         ("kubelet_mode: standalone", "pools:\n  vars: {pool_image: worker}", []),
         ("image_layers: [system]", "pools:\n  vars: {pool_image: worker}", []),
         ("", "pools:\n  vars: {pool_image: another}", []),
-        # Once for each place, however many groups inherit it.
+        # Once per place, however many groups inherit it.
         ("", "pools:\n  vars: {pool_image: worker}\n  children: {a: , b: }", ["pool_image: worker"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""The definition that the how-to shows is one that `validate` has nothing to say about."""
+"""The definition that the how-to shows passes `validate` without a remark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a user's tasks before the bake stops at it, and what is left to the play."""
+"""Faults in a user's tasks that are reported before the bake stops at them, and those that are left to the play."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write(project: Path, file: str, text: str) -> None:
 
 
 def faults(project: Path) -> list[str]:
-    """Return what the layer would stop at."""
+    """Return the faults at which the layer would stop."""
     play = read_play(project / LAYER, [project / "roles"], {"site_banner_owner": "root"}, {}, frozenset())
     return sorted(f"{Path(where).relative_to(project)} {reason}" for where, reason in play.faults)
 

@@ -1,4 +1,4 @@
-"""The layer of the gate: what it must know of other layers, and of those that an image doesn't have."""
+"""The gate layer: what it must know about other layers, and about those that an image doesn't have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def variables(inventory: str, image: str) -> Any:
 
 
 def defaults(variable: str) -> Any:
-    """Return a variable's default in the role that has it."""
+    """Return a variable's default from the only role that has it."""
     found = [
         loaded[variable]
         for path in sorted(Path(REPO_ROOT, "roles").glob("*/defaults/main.yml"))

@@ -1,4 +1,4 @@
-"""The layer of joining: what it must know of other layers, and where it stands."""
+"""The join layer: what it must know about other layers, and its position among them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_playbook_repeats_the_other_roles_defaults() -> None:
 
 
 def test_a_kubelet_that_looks_elsewhere_than_joining_writes_is_refused() -> None:
-    """Its node would wait for a certificate that the kubelet has in another place, until the time is over."""
+    """Its node would wait until the timeout for a certificate that the kubelet keeps in another place."""
     book = RoleBook((REPO_ROOT,))
     layer = book.layer("join")
     use = next(use for use in layer.uses if use.name == "node_join")

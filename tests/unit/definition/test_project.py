@@ -1,4 +1,4 @@
-"""A repository of the user's: its roles, layers and checks count beside this program's."""
+"""A user's own repository: its roles, layers and checks count in addition to this program's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roles and layers of a user's repository, written as Ansible's users write them; and what can't be read of them."""
+"""Roles and layers of a user's repository, written the way Ansible users write them; and what can't be read in them."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_roles_are_also_beside_the_layers(project: Path) -> None:
 
 @pytest.mark.parametrize("place", [ROLE, "playbooks/layers"])
 def test_filters_of_a_role_or_beside_the_layers_make_values(project: Path, place: str) -> None:
-    name = f"shout_{Path(place).name}"  # plugins stay loaded
+    name = f"shout_{Path(place).name}"  # plugins stay loaded, so each needs its own name
     write(project, f"{place}/filter_plugins/{name}.py", FILTER.replace("shout", name))
     write(project, f"{ROLE}/vars/main.yml", f"__site_banner_packages: [\"{{{{ 'a' | {name} }}}}\"]\n")
     assert packages(project) == ("A",)
 
 
 def test_a_list_that_depends_on_an_included_file_is_refused(project: Path) -> None:
-    """Which one the play includes could be anybody's guess, and the other's packages would be locked."""
+    """There is no telling which file the play includes, and the packages of the other one would be locked."""
     main = "__site_banner_packages: '{{ __site_banner_names }}'\n"
     write(project, f"{ROLE}/vars/main.yml", main)
     write(project, f"{ROLE}/vars/debian.yml", "__site_banner_names: [figlet]\n")
@@ -155,7 +155,7 @@ def test_what_cannot_be_read_has_a_place(project: Path, file: str, text: str | b
 
 
 SECRET = "correct horse"
-# By the file: what it says, and what else there is.
+# By vaulted file: the other files that the test needs.
 VAULTED = {
     f"{ROLE}/vars/main.yml": {},
     "playbooks/layers/secret.yml": {
@@ -177,7 +177,7 @@ def vaulted(text: str) -> bytes:
 def test_files_of_variables_may_be_vaulted_as_a_whole(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    """What is in them is in no plan; a change of them, and of what they speak of, is in the layer's."""
+    """Their contents are in no plan; a change to them, or to what they refer to, shows in the layer's."""
     write(project, file, vaulted(f"site_secret: {SECRET} {{{{ site_place }}}}\n"))
     for other, text in VAULTED[file].items():
         write(project, other, text)

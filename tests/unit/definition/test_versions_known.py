@@ -25,7 +25,7 @@ def evaluator(layer: str, role: str, inventory: dict[str, Any]) -> engine.Evalua
 
 
 def problems(layer: str, role: str, inventory: dict[str, Any]) -> list[str]:
-    """Return what a role says against an inventory, as `validate` and the role's preflight do."""
+    """Return a role's objections to an inventory, as `validate` and the role's preflight do."""
     found = evaluator(layer, role, inventory).evaluate("{{ __" + role + "_problems }}")
     assert isinstance(found, list)
     return [" ".join(str(text).split()) for text in found]

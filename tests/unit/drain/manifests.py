@@ -1,4 +1,4 @@
-"""Objects as the API has them, in as much as a drain reads them."""
+"""Objects as the API returns them, as far as a drain reads them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def pod_object(name: str = "a", *, owner: str = "ReplicaSet", **parts: Any) -> dict[str, Any]:
-    """Return a Pod of a controller of that kind, without one if empty; ``parts`` go where the API has them."""
+    """Return a Pod with a controller of kind ``owner``, if not empty; ``parts`` go where the API has them."""
     references = [
         {"apiVersion": "apps/v1", "kind": owner, "name": "x", "uid": f"uid-{owner}", "controller": True}
     ]

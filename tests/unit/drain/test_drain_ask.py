@@ -1,4 +1,4 @@
-"""The Event by which an owner is asked to save its work."""
+"""The Event that asks an owner to save its work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events on nodes: one for each step, however often it is done."""
+"""Events on nodes: one for each step, however often it is repeated."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.unit.drain.manifests import pod_object
 
 
 class Server(Client):
-    """Answers each eviction with one error, or none."""
+    """An API server that answers each eviction with one error, or none."""
 
     def __init__(self, error: KubeError | None) -> None:
         super().__init__(Access("https://lab", Pem(text="")))

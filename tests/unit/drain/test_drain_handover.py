@@ -1,4 +1,4 @@
-"""Hosts that are awaited: who is idle is told, and those whose jobs end first are cordoned while they work."""
+"""Hosts that are awaited: idle ones are reported, and those whose jobs end first are cordoned while they work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def busy(ends: str = "") -> dict[str, Any]:
 
 @pytest.fixture
 def server() -> Server:
-    """Four hosts at work; two of them say until when."""
+    """Return a server with four hosts at work, two of which say until when."""
     state = Server()
     for name in HOSTS:
         state.nodes[name] = node_object({"a": "b"})
@@ -47,7 +47,7 @@ def test_those_whose_jobs_end_first_are_cordoned_while_they_work(server: Server)
     assert awaited.pod("gpu-1") == "work/a"
     assert list(awaited.turn()) == [] and len(cordoned(server)) == 3
     server.pods["gpu-3"] = []
-    # It leaves it as it is, and the next one has its place.
+    # The idle host stays cordoned, and the next one takes its place.
     assert list(awaited.turn()) == [Due("gpu-3")] and cordoned(server) == list(HOSTS)
     assert list(awaited.turn()) == []
 
@@ -78,7 +78,7 @@ def test_what_others_do_with_cordons_is_theirs(server: Server) -> None:
     awaited = handover(server, max_fenced=1)
     list(awaited.turn())
     assert fence.record_of(server.nodes["gpu-3"]) is None and fence.record_of(server.nodes["gpu-2"])
-    # A person takes ours away: it is not made again.
+    # A person removes our cordon: it isn't restored.
     del server.nodes["gpu-2"]["spec"]["unschedulable"]
     list(awaited.turn())
     assert not fence.is_cordoned(server.nodes["gpu-2"]) and fence.record_of(server.nodes["gpu-1"])
@@ -92,7 +92,7 @@ def test_a_host_that_is_let_go_of_is_not_looked_at_any_more(server: Server) -> N
 
 
 def test_after_the_deadline_nobody_is_awaited(server: Server) -> None:
-    """Hosts that share a gang are due together, and nothing more is cordoned."""
+    """Hosts that share a gang are due together, and no further host is cordoned."""
     for name in ("gpu-1", "gpu-3"):
         server.pods[name] = [pod_object(owner="Job", spec={"nodeName": name})]
     awaited = Handover(server, "roll", Policy(), 2, deadline=NOW, wall=lambda: NOW)

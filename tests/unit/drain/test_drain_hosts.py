@@ -1,4 +1,4 @@
-"""The ConfigMap of bad physical hosts, and what names one."""
+"""The ConfigMap of bad physical hosts, and what identifies a host."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_malformed_entry_is_none(text: str) -> None:
 
 
 class Recorder:
-    """Keeps what is asked of the API server."""
+    """A client that records its requests to the API server."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Any]] = []

@@ -49,7 +49,7 @@ def test_pods_are_listed_by_what_they_belong_to() -> None:
 
 
 def test_what_stays_is_not_listed() -> None:
-    """A rule protects it, or it is on its way."""
+    """A pod that stays is protected by a rule, or already terminating."""
     leaving = pod_object("going", meta={"deletionTimestamp": "2026-01-01T00:00:00Z"})
     assert looked_at([member("a", "gpu-1", labels={"app": "keep"})], Rule(action="wait")) == []
     assert looked_at([leaving]) == []

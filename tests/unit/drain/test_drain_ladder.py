@@ -1,4 +1,4 @@
-"""What is done next with each host: idle-only, fence, ask, evict."""
+"""The next step for each host: idle-only, fence, ask, evict."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_gang_on_other_hosts_is_not_fenced_in_parts() -> None:
     elsewhere = {"g": {"a", "x"}}
     assert reasons(host, elsewhere=elsewhere) == {"a": "g also runs on x: drain them together"}
     assert actions(host, elsewhere={"g": {"a"}}) == {("fence", "a")}
-    # One that is fenced already waits for its own pods, wherever others are made again.
+    # A host that is already fenced waits for its own pods, wherever others are recreated.
     fenced = Host("a", 0, fenced=NOW, tenants=host.tenants)
     assert actions(fenced, elsewhere=elsewhere) == set()
 
@@ -121,7 +121,7 @@ def test_the_most_that_is_fenced_and_busy() -> None:
         Host("c", 0, tenants=(ending,)),
         Host("d", 0),
     )
-    # Idle hosts cost nothing; of busy ones those whose end is known come first.
+    # Idle hosts cost nothing; among busy ones, those with a known end come first.
     assert actions(*hosts, max_fenced=1) == {("fence", "d")}
     assert actions(*hosts, max_fenced=2) == {("fence", "c"), ("fence", "d")}
     assert actions(*hosts) == {("fence", "b"), ("fence", "c"), ("fence", "d")}

@@ -1,4 +1,4 @@
-"""Who acts: by our own clock alone, and never by a lease that has been lost meanwhile."""
+"""Which process acts: judged only by our own clock, and never by a lease that has been lost meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOW = 1_700_000_000.0
 
 
 class Api:
-    """An API server that has one lease, and takes its time. ``renew`` is what its holder does meanwhile."""
+    """An API server that has one lease, and takes its time, in which the lease's holder may renew it."""
 
     def __init__(self) -> None:
         self.clock, self.seconds = 0.0, 0.0
@@ -43,7 +43,7 @@ class Api:
 def test_a_lease_lasts_from_when_it_was_seen_and_not_from_when_it_was_asked_for() -> None:
     api = Api()
     election = Election(cast("Client", api), "us", Settings(duration=30.0), lambda: api.clock)
-    api.seconds = 14.0  # its holder renews it just before it is answered, and leads for 20 seconds more
+    api.seconds = 14.0  # its holder renews it just before the answer, and leads for 20 more seconds
     election.attempt()
     api.seconds = 0.0
     for at in (31.0, 43.0, 44.0, 45.0):
@@ -63,7 +63,7 @@ def test_who_loses_the_lease_between_two_nodes_stops_there() -> None:
 
 
 class Leased(Client):
-    """An API server with Leases by name; of two that write one, the second with an old version is refused."""
+    """An API server with Leases by name; of two writers of one, the second is refused for its old version."""
 
     def __init__(self) -> None:
         super().__init__(Access("https://lab", Pem(text="")))
@@ -96,7 +96,7 @@ def test_a_scale_set_has_one_holder_and_a_successor_of_its_name() -> None:
             other.hold("/set/a")
         other.hold("/set/b")
         same.hold("/set/a")  # after a kill
-    other.hold("/set/a")  # given back at its end
+    other.hold("/set/a")  # released at the end of its block
     with pytest.raises(PoolError, match="held by roll-2"):
         Leases(lambda: server, "roll-1").hold("/set/a")
 
@@ -122,7 +122,7 @@ def test_leases_of_one_that_is_gone_run_out_together() -> None:
         gone.hold(path)
     began = time.monotonic()
     Leases(lambda: server, "next", BRIEF).take(*sets)
-    # One after another they would take as many times as long.
+    # One after another would take as many times longer.
     assert time.monotonic() - began < len(sets) / 2 * BRIEF.duration
     assert {lease["spec"]["holderIdentity"] for lease in server.leases.values()} == {"next"}
 

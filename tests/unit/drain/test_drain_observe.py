@@ -1,4 +1,4 @@
-"""What a Job adds to what is known of its pods; how Nodes are read that many look at."""
+"""What a Job adds to what is known about its pods; how Nodes with many readers are read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_who_controls_a_job() -> None:
 
 
 class Server:
-    """Nodes by name, and what it was asked for; cordoned ones are listed."""
+    """An API server with Nodes by name, which lists the cordoned ones and records its requests."""
 
     def __init__(self, names: list[str], cordoned: set[str]) -> None:
         self.names, self.cordoned = names, cordoned
@@ -62,7 +62,7 @@ def test_many_that_look_in_the_same_moment_look_once() -> None:
     for name in names:
         assert read(cordoned, server, name) == server._node(name)
     assert server.asked == ["gpu-0", "all"]
-    # A moment later nothing of it counts, and one is too few for a list.
+    # A moment later the list no longer counts, and one node is too few for a new list.
     moment[0] += 1
     server.cordoned = set()
     assert read(cordoned, server, "gpu-0") == server._node("gpu-0")

@@ -54,13 +54,13 @@ def test_the_shape_of_a_pod(parts: dict[str, Any], kind: str) -> None:
         ({"annotations": {MARK: "evict"}, "spec": gpus()}, "evict"),
         ({"annotations": {MARK: "evict"}, "owner": ""}, "evict"),
         ({"annotations": {MARK: "wait"}}, "wait"),
-        # Whoever protects it is asked before whoever gives it away.
+        # A mark that protects a pod comes before one that gives it away.
         ({"annotations": {MARK: "evict", KARPENTER: "true"}}, "wait"),
         ({"labels": {CLUSTER_API: "wait-completed"}}, "wait"),
         ({"labels": {CLUSTER_API: "skip"}}, "ignored"),
         ({"annotations": {AUTOSCALER: "false"}}, "wait"),
         ({"annotations": {AUTOSCALER: "true"}, "spec": EMPTY_DIR}, "evict"),
-        # Others' marks give no GPUs away.
+        # Marks of other tools give no GPUs away.
         ({"labels": {CLUSTER_API: "skip"}, "spec": gpus()}, "wait"),
         ({"annotations": {AUTOSCALER: "true"}, "spec": gpus()}, "wait"),
     ],
@@ -114,7 +114,7 @@ def test_a_rule_counts_for_gpus_only_where_it_says_so() -> None:
     ],
 )
 def test_what_is_evicted_after_a_deadline(parts: dict[str, Any], kind: str) -> None:
-    """Owners are overruled; rules, which come from the same hand as the deadline, aren't."""
+    """Owners are overruled; rules, which come from the same person as the deadline, aren't."""
     policy = Policy(rules=(Rule(action="wait", labels={"app": "keep"}),))
     verdict = classify(pod_from(pod_object(**parts)), policy, START, overruled=True)
     assert verdict.kind.value == kind

@@ -1,4 +1,4 @@
-"""The mark of a node in quarantine: what comes and goes with it, and nothing else."""
+"""The mark of a quarantined node: what comes and goes with it, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FOREIGN = {"key": "other", "effect": "NoSchedule"}
 
 
 def applied(document: dict[str, Any], patch: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a Node after a patch, by whose tests it is refused where they don't hold."""
+    """Return a Node after a patch, which is refused if one of its tests fails."""
     node = json.loads(json.dumps(document))
     for step in patch:
         *parents, last = [part.replace("~1", "/") for part in step["path"].split("/")[1:]]
         target = node
         for parent in parents:
             target = target.setdefault(parent, {})
-        if step["op"] == "test":  # the API leaves out what is empty
+        if step["op"] == "test":  # the API omits empty values
             assert (target.get(last) or None) == step["value"], step
         elif step["op"] == "add":
             target[last] = step["value"]

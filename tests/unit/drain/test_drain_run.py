@@ -1,4 +1,4 @@
-"""A drain's turns, by an API server that answers from a dictionary: what it does about nodes that change hands."""
+"""A drain's turns, with an API server that answers from a dictionary: what it does about nodes that change hands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pods = dict[str, list[dict[str, Any]]]
 
 
 class Server(Client):
-    """Nodes and their pods. A patch of a Node is applied as far as a drain sends them: cordons and annotations."""
+    """Nodes and their pods. Only those patches of a Node are applied that a drain sends: cordons and annotations."""
 
     def __init__(self) -> None:
         super().__init__(Access("https://lab", Pem(text="")))
@@ -123,7 +123,7 @@ def test_a_node_that_is_away_is_not_empty(server: Server) -> None:
     }
     work.turn()
     assert server.nodes["gpu-1"]["spec"]["unschedulable"]
-    # What was bound to it meanwhile has time to show.
+    # Pods that were bound to it meanwhile have time to show up.
     assert work.open_hosts == ["gpu-1"]
     clock.now += 31
     work.turn()
@@ -209,7 +209,7 @@ def test_owners_are_overruled_after_a_deadline_and_not_before(server: Server) ->
 
 
 def test_patience_begins_at_the_deadline(server: Server) -> None:
-    """A host that was cordoned long before, by a driver that is gone, is not skipped before anything was evicted."""
+    """A host cordoned long before, by a driver that is gone, isn't skipped before anything was evicted."""
     clock = Clock()
     server.pods["gpu-1"] = [gpu_pod()]
     overdue(server, clock, 1e9).turn()

@@ -1,4 +1,4 @@
-"""The taint that keeps pods off an empty host, beside those of others."""
+"""The taint that keeps pods off an empty host, alongside other taints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OURS = {"key": TAINT, "value": "roll-7", "effect": "NoExecute"}
 
 
 class Server:
-    """A Node, changed by JSON patches as an API server does it; ``meanwhile`` changes it before the first one."""
+    """A Node, changed by JSON patches as on an API server; ``meanwhile`` changes it before the first one."""
 
     def __init__(self, *taints: dict[str, str], meanwhile: dict[str, str] | None = None) -> None:
         self.document: dict[str, Any] = {"metadata": {"uid": "1"}, "spec": {}}
@@ -53,7 +53,7 @@ class Server:
                     del taints[int(place.removeprefix("/"))]
                 case other:
                     raise AssertionError(other)
-        # An empty list is not kept.
+        # An empty list isn't kept.
         self.document["spec"] = {"taints": taints} if taints else {}
         return copy.deepcopy(self.document)
 

@@ -1,4 +1,4 @@
-"""What is said of the pods that keep a host busy."""
+"""What is reported about the pods that keep a host busy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_pod_that_ends_by_itself() -> None:
 
 
 class Server:
-    """A Node on a physical host, and what answers the question for the bad ones."""
+    """A Node on a physical host, and the answer to the query for bad hosts."""
 
     def __init__(self, answer: dict[str, Any] | KubeError | None) -> None:
         self.answer = answer
@@ -59,7 +59,7 @@ class Server:
             {"data": {"HOST1": BadHost("HOST1", "gpu-9", "GpuLost", "", 0.0).text()}},
             "HOST1 is known as bad: gpu-9",
         ),
-        # Who may drain need not see what the gate keeps.
+        # A user who may drain needn't be allowed to read what the gate keeps.
         (KubeError("no", 403), "on HOST1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Only a VHD that is the one of its build, and passed both verifications, is published."""
+"""Only a VHD that belongs to its build and passed both verifications is published."""
 
 from __future__ import annotations
 

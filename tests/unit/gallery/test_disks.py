@@ -1,4 +1,4 @@
-"""Which disks of a resource group are a definition's uploads, and that one which can't be judged is an error."""
+"""Which disks of a resource group are a definition's uploads; one that can't be judged is an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OURS: dict[str, Any] = {
 
 
 class Listing:
-    """What the service lists."""
+    """The disks that the service lists."""
 
     def __init__(self, *items: dict[str, Any]) -> None:
         self.items = items

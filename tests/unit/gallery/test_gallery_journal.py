@@ -1,4 +1,4 @@
-"""The journal of publishing: what it keeps, and who may write it."""
+"""The journal of publishing: what it keeps, and which process may write to it."""
 
 from __future__ import annotations
 

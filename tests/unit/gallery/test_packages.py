@@ -1,4 +1,4 @@
-"""Two locks compared: what is newer today, by Debian's order, of what the image has; and a lock that isn't the one."""
+"""Two locks compared: which of the image's packages are newer today, by Debian's order; and the wrong lock."""
 
 from __future__ import annotations
 

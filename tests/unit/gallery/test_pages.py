@@ -1,4 +1,4 @@
-"""Ranges of a sparse disk: none is lost, none is larger than a request, and the footer is in none of them."""
+"""Ranges of a sparse disk: none is lost, none is larger than a request, and none contains the footer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from image_builder.gallery.pages import PAGE, Range, beyond, data_ranges, lacking, merged
 
-# The most that Put Page takes.
+# The maximum that Put Page accepts.
 REQUEST = 4 << 20
 RANGES = st.lists(
     st.tuples(st.integers(0, 64), st.integers(1, 24)).map(lambda r: (r[0] * PAGE, (r[0] + r[1]) * PAGE)),

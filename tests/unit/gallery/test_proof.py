@@ -1,4 +1,4 @@
-"""A rollout's report as a proof: only a green one of this very build is taken; what it doesn't prove is named."""
+"""A rollout's report as proof: only a green one of this very build is accepted; what it doesn't prove is named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VERSION = Version("2026.1125.0", BUILD[:12], False, "", "", "Succeeded", {})
 
 @pytest.fixture(scope="module")
 def green() -> dict[str, Any]:
-    """The report of a simulated rollout in which all is well."""
+    """Return the report of a simulated rollout in which all goes well."""
     progress, _, records = simulate(make(60), Faults())
     records = [
         record.model_copy(update={"builds": {"worker": BUILD}}) if isinstance(record, Opened) else record

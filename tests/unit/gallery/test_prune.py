@@ -1,4 +1,4 @@
-"""What keeps a version from being deleted: each reason alone is enough, and without any it is unused."""
+"""What keeps a version from being deleted: any single reason is enough, and without one it is unused."""
 
 from __future__ import annotations
 

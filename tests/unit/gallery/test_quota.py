@@ -1,4 +1,4 @@
-"""Quota: which of a region's counters would pass their limits."""
+"""Quota: which of a region's counters would exceed their limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The signed statement: what it says, and whose it is."""
+"""The signed statement: what it says, and who signed it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def built(tmp_path: Path) -> Artefact:
 
 
 def _keys(folder: Path, key: ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> tuple[Path, Path]:
-    """Write a pair of keys; return the private one's file and the public one's."""
+    """Write a key pair; return the files of the private and the public key."""
     private, public = folder / "key.pem", folder / "key.pub"
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
@@ -99,7 +99,7 @@ def test_another_key_is_refused(tmp_path: Path, built: Artefact, keys: tuple[Pat
 
 
 def test_a_key_is_named_by_a_uri_and_its_public_key(built: Artefact, keys: tuple[Path, Path]) -> None:
-    """By that of a file: the only one that nothing but a file is needed for."""
+    """Here the URI of a file: the only kind that needs nothing but a file."""
     envelope = sign(statement(built), f"file2:{keys[0]}", keys[1])
     require_same(verified(envelope, keys[1]), built.sha256, built.build)
 

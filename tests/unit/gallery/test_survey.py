@@ -24,7 +24,7 @@ DISKS = ["disks/read", "disks/beginGetAccess/action"]
             [{"actions": ["*"], "notActions": ["Microsoft.Compute/disks/*/action"]}],
             ["disks/beginGetAccess/action"],
         ),
-        # What one role denies another one allows.
+        # What one role denies, another one allows.
         ([{"actions": ["*"], "notActions": ["*"]}, {"actions": ["Microsoft.Compute/disks/*"]}], []),
         ([], DISKS),
     ],

@@ -1,4 +1,4 @@
-"""The names of tags, as Azure takes them."""
+"""The names of tags, as Azure accepts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A version as the service's JSON has it."""
+"""A version, read from the service's JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lab's certificates, as a TLS client judges them; the handshake is done in memory."""
+"""The lab's certificates, as a TLS client judges them; the handshake happens in memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HOST = "registry.lab.internal"
 
 
 def _handshake(made: certificate.Certificate, ca: Path, name: str) -> None:
-    """Connect a strict client that trusts ``ca`` alone to a server with the certificate; raises ssl.SSLError."""
+    """Connect a strict client that trusts only ``ca`` to a server with the certificate. Raises ssl.SSLError."""
     trusting = ssl.create_default_context(cafile=str(ca))
-    trusting.verify_flags |= ssl.VERIFY_X509_STRICT  # what Python 3.13 asks for by default
+    trusting.verify_flags |= ssl.VERIFY_X509_STRICT  # the default of Python 3.13
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(made.server, made.key)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -72,7 +72,7 @@ def test_what_lies_there_afterwards(tmp_path: Path) -> None:
     server = x509.load_pem_x509_certificate(made.server.read_bytes())
     server.verify_directly_issued_by(ca)
     assert ca.public_key() != server.public_key()
-    # The only private key is the server's; the authority's is nowhere.
+    # The only private key is the server's; the authority's isn't stored anywhere.
     private = [p for p in tmp_path.iterdir() if b"PRIVATE KEY" in p.read_bytes()]
     assert private == [made.key]
     with pytest.raises(FileExistsError):

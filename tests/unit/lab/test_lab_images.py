@@ -1,4 +1,4 @@
-"""The lab's container images: what is in a layer, and that the same files give the same bytes."""
+"""The lab's container images: what a layer contains, and that the same files give the same bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from image_builder.lab import images, pause, registry, software
 
 
 def _gzip(argv: Sequence[str]) -> None:
-    """Do what the program does: a unit test may not start it."""
+    """Do the program's work: a unit test may not start it."""
     assert list(argv[:-1]) == ["gzip", "-1", "-n", "-f"]
     tar = Path(argv[-1])
     Path(f"{tar}.gz").write_bytes(gzip.compress(tar.read_bytes(), compresslevel=1, mtime=0))
@@ -28,7 +28,7 @@ def _gzip(argv: Sequence[str]) -> None:
 def _tar(
     entries: Mapping[str, bytes | str | None], *, mode: str, mtime: float = 5, owner: int = 1000
 ) -> bytes:
-    """Return a tar: bytes are a file, None a directory, text a link (``=path`` a hard one)."""
+    """Return a tar: bytes make a file, None a directory, text a link (``=path`` a hard one)."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode=mode) as tar:  # type: ignore[call-overload]
         for name, content in entries.items():
@@ -46,7 +46,7 @@ def _tar(
 
 
 def _deb(path: Path, entries: Mapping[str, bytes | str | None], kind: str = "xz", **how: int) -> Path:
-    """Write a package as deb(5) tells; members of odd size are padded."""
+    """Write a package as deb(5) specifies; members of odd size are padded."""
     data = _tar({"./": None, **entries}, mode=f"w:{kind}", **how)
     members = {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", f"data.tar.{kind}".rstrip("."): data}
     with path.open("wb") as file:
@@ -58,7 +58,7 @@ def _deb(path: Path, entries: Mapping[str, bytes | str | None], kind: str = "xz"
 
 
 def _entries(layer: images.Layer) -> dict[str, tuple[tarfile.TarInfo, bytes | None]]:
-    """Return a layer's entries in order, after checking all that is told of it."""
+    """Return a layer's entries in order, after checking everything recorded about it."""
     packed = layer.path.read_bytes()
     content = gzip.decompress(packed)
     assert layer.digest == f"sha256:{hashlib.sha256(packed).hexdigest()}"
@@ -200,7 +200,7 @@ def test_pause_image_is_the_one_of_the_archive(tmp_path: Path) -> None:
 
 
 def test_pause_image_has_this_digest(tmp_path: Path) -> None:
-    """No compressor has a part in it, so its digest is the same on every host."""
+    """No compressor is involved, so its digest is the same on every host."""
     image = images.pause_image(tmp_path / "pause.tar.gz")
     assert image.digest == "sha256:0e9333b31309086a066bbd47a6b1baaee1dfa2d0201780da6e60855d4639dc48"
 

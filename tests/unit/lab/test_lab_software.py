@@ -1,4 +1,4 @@
-"""The lab's images of packages: how they are layered, and which of them are made for whom."""
+"""The lab's images of packages: how they are layered, and which of them are made for which definition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_packages_of_an_image_are_named_once(layers: software.Layers) -> None:
 
 
 def _plan(definition: ImageDefinition) -> tuple[set[str], object, str]:
-    """Return the packages that are locked for the lab's images, which images are made, and the stage's id."""
+    """Return the packages locked for the lab's images, the images that are made, and the stage's id."""
     packages = [
         LockedPackage(
             name="p", sha256="a" * 64, size=1, path="p", repository="debian", version="1", architecture="all"

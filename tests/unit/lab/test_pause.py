@@ -40,12 +40,12 @@ def test_program_waits_for_the_signals_of_its_mask() -> None:
     elf = pause.program()
     (mask,) = struct.unpack_from("<Q", elf, 120)
     assert mask == 1 << 1 | 1 << 14 | 1 << 16  # SIGINT 2, SIGTERM 15, SIGCHLD 17
-    # Both system calls that take the mask take it from there.
+    # Both system calls that take the mask read it from there.
     assert elf.count(struct.pack("<I", 0x400000 + 120)) == 2
 
 
 def test_jumps_end_at_instructions() -> None:
-    """Each short jump leads to the start of the part that it is meant for."""
+    """Each short jump leads to the start of the part that it should reach."""
     elf = pause.program()
     wait = elf.index(b"\xbf" + struct.pack("<I", 0x400000 + 120))  # mov edi, mask
     reap = elf.index(b"\x6a\xff\x5f")  # push -1; pop rdi

@@ -6,7 +6,7 @@ import pytest
 
 from image_builder.machine.console import FATAL, PATTERNS, fatal, plain, problems
 
-# Lines as real consoles show them, by the name of the pattern that must catch them.
+# Lines as real consoles show them, each with the name of the pattern that must catch it.
 TROUBLE = [
     ("emergency shell", "You are in emergency mode. After logging in, type \"journalctl -xb\" to view"),
     ("emergency shell", "Cannot open access to console, the root account is locked."),

@@ -1,4 +1,4 @@
-"""A fleet whose jobs take days, in simulated time: a queue that is never empty, and nobody says when a job ends."""
+"""A fleet whose jobs take days, in simulated time: the queue is never empty, and no job says when it ends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from image_builder.pool.run.driver import Event, Work
 from tests.unit.pool.rolls import BUSY, Fate, Node, World
 
 HOUR = 3600.0
-# Hours of a job, and how many of ten jobs take so long.
+# Hours of a job, and how many of ten jobs take that long.
 MIX = ((72.0, 6), (24.0, 3), (4.0, 1))
-# Hosts that are looked at per second, by the drain's policy.
+# Hosts looked at per second under the drain's policy.
 _LOOKS = 10.0
 
 
 @dataclass
 class Days(World):
-    """``gap`` are the seconds between two jobs of a host that takes pods, ``idle_seconds`` those that hosts had no job
-    because of the roll, ``reimaged`` when each got its image.
+    """``gap`` is the seconds between two jobs of a host that takes pods, ``idle_seconds`` those that hosts had no job
+    because of the roll, ``reimaged`` when each host got its image.
     """
 
     gap: float = 600.0
@@ -44,7 +44,7 @@ class Days(World):
                 node.busy_until = self.time
 
     def _job(self, name: str, number: int) -> float:
-        """Return the seconds of a host's job."""
+        """Return how many seconds a host's job takes."""
         drawn = random.Random(f"{self.seed}/{name}/{number}")
         return HOUR * drawn.choices([hours for hours, _ in MIX], [share for _, share in MIX])[0]
 
@@ -55,7 +55,7 @@ class Days(World):
         assert self.fenced <= self.plan.max_fenced
 
     def _advance(self, name: str, node: Node) -> None:
-        """Let the jobs begin that a host has had since it was last looked at."""
+        """Start the jobs that a host has had since it was last looked at."""
         while not node.cordoned and self.time >= node.busy_until + self.gap:
             self.jobs_begun[name] += 1
             node.busy_until += self.gap + self._job(name, self.jobs_begun[name])
@@ -86,7 +86,7 @@ class Days(World):
         return self.drawn.random() * (len(self.queue) + self.fenced) / _LOOKS
 
     def _sight(self, w: Work, node: Node) -> None:
-        """Find when a look falls between two jobs of a host that is not cordoned."""
+        """Find when a look falls between two jobs of a host that isn't cordoned."""
         end, look, number = node.busy_until, self._look(), self.jobs_begun[w.host.name]
         while look >= self.gap and end < w.until:
             number += 1

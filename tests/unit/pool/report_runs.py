@@ -14,7 +14,7 @@ from image_builder.pool.run.state import Progress
 from tests.unit.pool import rolls
 from tests.unit.pool.simulation import START, Faults, make, make_hosts, simulate
 
-# Each of them would do something where it isn't escaped, or escaped for the wrong place.
+# Each of them would take effect where it isn't escaped, or is escaped for the wrong context.
 HOSTILE = (
     "<script>window.hacked=1</script>",
     "\"><img src=x onerror='window.hacked=2'>",
@@ -39,7 +39,7 @@ def _hostile_plan(names: tuple[str, ...] = HOSTILE) -> Plan:
 
 
 def hostile_run(names: tuple[str, ...] = HOSTILE) -> tuple[Progress, list[Record]]:
-    """A run of hosts with such names, of which each says its name once more as it fails."""
+    """Return a run of hosts with such names, each of which repeats its name as it fails."""
     plan = _hostile_plan(names)
     fates: dict[str, Any] = {name: failed(f"phase {name}", 61, f"detail {name}") for name in names}
     progress, _, records = simulate(plan, Faults(fates=fates))
@@ -47,7 +47,7 @@ def hostile_run(names: tuple[str, ...] = HOSTILE) -> tuple[Progress, list[Record
 
 
 def deadline_run() -> tuple[Progress, list[Record]]:
-    """A roll of 60 hosts at work until its deadline is over: evictions, a disruption budget that holds, a cordon."""
+    """Return a roll of 60 busy hosts beyond its deadline: evictions, a disruption budget that holds, a cordon."""
     at = datetime.fromtimestamp(START + 6 * 3600.0, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     plan = rolls.plan(60, deadline=at, max_unavailable="10%", max_wait_seconds=86_400.0)
     fates: dict[str, rolls.Fate] = {
@@ -58,7 +58,7 @@ def deadline_run() -> tuple[Progress, list[Record]]:
 
 
 def large_run(failing: int) -> tuple[Progress, list[Record]]:
-    """7,500 hosts that were all told to join, of which every ``failing``-th failed and has much to say."""
+    """Return a run of 7,500 hosts that were all told to join; every ``failing``-th failed with a long message."""
     plan = make(7500)
     records: list[Record] = [Opened(at=START, plan=plan.digest)]
     for number, wave in enumerate(plan.waves):

@@ -1,7 +1,7 @@
-"""A fleet at work in simulated time that gets another image: jobs, cordons, scale sets, instances.
+"""A busy fleet in simulated time that gets another image: jobs, cordons, scale sets, instances.
 
-Nothing here waits. The driver is the real one; what it does to nodes and scale sets is written down here, as they know
-it, and every limit is checked at each moment.
+Nothing here waits. The driver is the real one; what it does to nodes and scale sets is recorded here from their point
+of view, and every limit is checked at each moment.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tests.unit.pool.simulation import START, make
 
 OLD, NEW = "old", "new"
 BUSY = "pod train-0 of Job train"
-# What a driver takes to let go of a host, one that was killed before to find out about it.
+# What a driver takes to release a host, or, after one was killed, to find out about it.
 MOMENT = 60.0
 REIMAGE, BOOT = 360.0, 480.0
-# Until a last look finds that somebody works on a host after all.
+# The time until a last look finds that a host is in use after all.
 LATE = 2000.0
 _LONGEST = 100 * 86400.0
 # What can go wrong with a host: a new image that never comes, that fails its preflight or its checks, an answer that is
@@ -50,7 +50,7 @@ Fate = Literal[
 
 @dataclass
 class Node:
-    """A node as it is: ``busy_until`` is when its job ends, ``cordoned`` by whom, ``awaited`` before its job ended."""
+    """A node as it is: ``busy_until`` is when its job ends, ``cordoned`` by whom, ``awaited`` if while at work."""
 
     build: str = OLD
     busy_until: float = 0.0
@@ -64,7 +64,7 @@ class Node:
 class World:
     """The fleet and its scale sets. ``lost`` are jobs that were running when their node was reimaged.
 
-    ``gangs`` are the hosts that each host's job is on, ``evicted`` those whose job was evicted, and when.
+    ``gangs`` are the hosts that each host's job runs on, ``evicted`` those whose job was evicted, and when.
     """
 
     plan: Plan
@@ -75,7 +75,7 @@ class World:
     models: dict[str, str] = field(default_factory=dict)
     events: list[tuple[float, int, Event]] = field(default_factory=list)
     over: set[tuple[str, Step, int]] = field(default_factory=set)
-    # The numbers of events that don't come about.
+    # The numbers of events that don't happen.
     void: set[int] = field(default_factory=set)
     order: Iterator[int] = field(default_factory=count)
     is_red: Callable[[], bool] = lambda: False
@@ -145,10 +145,10 @@ class World:
         return events
 
     def _check(self) -> None:
-        """Hold the limits: hosts that are cordoned by us and empty, or away, in all and in each zone.
+        """Check the limits: hosts that are empty and cordoned by us, or away, in total and in each zone.
 
-        A host of the last wave that becomes empty beyond them is let go of at once. One that was cordoned before the
-        run is away before it is in work, too.
+        A host of the last wave that becomes empty beyond the limits is released at once. A host that was cordoned
+        before the run counts as away even before it is in work.
         """
         assert self.time < START + _LONGEST, "it never ends"
         away = []
@@ -213,7 +213,7 @@ class World:
         self.over.add((host, step, attempt))
 
     def _await(self, w: Work, node: Node, _fate: Fate) -> None:
-        """Wait for a host; as many as may be are cordoned before their jobs end."""
+        """Wait for a host; as many hosts as allowed are cordoned before their jobs end."""
         self.rested.add(w.host.name)
         ends = min(node.busy_until, self.roll.deadline_at)
         remaining = max(0.0, ends - self.time)
@@ -221,7 +221,7 @@ class World:
         room = self.plan.max_fenced - sum(n.awaited for n in self.nodes.values())
         if remaining and node.cordoned != "somebody" and room > 0:
             node.cordoned, node.awaited = "us", True
-        # After the deadline they are drained at once, whenever that is.
+        # After the deadline hosts are drained at once, whenever that is.
         if self.time < self.roll.deadline_at and self.time + remaining > w.until:
             self._later(max(0.0, w.until - self.time), w, "await", ended("busy", BUSY))
         else:
@@ -239,7 +239,7 @@ class World:
             return
         node.cordoned, node.awaited = "us", False
         is_over = self.time >= self.roll.deadline_at
-        # Who was idle in the last wave is not waited for again.
+        # A host that was idle in the last wave isn't waited for again.
         patience = 0.0 if w.host.name in self.rested and not is_over else self.roll.drain.max_wait_seconds
         due = max(self.time, self.roll.deadline_at)
         is_whole = {*self.gangs.get(w.host.name, ())} <= self.together
@@ -293,7 +293,7 @@ class World:
 
     def _restore(self, w: Work, node: Node, fate: Fate) -> None:
         assert set(self.models.values()) == {OLD}, "no host goes back before its scale set"
-        # A driver that was killed meanwhile has its request in its journal: the next one waits for what came of it.
+        # A driver that was killed meanwhile has its request in its journal: the next one waits for the result.
         if not node.reimages[OLD]:
             self._replace(w, node, OLD)
         if fate != "never back":
@@ -304,7 +304,7 @@ class World:
 
 
 def plan(hosts: int, **policy: object) -> Plan:
-    """Return the plan of a roll over so many hosts."""
+    """Return the plan of a roll over this many hosts."""
     rolled = {"mode": "roll", **policy}
     own = {name: rolled.pop(name) for name in Roll.model_fields if name in rolled}
     if own:
@@ -313,7 +313,7 @@ def plan(hosts: int, **policy: object) -> Plan:
 
 
 def mixed_jobs(seed: int, longest: float) -> Callable[[str], float]:
-    """Return how long each host's job lasts yet: one of ten is idle, the others are somewhere in one."""
+    """Return how much longer each host's job lasts: one of ten hosts is idle, the others are somewhere in a job."""
 
     def rest(name: str) -> float:
         drawn = random.Random(f"{seed}/{name}")
@@ -323,7 +323,7 @@ def mixed_jobs(seed: int, longest: float) -> Callable[[str], float]:
 
 
 def roll(world: World, stop_asked: Callable[[], bool] = lambda: False) -> tuple[Progress, list[Record]]:
-    """Drive a roll to its end; return it, and the records."""
+    """Drive a roll to its end; return its progress and the records."""
     progress = begin(world.plan)
     records: list[Record] = [Opened(at=world.time, plan=world.plan.digest)]
     apply(progress, records[0])
@@ -332,7 +332,7 @@ def roll(world: World, stop_asked: Callable[[], bool] = lambda: False) -> tuple[
 
 
 def check_end(world: World, progress: Progress) -> None:
-    """Hold what must be so after every end: no job lost, no cordon of ours but on hosts that failed."""
+    """Check what must hold after every end: no job lost, no cordon of ours except on hosts that failed."""
     assert world.lost == []
     for name, node in world.nodes.items():
         status = progress.hosts[name]

@@ -1,7 +1,7 @@
 """A fleet in simulated time: thousands of hosts with faults, one clock that jumps to what happens next.
 
-Nothing here waits. The driver is the real one; what it does is written down, so that a test can compare it with
-what it may do. The distribution of durations is that of facts about real nodes: half of them join within 30 s,
+Nothing here waits. The driver is the real one; what it does is recorded, so that a test can compare it with
+what it may do. The distribution of durations follows facts about real nodes: half of them join within 30 s,
 95 % within 60 s.
 """
 
@@ -30,7 +30,7 @@ START = 1_000_000.0
 _MEDIAN, _SIGMA = 30.0, math.log(2) / 1.645
 
 Fate = Literal["well", "hangs before", "hangs after"] | Outcome
-# What can be wrong with a host for good, evenly spread.
+# What can be permanently wrong with a host, evenly spread.
 FAULTS: tuple[Outcome, ...] = (
     ended("refused"),
     ended("timeout"),
@@ -48,7 +48,7 @@ FAULTS: tuple[Outcome, ...] = (
 
 
 def make_hosts(number_of_hosts: int, cells: int = 8, scale_set: int = 100) -> list[Host]:
-    """Return hosts in scale sets of 100, as InfiniBand has them, over VM size x zone x image."""
+    """Return hosts in scale sets of 100, as with InfiniBand, over VM size x zone x image."""
     hosts = []
     for n in range(number_of_hosts):
         number = n // scale_set
@@ -67,7 +67,7 @@ def make_hosts(number_of_hosts: int, cells: int = 8, scale_set: int = 100) -> li
 
 
 def make(number_of_hosts: int, policy: Policy | None = None, pools: Sequence[str] = ("gpu",)) -> Plan:
-    """Return the plan of so many hosts; their scale sets are of the pools in turn."""
+    """Return the plan of this many hosts; their scale sets belong to the pools in turn."""
     hosts = make_hosts(number_of_hosts)
     sets = Counter(host.scale_set for host in hosts)
     pool_of = dict(zip(sets, cycle(pools), strict=False))
@@ -86,9 +86,9 @@ def make(number_of_hosts: int, policy: Policy | None = None, pools: Sequence[str
 
 @dataclass
 class Faults:
-    """What goes wrong. ``token_gap`` are the seconds at the end of each ``token_seconds`` in which tokens are refused.
+    """What goes wrong. ``token_gap`` is the seconds at the end of each ``token_seconds`` in which tokens are refused.
 
-    ``throttled`` are spans of seconds since the start in which the API servers answer a tenth with 429.
+    ``throttled`` are spans in seconds since the start in which the API servers answer a tenth of requests with 429.
     """
 
     failures: float = 0.0
@@ -113,12 +113,12 @@ class Faults:
 
 @dataclass
 class World:
-    """The fleet. What happened to it stands here, as the hosts know it and not as the driver thinks."""
+    """The fleet. What happened to it is recorded here as the hosts know it, not as the driver thinks."""
 
     plan: Plan
     faults: Faults
     time: float = START
-    # Hosts on which a step can be in work at once, and on how many each is.
+    # The number of hosts on which a step can be in work at once, and the number on which each step is.
     places: int = 10**6
     at_work: Counter[Step] = field(default_factory=Counter)
     events: list[tuple[float, int, Event]] = field(default_factory=list)
@@ -127,10 +127,10 @@ class World:
     slots: list[float] = field(default_factory=list)
     slices: list[int] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
-    # When joining ends on a host, which says nothing but that it tries until then.
+    # When joining ends on a host, which until then only says that it is trying.
     over: dict[str, float] = field(default_factory=dict)
     fine: set[str] = field(default_factory=set)
-    # Hosts at once that were told to join and are not known to be fine.
+    # The most hosts at once that were told to join and aren't known to be fine.
     most_unavailable: int = 0
     refused_tokens: int = 0
     red_starts: int = 0
@@ -161,7 +161,7 @@ class World:
         return frozenset(name for wave in self.plan.waves for name in wave.verify)
 
     def _joined_unsampled(self, event: Event) -> bool:
-        """Tell whether a host was told to join, did, and is not one of those that the plan verifies."""
+        """Return whether a host was told to join, did, and isn't one of those that the plan verifies."""
         is_told = event.joined == "yes" and event.host in self.touched
         return is_told and event.host in self.plan.host and event.host not in self.sample
 
@@ -256,7 +256,7 @@ def simulate(
     world: World | None = None,
     stop_asked: Callable[[], bool] = lambda: False,
 ) -> tuple[Progress, World, list[Record]]:
-    """Drive a whole rollout; return its end, the fleet, and the records."""
+    """Drive a whole rollout; return its final progress, the fleet, and the records."""
     world = world or World(plan, faults)
     progress = begin(plan)
     records: list[Record] = [Opened(at=world.time, plan=plan.digest)]

@@ -1,4 +1,4 @@
-"""What a rollout of 7,500 hosts comes to: the numbers that a person gets with pen and paper, and the page's."""
+"""The figures of a rollout of 7,500 hosts: those that a person gets with pen and paper, and the page's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EARLY = (CANARIES, 75, 375)
 LATE = math.ceil((HOSTS - sum(EARLY)) / 600)
 LAST = HOSTS - sum(EARLY) - (LATE - 1) * 600
 # Soaks of 15, 10 and 10 minutes, each after the wave's last join slot and the minute in which hosts join; then a wave
-# each four minutes; the last one's slots and its minute.
+# every four minutes; finally the last wave's slots and its minute.
 MINUTES = (
     sum(hosts / JOINS_A_SECOND / 60 + 1 + soak for hosts, soak in zip(EARLY, (15, 10, 10), strict=True))
     + (LATE - 1) * CADENCE_MINUTES
@@ -34,13 +34,13 @@ EXPECTED = {
     "clock, lower bound by the join rate": "25 min",
     "clock, with soaks and cadence": f"{MINUTES:.0f} min",
     "  and 10 min of active preflight": f"{MINUTES + 10:.0f} min",
-    # A lease each 10 s, a status each 5 min: the kubelet's own defaults.
+    # A lease every 10 s, a status every 5 min: the kubelet's own defaults.
     "leases once joined": "750 PUT/s",
     "node status once joined": "25/s",
     # 17 GB each.
     "image bytes, were they pulled": "127.5 TB",
     "  at 100 Gbit/s": "2.8 h",
-    # 2 % each, a tenth at once.
+    # 2 % of each, and a tenth at once.
     "budget of the run, of a full wave": "150, 12",
     "unavailable at once": "750",
 }

@@ -1,4 +1,4 @@
-"""When a run stops, and when a wave is over: the limits themselves, and what lies one host on either side of them."""
+"""When a run stops, and when a wave is over: the limits themselves, and one host on either side of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BROKEN = Outcome(kind="failed", phase="disk", code=31)
 
 @pytest.fixture
 def plan() -> Plan:
-    """Two waves of 100 hosts, without canaries: 8 may fail in each, 10 in all; 6 alike in a wave, 9 in all."""
+    """Return two waves of 100 hosts, without canaries: 8 may fail in each, 10 in all; 6 alike in a wave, 9 in all."""
     planned = make(
         200, Policy(waves=("100", "100"), canaries=1, budget="5%", same_share="4.5%", straggler_factor=2.0)
     )
@@ -44,7 +44,7 @@ def plan() -> Plan:
 
 @pytest.fixture
 def progress(plan: Plan) -> Progress:
-    """The first wave has begun, and its hosts were reached at 0."""
+    """Return a run whose first wave has begun, with hosts that were reached at 0."""
     progress = begin(plan)
     progress.began = 1
     progress.waves[0].began = 0.0
@@ -52,7 +52,7 @@ def progress(plan: Plan) -> Progress:
 
 
 def move(progress: Progress, names: Sequence[str], state: State, *, seconds: float | None = None) -> None:
-    """Put hosts into a state; those in work have been there for ``seconds``, those that ended took so long."""
+    """Put hosts into a state; those in work have been in it for ``seconds``, those that ended took that long."""
     for name in names:
         host = progress.hosts[name]
         of_host = progress.waves[host.wave]
@@ -77,7 +77,7 @@ def slow(
     seconds: float,
     state: State = "joining",
 ) -> list[str]:
-    """End all hosts of the first wave but some, which are in a state for so long; return their names."""
+    """End all but ``unfinished`` hosts of the first wave, left joining for ``seconds``; return their names."""
     names = wave(progress)
     done, rest = names[: len(names) - unfinished], names[len(names) - unfinished :]
     for number, name in enumerate(done):
@@ -128,7 +128,7 @@ def test_a_wave_is_over_when_all_its_hosts_ended(progress: Progress) -> None:
 
 
 def test_stragglers_are_not_waited_for(progress: Progress) -> None:
-    """95 % took up to 20 s, so twice that is the limit."""
+    """95 % took up to 20 s, so the limit is twice that."""
     slow(progress, 4, durations=[20.0], seconds=40.1)
     passed = budgets.decide(progress, 0, NOW)
     assert passed is not None and passed.stragglers == 4
@@ -146,7 +146,7 @@ def test_one_host_that_is_not_slow_holds_the_wave(progress: Progress) -> None:
 
 
 def test_the_limit_is_of_the_95th_percentile_and_not_of_the_median(progress: Progress) -> None:
-    """One in ten took 60 s: the 95th percentile. Of the median, 10 s, 50 s would be too long."""
+    """One in ten took 60 s: the 95th percentile. With the median, 10 s, 50 s would be too long."""
     slow(progress, 4, durations=[10.0] * 9 + [60.0], seconds=50.0)
     assert budgets.straggler_seconds(progress, progress.waves[0], "bootstrap") == 120.0
     assert budgets.decide(progress, 0, NOW) is None
@@ -177,7 +177,7 @@ def test_how_long_failed_hosts_took_does_not_count(progress: Progress) -> None:
 
 
 def test_stragglers_must_fit_into_the_waves_budget(progress: Progress) -> None:
-    """All that are left may fail: six are left, two have failed, eight may."""
+    """All remaining hosts may fail: six remain, two have failed, eight may."""
     slow(progress, 6, durations=[20.0], seconds=100.0)
     progress.waves[0].failed = 2
     assert budgets.decide(progress, 0, NOW) is not None
@@ -186,7 +186,7 @@ def test_stragglers_must_fit_into_the_waves_budget(progress: Progress) -> None:
 
 
 def test_stragglers_must_fit_into_the_runs_budget(progress: Progress) -> None:
-    """Those of earlier waves are still out: the run can't afford all of them."""
+    """Hosts of earlier waves are still out: the run can't afford all of them."""
     slow(progress, 6, durations=[20.0], seconds=100.0)
     progress.failed = 4
     assert budgets.decide(progress, 0, NOW) is not None
@@ -222,10 +222,10 @@ def test_hosts_of_a_gang_are_admitted_together() -> None:
         progress.hosts[name].unit = unit
     assert budgets.admitted(progress, names) == [*names[:2], *names[6:8]]
     assert budgets.admitted(progress, [*unit, names[0], names[1]]) == [*unit, names[0]]
-    # One of them is on its way.
+    # One host of the gang is on its way.
     progress.hosts[unit[0]].state = "freeing"
     assert budgets.admitted(progress, [*unit[1:], names[0]]) == [names[0]]
-    # One of them isn't any more.
+    # It no longer is.
     progress.hosts[unit[0]].state = "ended"
     assert budgets.admitted(progress, unit[1:]) == list(unit[1:])
 

@@ -1,4 +1,4 @@
-"""The requests that a roll is going to send, as its plan lists them."""
+"""The requests that a roll will send, as its plan lists them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_host_has_its_own_requests() -> None:
 
 
 def test_what_is_so_already_is_not_sent() -> None:
-    """A model that names the version, a service that somebody suspended, tags of others."""
+    """A model that already names the version, a service that somebody suspended, tags of others."""
     machines = fleet(1)
     machines.group.profile["storageProfile"]["imageReference"]["id"] = NEW
     machines.group.services["AutomaticRepairs"] = "Suspended"

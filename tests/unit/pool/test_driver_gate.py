@@ -1,4 +1,4 @@
-"""A control plane that doesn't answer: what it said before holds for a while, then it is red; nobody waits for it."""
+"""A control plane that doesn't answer: its last reading counts for a while, then it is red; nothing waits for it."""
 
 from __future__ import annotations
 

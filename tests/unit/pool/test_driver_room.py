@@ -1,4 +1,4 @@
-"""More hosts than can be worked on at once: they wait, and their deadlines don't run meanwhile."""
+"""More hosts than can be worked on at once: they wait, and their deadlines don't run in the meantime."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def test_who_waits_for_room_is_not_late(places: int) -> None:
     assert most == min(places, 99)  # the wave after the canary
     tries = {step: sum(s.tries[step] for s in progress.hosts.values()) for step in ("probe", "verify")}
     assert tries == {"probe": 100, "verify": 100}
-    # A slice waits for those of it that are still to be asked: else each of them would cost an Ansible process.
+    # A slice waits for those of its hosts that are yet to be probed: otherwise each would cost an Ansible process.
     slices = [r for r in records if isinstance(r, Intent) and r.step == "bootstrap"]
     assert len(slices) == sum(len(wave.slices) for wave in world.plan.waves)

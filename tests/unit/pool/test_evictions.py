@@ -1,4 +1,4 @@
-"""A roll with a deadline: the jobs that it lists, and the confirmation that it wants."""
+"""A roll with a deadline: the jobs that it lists, and the confirmation that it requires."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def test_a_roll_without_a_deadline_takes_no_confirmation() -> None:
 
 
 def test_another_deadline_is_another_run() -> None:
-    """The name is of the plan's digest: nobody confirms a deadline that was changed since."""
+    """The name derives from the plan's digest, so a deadline that was changed since can't be confirmed."""
     runs = {plan(3, deadline=deadline).run for deadline in (DEADLINE, "2026-01-03T00:00:00Z", "")}
     assert len(runs) == 3

@@ -1,4 +1,4 @@
-"""The real fleet, in what needs no host: what one host answers, or is called, ends that host alone."""
+"""The real fleet, as far as no host is needed: a host's answer, or its name, ends only that host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def setup(tmp_path: Path) -> Setup:
 
 
 def only(fleet: Fleet) -> Event:
-    """Return the one event that there is soon."""
+    """Return the one event that comes within a short time."""
     events: list[Event] = []
     while not events:
         events += fleet.wait(fleet.now() + 10)
@@ -50,7 +50,7 @@ def only(fleet: Fleet) -> Event:
 def test_a_name_that_nothing_can_have_is_not_there(
     setup: Setup, tmp_path: Path, address: str, step: str
 ) -> None:
-    """What a step raises beyond its host's outcome would end the whole rollout."""
+    """An exception that isn't turned into its host's outcome would end the whole rollout."""
     with Fleet(setup, tmp_path / "work") as fleet:
         getattr(fleet, step)([Work(host(address), 1)])
         assert only(fleet).outcome.kind == "timeout"

@@ -1,4 +1,4 @@
-"""What hosts answer, and what Ansible and OpenSSH say of them, as one class for each host."""
+"""What hosts answer, and what Ansible and OpenSSH say about them, as one class for each host."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ PREFIX = "Failed to connect to the host via ssh: "
         (PREFIX + "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "host key"),
         (PREFIX + "Timeout, server 10.0.0.1 not responding.", "dropped"),
         (PREFIX + "client_loop: send disconnect: Broken pipe", "dropped"),
-        # Of a connection that others share, where the network parted in the middle of a task.
+        # From a shared connection, where the network failed in the middle of a task.
         (PREFIX, "dropped"),
         (PREFIX + "Shared connection to 10.0.0.1 closed.\nConnection reset by peer", "dropped"),
         ("Missing sudo password", "sudo"),
@@ -161,7 +161,7 @@ def test_a_host_that_was_told_has_not_gone_before_it_was_reached() -> None:
 
 
 class Ends(dict[str, JoinStatus]):
-    """How hosts ended; none ends twice."""
+    """The statuses with which hosts ended; none ends twice."""
 
     def end(self, name: str, status: JoinStatus) -> None:
         assert name not in self
@@ -263,5 +263,5 @@ def test_a_slice_is_a_private_data_directory_without_secrets(tmp_path: Path) -> 
     settings = json.loads((folder / "env/envvars").read_text())
     assert settings["ANSIBLE_FORKS"] == "2" and settings["ANSIBLE_PIPELINING"] == "true"
     assert "ControlPersist=60s" in settings["ANSIBLE_SSH_ARGS"]
-    # Of many hosts at once each has as long for its login as where it is asked.
+    # Among many hosts at once, each has as long for its login as in a probe.
     assert settings["ANSIBLE_TIMEOUT"] == "60" and "ConnectTimeout=10" in settings["ANSIBLE_SSH_ARGS"]

@@ -39,12 +39,12 @@ all:
 
 @pytest.fixture(autouse=True)
 def _no_host_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is driven here is an error of the test, told as one before a connection is tried."""
+    """Turn every attempt to drive hosts into an error of the test, before a connection is tried."""
 
     def driven(prepared: rollout.Rollout, _show: object) -> None:
         raise AssertionError(f"hosts are touched: {prepared}")
 
-    # No socket here: tests/pools/test_pool_control_plane.py asks a server.
+    # No socket here: tests/pools/test_pool_control_plane.py queries a server.
     monkeypatch.setattr(ansible, "server_fault", lambda *_: "")
     monkeypatch.setattr(rollout, "drive", driven)
     monkeypatch.setattr(rollout, "verify", driven)
@@ -70,7 +70,7 @@ class Place:
         return ["--user", "admin", "--key", str(self.key), "--known-hosts", str(self.known)]
 
     def run(self, *more: str) -> tuple[int, list[str], str]:
-        """Run it; return the status, the problems in short, and standard error."""
+        """Run the plan; return the exit status, the problems in short form, and standard error."""
         arguments = ("run", str(self.plan), "-i", str(self.hosts), *self.access(), *more)
         status, out, err = call(*arguments, "--json")
         problems = json.loads(out)["error"].get("problems", []) if out else []
@@ -152,7 +152,7 @@ def test_a_plan_that_was_edited_is_refused(place: Place) -> None:
 
 
 def test_what_hosts_there_are_is_not_needed_to_tell_the_rest(place: Place, tmp_path: Path) -> None:
-    """A plan or an inventory that can't be used hides neither a key that is no key nor host keys that are not there."""
+    """A plan or an inventory that can't be used hides neither an invalid key nor missing host keys."""
     key = tmp_path / "no-key"
     key.write_text("nothing\n")
     key.chmod(0o600)
@@ -239,7 +239,7 @@ def test_verification_needs_facts_of_each_image(place: Place) -> None:
 
 
 def test_facts_of_another_image_are_not_taken(place: Place) -> None:
-    """Unless it is said that they are meant: an inventory may call an image as a gallery does."""
+    """Unless they are named explicitly: an inventory may use a gallery's name for an image."""
     place.facts.write_text(json.dumps(dict.fromkeys(FACTS) | {"image": "worker_gpu"}))
     assert place.run("--facts", str(place.facts))[1] == [
         "--facts: no facts for hosts of worker: give IMAGE=facts.json of a build; "
@@ -277,7 +277,7 @@ def test_abort_without_a_run(place: Place) -> None:
 
 
 def test_a_run_that_stops_already_is_not_asked_again(place: Place) -> None:
-    """A second signal would end what is in work."""
+    """A second signal would end the work in progress."""
     digest = plans.load(place.plan).digest
     with open_journal(journal_of(place.plan)) as journal:
         journal.append(Opened(at=1.0, plan=digest))
@@ -293,7 +293,7 @@ def test_who_failed_is_taken_up_again_by_retry_alone() -> None:
 
 def test_the_second_signal_ends_what_the_first_one_asked_to_stop() -> None:
     stop, woken = Stop(), SimpleQueue[str]()
-    stop.wake = lambda: woken.put("woken")  # by another thread, which may be there before the number is
+    stop.wake = lambda: woken.put("woken")  # by another thread, which may be faster than the signal number
     before = signal.getsignal(signal.SIGINT)
     with stop.listening():
         assert not stop.is_requested()

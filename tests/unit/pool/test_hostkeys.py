@@ -1,4 +1,4 @@
-"""Files of host keys, and certificates of hosts: what is believed, byte by byte."""
+"""Files of host keys, and host certificates: what is trusted, byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live table: what it shows is the state, at any moment and to the last change."""
+"""The live table: it shows the state, at any moment and up to the last change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.pool.test_simulation import FAULTS, WIDE
 
 
 def _drive(faults: Faults, changed: Callable[[Progress, World], None], hosts: int = 400) -> Progress:
-    """Drive a simulated run, and tell of each change as the loop of a real one does."""
+    """Drive a simulated run, and report each change as the loop of a real one does."""
     plan = make(hosts, WIDE)
     world, progress = World(plan, faults), begin(plan)
     apply(progress, Opened(at=world.time, plan=plan.digest))
@@ -108,7 +108,7 @@ def test_phases_of_failed_hosts_do_not_count() -> None:
 def test_the_longest_phases_of_the_wave_in_work_are_drawn_longest_first() -> None:
     plan = make(400, WIDE)
     names = plan.waves[0].hosts[:3]
-    # Of ten phases the two shortest have no room; each takes 1, 2 and 3 times its seconds on the three hosts.
+    # Of ten phases, the two shortest don't fit; each takes 1, 2 and 3 times its seconds on the three hosts.
     phases = {f"phase-{n}": 10.0 * (n + 1) for n in range(10)}
     records: list[Record] = [
         Opened(at=START, plan=plan.digest),
@@ -178,7 +178,7 @@ def test_a_plain_log_tells_each_wave_once_and_every_kind_of_failure() -> None:
     assert texts[0] == f"400 hosts in {len(names)} waves, 20 may fail, running"
     assert texts[-1].startswith(f"finished; {progress.failed} of 20 failed")
     assert any(line.startswith("gate: hold: ") and "429" in line for line in texts)
-    # Fifteen minutes of soak are no silence, and no flood either.
+    # Fifteen minutes of soak are neither silence nor a flood.
     soak = [line for line in texts if line.startswith(f"{names[0]}: ") and "next wave in" in line]
     assert 10 <= len(soak) <= 20
 
@@ -207,7 +207,7 @@ def test_a_stop_is_told_with_its_reason() -> None:
 def _half_way(
     clock: Callable[[], float], width: int = 150
 ) -> Iterator[tuple[LiveTable, Progress, list[Record]]]:
-    """A table of a run in the middle of its second wave, and the records that follow."""
+    """Yield the table of a run in the middle of its second wave, its progress, and the records that follow."""
     plan = make(400, WIDE)
     records = simulate(plan, Faults())[2]
     cut = [n for n, r in enumerate(records) if isinstance(r, Result) and r.step == "bootstrap"][15]
@@ -249,7 +249,7 @@ def test_the_end_stays_on_the_screen() -> None:
         console = table.console
     assert isinstance(console.file, io.StringIO)
     last = console.file.getvalue().rpartition("finished")[2]
-    # All quantiles are there, too, though the clock stood still.
+    # All quantiles are present, too, though the clock stood still.
     assert _row(last, "wave 3")[2:4] == ["over", "40"] and "s" in _row(last, "wave 3")[-1]
 
 
@@ -288,7 +288,7 @@ def test_of_many_waves_those_about_the_current_one_are_shown() -> None:
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_reader_that_goes_away_is_no_end_of_the_run(live: bool) -> None:
-    """A terminal goes with its connection: hosts are in work all the same, and the journal tells of them."""
+    """A terminal disappears with its connection, but hosts are still in work, and the journal records them."""
     reading, writing = os.pipe()
     ended = ""
     with (
@@ -329,7 +329,7 @@ def test_it_is_drawn_while_the_state_changes() -> None:
             while not over.is_set() or not drawn[0]:
                 _drawn(table, 150)
                 drawn[0] += 1
-        except Exception as error:  # told by the other thread, where a test can fail
+        except Exception as error:  # reported by the other thread, where a test can fail
             problems.append(error)
 
     thread = threading.Thread(target=draw)

@@ -1,4 +1,4 @@
-"""OpenSSH's way through bastions: what a slice has of it, and what of it may leave this machine."""
+"""OpenSSH's way through bastions: what a slice contains of it, and what may leave this machine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_host_has_time_for_its_bastions() -> None:
     works = [Work(host(1), 1, 0.0), Work(host(2, GATE), 1, 0.0)]
     for count, seconds in ((1, 10), (2, 60)):
         settings = ansible.environment(Path("slice"), Slice(tuple(works[:count]), access, 900.0))
-        # Ansible's own comes after these, and of two the first counts.
+        # Ansible's own timeout comes after these, and the first of two counts.
         assert f"-o ConnectTimeout={seconds}" in settings["ANSIBLE_SSH_ARGS"]
     assert "ProxyCommand" not in options[0]
     assert shlex.split(options[1]["ProxyCommand"]) == ["sh", "../env/bastion.sh", "hop-0", "[%h]:%p"]

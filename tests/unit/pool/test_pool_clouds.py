@@ -1,4 +1,4 @@
-"""Azure's other clouds: what people are told to set is what the SDK looks at."""
+"""Azure's other clouds: the setting that the documentation names is the one that the SDK reads."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_plan_is_written_and_told(hosts: Path, tmp_path: Path) -> None:
 
 
 def test_a_plan_says_who_is_skipped(hosts: Path, tmp_path: Path) -> None:
-    """Deallocated hosts would time out, and spend the budget."""
+    """Deallocated hosts would time out and use up the budget."""
     off = "ansible_host: 10.0.0.3, pool_power_state: deallocated"
     hosts.write_text(HOSTS.replace("ansible_host: 10.0.0.3", off))
     out = tmp_path / "p.json"
@@ -64,7 +64,7 @@ def test_a_plan_says_who_is_skipped(hosts: Path, tmp_path: Path) -> None:
 
 
 def test_the_plan_of_a_run_that_has_begun_is_not_replaced(hosts: Path, tmp_path: Path) -> None:
-    """Only with it the run can be taken up again."""
+    """Without it the run couldn't be resumed."""
     out = tmp_path / "p.json"
     arguments = ("plan", "-i", str(hosts), "cpu", "--out", str(out))
     assert _run(*arguments)[0] == 0

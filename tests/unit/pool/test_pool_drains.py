@@ -1,4 +1,4 @@
-"""The drains of a roll, by an API server that answers from a dictionary: its last word, and what a deadline does."""
+"""The drains of a roll, with an API server that answers from a dictionary: final answers, and what a deadline does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOSTS = ("gpu-1", "gpu-2")
 def test_an_api_server_that_knows_no_rights_yet_is_asked_again(
     status: int, failures: int, *, final: bool
 ) -> None:
-    """One that has just started refuses everybody for some seconds."""
+    """A server that has just started refuses everybody for some seconds."""
     assert is_final(KubeError("it says no", status), failures) is final
 
 
@@ -62,7 +62,7 @@ def _report(reports: Reports, key: Key, outcome: Outcome, emptied: Emptied) -> N
 def at_work(
     cluster: Server, reports: Reports, deadline: float, *, whole_gangs: bool = False
 ) -> Iterator[Drains]:
-    """Yield drains at work; what ends their thread is raised afterwards."""
+    """Yield running drains; an error that ends their thread is raised afterwards."""
     crashes: list[Exception] = []
     policy = Policy(
         poll_seconds=0.01,
@@ -134,7 +134,7 @@ class Troubled(Cluster):
 
 
 def test_a_certificate_that_cannot_be_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is being renewed: for a moment its key is another one's."""
+    """The certificate is being renewed: for a moment its key belongs to another one."""
     monkeypatch.setattr(drains_module, "backoff", lambda *_, **__: 0.01)
     cluster, reports = Troubled(*[NodeError("kube.config", "no key")] * 8), Reports()
     with at_work(cluster, reports, deadline=0.0) as drains:

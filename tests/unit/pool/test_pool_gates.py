@@ -24,7 +24,7 @@ LIMITS = GateLimits()
             "101 of 10000 requests answered with 429, limit 1.0%",
         ),
         ({"requests": 10_000, "errors": 101}, "hold", "answered with 5xx"),
-        # One of twenty is five percent, and no storm.
+        # One of twenty is five percent, but not a storm.
         ({"requests": 20, "throttled": 1}, "go", ""),
         ({"requests": 20, "throttled": 2}, "hold", "2 of 20"),
         ({"csr_seconds": 60.0}, "go", ""),
@@ -32,7 +32,7 @@ LIMITS = GateLimits()
         ({"not_ready": 80}, "go", ""),
         ({"not_ready": 81}, "stop", "76 more nodes are NotReady than before, limit 75"),
         ({"unread": "connection refused"}, "hold", "can't be read: connection refused"),
-        # What can't be read has no numbers, good or bad.
+        # A reading that failed has no numbers, good or bad.
         ({"unread": "x", "not_ready": 999}, "hold", "can't be read"),
     ],
 )

@@ -1,4 +1,4 @@
-"""docs/how-to/bring-a-pool-up.md: its commands are understood as they stand there, and its policy does what it says."""
+"""docs/how-to/bring-a-pool-up.md: its commands are understood as written, and its policy does what the page says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _where_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_its_commands_are_refused_for_what_is_not_there_alone() -> None:
-    """No key, no facts, no journal: each is a problem of the definition. A word that isn't known would be another."""
+    """No key, no facts, no journal: each is a definition error. An unknown word would be a different error."""
     commands = [shlex.split(block.replace("\\\n", " ")) for block in _blocks("sh")]
     assert [argv[:3] for argv in commands] == [
         ["image-builder", "pool", name] for name in ("plan", "run", "resume", "verify")

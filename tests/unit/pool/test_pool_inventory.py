@@ -1,4 +1,4 @@
-"""Hosts of pools out of an inventory, and everything that is wrong with them at once."""
+"""Pool hosts from an inventory, and everything that is wrong with them at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _problems(write: Write, text: str, *pools: str) -> list[str]:
 
 
 def test_who_is_off_is_left_out_and_named(write: Write) -> None:
-    """They count for the capacity; the rest may be up soon, or nobody knows."""
+    """They count toward the capacity; the others may be up soon, or their state is unknown."""
     off = GOOD.replace("ansible_host: 10.0.0.1", "ansible_host: 10.0.0.1, pool_power_state: deallocated")
     off = off.replace("ansible_host: 10.0.1.1", "ansible_host: 10.0.1.1, pool_power_state: Stopped")
     off = off.replace("ansible_host: 10.0.1.2", "ansible_host: 10.0.1.2, pool_power_state: starting")
@@ -316,7 +316,7 @@ def test_the_digest_changes_with_every_file_and_host_and_with_nothing_else(
 
 
 def test_variables_are_those_that_ansible_gives_a_host(write: Write) -> None:
-    """Read without places, which is ten times as fast, they are what the slow way gives."""
+    """Read without locations, which is ten times as fast, they equal the result of the slow way."""
     from image_builder.definition import engine
 
     folder = write(GOOD)

@@ -117,7 +117,7 @@ def test_a_line_that_is_missing_is_an_error(path: Path) -> None:
     for number in range(len(lines) - 1):
         with pytest.raises(ImageBuilderError, match="damaged"):
             parse(b"".join(lines[:number] + lines[number + 1 :]), "j", FORMAT)
-    # The last one may be: that is a run that was killed a moment before.
+    # The last one may be missing: that is a run that was killed a moment before.
     assert parse(b"".join(lines[:-1]), "j", FORMAT)[0] == RECORDS[:-1]
 
 
@@ -137,7 +137,7 @@ def test_it_has_one_writer(path: Path) -> None:
 
 
 def test_who_looks_whether_a_run_goes_on_keeps_nobody_from_starting_it(path: Path) -> None:
-    """A look is a shared lock for a moment: `pool status` beside `pool run`."""
+    """A look takes a shared lock for a moment: `pool status` during `pool run`."""
     with open_journal(path):
         pass
     fd = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""docs/reference/pools.md says what the code says; ``--update-golden`` writes its tables anew."""
+"""docs/reference/pools.md says what the code says; ``--update-golden`` rewrites its tables."""
 
 from __future__ import annotations
 

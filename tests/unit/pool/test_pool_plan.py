@@ -1,4 +1,4 @@
-"""The plan's document: the same for the same input, refused when it was changed or is too old."""
+"""The plan document: the same for the same input, refused if it was changed or is too old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One host's way through a run, record by record; and the counts that follow it."""
+"""One host's path through a run, record by record; and the counts that follow it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = PLAN.waves[0].hosts[0]
 
 
 class Story:
-    """A run of which only one host is looked at."""
+    """A run of which only one host matters."""
 
     def __init__(self, plan: Plan = PLAN) -> None:
         self.progress = begin(plan)
@@ -41,12 +41,12 @@ class Story:
         apply(self.progress, record)
 
     def open(self, *, retry: bool = False) -> str:
-        """Take the journal up again; return the host's state."""
+        """Reopen the journal; return the host's state."""
         self.tell(Opened(at=self.at, plan=PLAN.digest, retry=retry))
         return self.host.state
 
     def take(self, step: str, outcome: Outcome, joined: Joined = "unknown") -> str:
-        """Take a step that ends so; return the host's state."""
+        """Take a step that ends with ``outcome``; return the host's state."""
         self.at = max(self.at, self.host.not_before) + 1
         self.tell(Intent(at=self.at, step=step, hosts=(NAME,)))  # type: ignore[arg-type]
         assert self.host.state == RUNNING[step]  # type: ignore[index]
@@ -153,7 +153,7 @@ def test_touched_and_lost_is_unknown_and_not_what_the_probe_said(story: Story) -
         (ended("dropped"), "yes", "waiting"),
         (failed("disk", 31), "no", "ended"),
         (failed("gpu", 61), "unknown", "ended"),
-        # It is a member: to begin again would be a second join.
+        # The host is a member: starting again would be a second join.
         (failed("join", 81), "yes", "ended"),
         (failed("join", 81), "unknown", "ended"),
         (ended("auth"), "unknown", "ended"),
@@ -194,7 +194,7 @@ def test_taken_up_after_a_kill_what_was_in_work_is_looked_at_anew(
 
 @pytest.mark.parametrize(("workers", "waits"), [((), 0.0), (("ssh://worker",), 34.0)])
 def test_nobody_is_asked_while_a_worker_may_still_tell_hosts(workers: tuple[str, ...], waits: float) -> None:
-    """Nor when the run is taken up again meanwhile; and not for longer where the clock was set back."""
+    """Nor when the run is resumed meanwhile; and no longer than that if the clock was set back."""
     plan = make(9, Policy(workers=workers, worker_silent_seconds=30))
     first, other = plan.hosts[0].name, plan.hosts[1].name
     records: list[Record] = [
@@ -229,11 +229,11 @@ def test_vanished_hosts_are_dropped_and_new_ones_get_waves() -> None:
     hosts[8] = hosts[8].model_copy(update={"zone": "3", "scale_set": "other"})
     record = reconcile(progress, [h for h in hosts if h.name not in gone], at=1.0)
     assert record is not None
-    # Without an id another address is another machine: dropped and new.
+    # Without an id, another address means another machine: one is dropped, one is new.
     assert set(record.gone) == gone | {hosts[7].name}
     assert {h.name for h in record.new} == {h.name for h in hosts[60:]} | {hosts[7].name}
     assert [h.name for h in record.updated] == [hosts[8].name]
-    assert record.waves[0].name == f"wave {len(progress.plan.waves)}"  # their cell had its canaries
+    assert record.waves[0].name == f"wave {len(progress.plan.waves)}"  # their cell has had its canaries
     before = len(progress.waves)
     apply(progress, record)
     assert len(progress.waves) == before + len(record.waves)
@@ -254,7 +254,7 @@ def test_a_new_kind_of_host_gets_a_canary_in_a_resumed_run() -> None:
 
 
 def _recounted(progress: Progress) -> tuple[int, int, Counter[str]]:
-    """Count anew what is counted as it goes."""
+    """Recount what is counted incrementally."""
     statuses = progress.hosts.values()
     bad = [s.outcome for s in statuses if s.state == "ended" and s.outcome and not s.outcome.ok]
     return sum(s.unavailable for s in statuses), len(bad), Counter(o.signature for o in bad)

@@ -1,4 +1,4 @@
-"""Node configurations out of an inventory: what the node would refuse is refused here, all at once, and any secret."""
+"""Node configurations from an inventory: what the node would refuse is refused here, all at once, as is any secret."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_is_rendered_is_what_a_node_takes(tmp_path: Path) -> None:
 
 
 def test_the_example_for_azure_is_what_its_nodes_take() -> None:
-    """The how-to's command, on the inventory that it names; and its images have what takes it."""
+    """The how-to's command, on the inventory that it names, whose images have the layer that takes its output."""
     example = REPO_ROOT / "inventories/azure_vmss"
     rendered = render([example], ["vmss_h100_a", "vmss_cpu"])
     read = [parse(configuration.text.encode()) for configuration in rendered]
@@ -102,7 +102,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_what_belongs_to_one_node_is_refused_for_several(tmp_path: Path) -> None:
-    """Thousands of kubelets with one name would take one Node object away from each other."""
+    """Thousands of kubelets with one name would fight over one Node object."""
     text = GOOD.replace(
         "join_generation: 3",
         "join_generation: 3\n    join_node_name: gpu\n    join_node_ip: platform\n    join_provider_id: azure:///a",

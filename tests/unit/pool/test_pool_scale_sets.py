@@ -13,7 +13,7 @@ ID += "virtualMachineScaleSets/gpu-a"
 
 @pytest.mark.parametrize("pool", ["all", "ungrouped", "images", "pools"])
 def test_a_group_that_is_there_already_is_no_pool(pool: str) -> None:
-    """Ansible can't read an inventory in which a group is in itself: the next plan would have no hosts at all."""
+    """Ansible can't read an inventory with a group inside itself: the next plan would have no hosts at all."""
     assert parse(f"h100={ID}").inventory_group == "h100_gpu_a"
     with pytest.raises(UsageError, match=f"no pool can be called `{pool}`"):
         parse(f"{pool}={ID}")

@@ -1,4 +1,4 @@
-"""Slices for others: workers of a policy, and private data directories that lead nowhere but into themselves."""
+"""Slices for others: a policy's workers, and private data directories whose paths all stay inside them."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def test_a_key_goes_to_memory_or_nowhere(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_slices_of_a_wave_for_any_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No path of this machine, no key; join slots as the plan's rate has them; everything that a host needs."""
+    """No path of this machine and no key, join slots at the plan's rate, and everything that a host needs."""
     plan = make(12)
     file, keys, configs = tmp_path / "p.json", tmp_path / "keys", tmp_path / "configs"
     plans.save(plan, file)
     keys.write_text("".join(f"{known_as(host)} ssh-ed25519 AAAA\n" for host in plan.hosts))
     configs.mkdir()
-    # No socket here: tests/pools/test_pool_control_plane.py asks a server.
+    # No socket here: tests/pools/test_pool_control_plane.py queries a server.
     monkeypatch.setattr(ansible, "server_fault", lambda *_: "")
     authority = joins.authority().certificate
     documents = {host.name: joins.document(authority, node={"name": host.name}) for host in plan.hosts}

@@ -1,4 +1,4 @@
-"""A pool's scale sets as a template: whatever the image needs, in keys that the service has, and nothing guessed."""
+"""A pool's scale sets as a template: whatever the image needs, in keys that the service knows, and nothing guessed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VERSION = "2026.1125.0"
 
 
 def _run(tmp_path: Path, *arguments: str, pool: dict[str, Any], image: dict[str, Any] | None = None) -> Any:
-    """Run the command for the example's pool of H100, with more of its variables and of its image's."""
+    """Run the command for the example's H100 pool, with more variables for it and for its image."""
     more = {
         "vmss_h100_a": {"vars": pool},
         "images": {"hosts": {"worker_h100": {"image_gallery": SETTINGS, **(image or {})}}},

@@ -1,4 +1,4 @@
-"""Waves: a partition of the hosts that canaries lead, the same in every plan."""
+"""Waves: a partition of the hosts, canaries first, the same in every plan."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_wave_is_a_sample_of_all_scale_sets() -> None:
     hosts = {host.name: host for host in make_hosts(7500)}
     wave = plan_waves(list(hosts.values()), Policy())[3]
     sets = Counter(hosts[name].scale_set for name in wave.hosts)
-    # 600 of 75 scale sets: 8 of each on average; with rows of the inventory it would be 6 of them, whole.
+    # 600 hosts from 75 scale sets: 8 from each on average; in inventory order it would be 6 whole sets.
     assert len(sets) == 75 and max(sets.values()) < 24
 
 

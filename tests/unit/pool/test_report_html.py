@@ -1,4 +1,4 @@
-"""The HTML report: complete, self-contained, and nothing that a host says becomes markup."""
+"""The HTML report: complete and self-contained, and nothing that a host says becomes markup."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _VOID = {"meta", "link", "input"}
 
 
 class _Page(HTMLParser):
-    """The elements of a page, each with its attributes and the text within; every one is closed in order."""
+    """The elements of a page, each with its attributes and the text inside; all are closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -76,7 +76,7 @@ def _page(progress: Progress, records: list[Record], *, running: bool = False) -
 
 @pytest.fixture(scope="module")
 def bad_day() -> tuple[Progress, list[Record]]:
-    """1,500 hosts of which 2 % fail and 0.5 % hang, with expired tokens and a throttled control plane."""
+    """Return a run of 1,500 hosts: 2 % fail and 0.5 % hang, tokens expire, and the control plane is throttled."""
     progress, _, records = simulate(make(1500, WIDE), FAULTS)
     return progress, records
 
@@ -162,7 +162,7 @@ def test_hostile_names_and_details_are_text_and_nothing_else() -> None:
         assert f"1 \u00d7 failed phase {shown} 61" in hostile.all("summary")
         assert f"detail {shown}" in hostile.all("code")
     harmless = _Page(_page(*hostile_run(tuple(f"host-{n}" for n in range(len(HOSTILE))))))
-    # The same elements, whatever the hosts are called; their order may differ with the names.
+    # The elements are the same whatever the hosts are called; only their order may depend on the names.
     assert sorted(tag for tag, _ in hostile.elements) == sorted(tag for tag, _ in harmless.elements)
     assert {n for _, has in hostile.elements for n in has} == {n for _, has in harmless.elements for n in has}
 
@@ -188,7 +188,7 @@ def _channel(value: int) -> float:
 
 
 def _contrast(first: str, other: str) -> float:
-    """Return the contrast of two colours as https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio defines it."""
+    """Return the contrast of two colors as https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio defines it."""
     bright = []
     for colour in (first, other):
         digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
@@ -236,7 +236,7 @@ def test_the_timeline_has_each_wave_where_it_was_in_time(bad_day: tuple[Progress
 
 
 def _taken_up_later(pause: float) -> tuple[Progress, list[Record]]:
-    """A run that was killed in its second wave, and taken up again after ``pause`` seconds."""
+    """Return a run that was killed in its second wave, and resumed after ``pause`` seconds."""
     plan = make(400, WIDE)
     whole = simulate(plan, Faults())[2]
     first = whole[: next(n for n, r in enumerate(whole) if r.kind == "began" and r.wave == 1) + 30]
@@ -256,7 +256,7 @@ def test_time_in_which_nobody_drove_the_run_is_cut_out() -> None:
     (cut,) = drawn.cuts
     assert "not driven from 14:0" in cut.text and LABELS < cut.x < WIDTH
     first = drawn.rows[0].bars[0]
-    # Ten hours beside some twenty minutes would leave nothing of the first wave.
+    # Ten hours next to some twenty minutes would leave nothing of the first wave.
     assert first.width > 20 and drawn.gate[-1].x > cut.x > drawn.gate[-2].x
     assert "Resumed" in _page(progress, records)
 
@@ -333,7 +333,7 @@ def test_of_a_roll_it_says_what_became_of_work() -> None:
     document = report(progress, records)
     text = page(progress, records, document)
     assert document["idle_hours"]["gpus"] == pytest.approx(8 * document["idle_hours"]["hosts"], abs=0.01)
-    # At least a boot for each host that was emptied.
+    # At least one boot for each host that was emptied.
     assert document["idle_hours"]["hosts"] > 58 * 840 / 3600
     assert f"{document['idle_hours']['gpus']:.1f} GPU-hours" in text
     assert f"{progress.plan.deadline}: {len(document['evicted'])} pods evicted" in text

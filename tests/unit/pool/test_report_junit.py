@@ -1,4 +1,4 @@
-"""The JUnit document of a run: parsed back, it says of each host what the state says."""
+"""The JUnit document of a run: parsed back, it says the same about each host as the state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report for a terminal: what hosts say of themselves can't steer it."""
+"""The report for a terminal: what hosts say about themselves can't control it."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def test_names_and_phases_lose_what_steers_a_terminal() -> None:
     shown = text(report(progress, records, running=False))
     assert "3 hosts: 3 failed" in shown and "phase \ufffd[2Jgone" in shown
     assert all(c.isprintable() or c == "\n" for c in shown)
-    # Of one name's line no second one was made.
+    # The line of one name wasn't turned into two.
     assert not any(line.startswith("lines") for line in shown.splitlines())

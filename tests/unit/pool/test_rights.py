@@ -1,4 +1,4 @@
-"""The rights of a roll: those printed, documented and granted are the same; all that are missing are told at once."""
+"""The rights of a roll: those printed, documented and granted are the same; all missing ones are reported at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MANUAL = "virtualMachineScaleSets/manualUpgrade/action"
 
 
 def granted(file: Path, kinds: tuple[str, ...], name: str) -> set[ClusterRight]:
-    """Return the rights in the manifests of a file that the roles of a name grant."""
+    """Return the rights that the roles called ``name`` grant in a file's manifests."""
     listed = set()
     for manifest in yaml.safe_load_all(file.read_text(encoding="utf-8")):
         if manifest["kind"] not in kinds or manifest["metadata"]["name"] != name:
@@ -93,7 +93,7 @@ def test_rights_in_azure_are_missing_where_they_are() -> None:
 
 
 class Reviewer:
-    """An API server that only answers who may do what."""
+    """An API server that only answers access reviews."""
 
     def __init__(self, allowed: tuple[ClusterRight, ...], status: int = 0) -> None:
         self.specs, self.status = [right.review for right in allowed], status
@@ -154,7 +154,7 @@ def test_a_review_asks_for_what_is_done() -> None:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    """A fleet with an inventory, where the command line reaches both."""
+    """Return a fleet with an inventory, both within reach of the command line."""
     state = fleet(2)
     hosts = "".join(
         f"        gpu-{m.id}: {{ansible_host: 192.0.2.{m.id}, pool_vm_id: {m.vm_id}, pool_instance_id: '{m.id}'}}\n"

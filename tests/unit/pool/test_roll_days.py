@@ -1,4 +1,4 @@
-"""A roll of a fleet whose jobs take days, in simulated time: what the bench prints of 7,500 hosts, of 400."""
+"""A roll of a fleet whose jobs take days, in simulated time: the benchmark's figures for 7,500 hosts, with 400."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_host_takes_three_requests_and_the_lists_of_its_scale_set(tmp_path: Pa
 
 @pytest.mark.parametrize(("gap", "share"), [(600.0, 0.9), (0.0, 0.2)])
 def test_without_cordons_at_work_only_gaps_between_jobs_are_taken(gap: float, share: float) -> None:
-    """Where a queue fills each host at once none is idle when it is looked at, and nearly all are skipped."""
+    """If a queue fills each host at once, none is idle when it is looked at, and nearly all are skipped."""
     world = Days(plan(200, roll=Roll(max_fenced="0")), gap=gap)
     progress, _ = roll(world)
     totals = counts(progress.hosts.values())

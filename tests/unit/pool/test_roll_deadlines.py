@@ -1,4 +1,4 @@
-"""A roll with a deadline: who is evicted after it, and who isn't."""
+"""A roll with a deadline: which jobs are evicted after it, and which aren't."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEADLINE = "2026-01-02T00:00:00Z"
 
 
 def overdue(hosts: int, **policy: Any) -> Plan:
-    """Return the plan of a roll of a busy fleet, with a deadline six hours after it begins."""
+    """Return the plan of a roll of a busy fleet, with a deadline six hours after its start."""
     at = datetime.fromtimestamp(START + 6 * 3600.0, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return plan(
         hosts, gate=CALM, **{"deadline": at, "max_unavailable": "10", "max_wait_seconds": DAY, **policy}
@@ -48,7 +48,7 @@ def test_without_a_deadline_no_job_is_evicted() -> None:
 
 
 def test_gangs_are_evicted_whole_or_not_at_all() -> None:
-    """One of four hosts has a place among those that may be away, one of twelve never has."""
+    """A gang of four hosts fits within the number that may be away; one of twelve never does."""
     rolled = overdue(100)
     names = [host.name for host in sorted(rolled.hosts, key=lambda host: host.zone)]
     gangs = [tuple(names[first : first + 4]) for first in range(0, 80, 4)]

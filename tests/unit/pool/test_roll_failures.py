@@ -1,4 +1,4 @@
-"""The matrix of what can go wrong in a roll: how it is made to happen, what comes of it, which test shows it.
+"""The matrix of what can go wrong in a roll: how it is made to happen, what should result, which test shows it.
 
 A row without a test says what is missing. Numbers are those of the specification.
 """
@@ -23,7 +23,7 @@ _WAVES = "tests/unit/pool/test_rolling.py"
 
 
 class Row(NamedTuple):
-    """A failure; ``tests`` are `FILE::FUNCTION`, ``missing`` is what none of them shows."""
+    """A failure; ``tests`` are given as `FILE::FUNCTION`, ``missing`` is what none of them shows."""
 
     number: int
     failure: str
@@ -242,7 +242,7 @@ MATRIX = (
         26,
         "the canary of one cell fails",
         "the run stops",
-        # That only its cell would stop is not meant: docs/decisions/0015.
+        # Stopping only its cell isn't intended: docs/decisions/0015.
         (f"{_ROLL}::test_a_canary_that_fails_takes_everything_back",),
     ),
     Row(

@@ -1,4 +1,4 @@
-"""The real fleet of a roll, in what needs no host: what it holds of scale sets, and what it finds in them."""
+"""The real fleet of a roll, as far as no host is needed: which scale sets it holds, and what it finds in them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["setup"]
 
 
 class Empty:
-    """A cluster without a Lease of anybody's."""
+    """A cluster without any Lease."""
 
     def find(self, _path: str) -> None:
         return None
@@ -43,7 +43,7 @@ class Empty:
 def rolled(
     setup: Setup, machines: Fleet, folder: Path, *, force_ephemeral: bool = False
 ) -> Iterator[tuple[RollFleet, list[Host]]]:
-    """Have a roll of a fleet's hosts begun, none of which is in work."""
+    """Yield the fleet of a roll that has begun, with none of its hosts in work, and the hosts."""
     client, planned = Client(Direct(machines.arm)), hosts(machines)
     change = Change(
         target=read_target(client, planned, NEW, force_ephemeral=force_ephemeral),
@@ -90,7 +90,7 @@ def test_instances_beside_the_plan_are_found_with_their_versions(setup: Setup, t
 def test_a_restore_that_was_given_up_sends_nothing(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told as still cordoned: nothing may happen to it afterwards."""
+    """The host is reported as still cordoned: nothing may happen to it afterwards."""
     machines = fleet(1)
     with rolled(setup, machines, tmp_path) as (state, (host,)):
         machine = machines.group.machines[host.instance]

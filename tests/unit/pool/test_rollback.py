@@ -1,4 +1,4 @@
-"""The plan of a way back: which hosts are in it, what it needs, and what it has to be given."""
+"""The plan of a rollback: which hosts are in it, what it needs, and what it must be given."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _roll(machines: Fleet) -> Plan:
 
 
 def _ran(plan: Plan, machines: Fleet, outcomes: Mapping[str, Outcome | None]) -> Progress:
-    """Return the state of a roll's run that gave hosts the new image; None: it doesn't know what came of that."""
+    """Return the state of a roll that gave hosts the new image; an outcome of None is one that it doesn't know."""
     records: list[Record] = [Opened(at=1, plan=plan.digest)]
     records += [Began(at=1, wave=number) for number in range(len(plan.waves))]
     machines.group.profile["storageProfile"]["imageReference"]["id"] = NEW
@@ -72,10 +72,10 @@ def test_who_got_the_new_version_goes_back() -> None:
     assert plan.target
     assert (plan.target.version, plan.target.build) == (OLD, BUILDS[OLD])
     assert plan.target.before == {machines.path: NEW}
-    # The marks on nodes are taken over, those on scale sets aren't shared.
+    # The marks on nodes are taken over; those on scale sets aren't shared.
     assert plan.target.undoes == before.run == plan.run and plan.target.broken == ("gpu-1",)
     assert plan.holder == f"{before.run}-back-{plan.digest[:12]}" and before.holder == before.run
-    # As many may be away and fail as in the roll, and nothing is taken back a third time.
+    # As many may be away or fail as in the roll, and nothing is taken back a third time.
     assert plan.policy.rolls and plan.policy.rolls.restore == "never"
     # No job is evicted for it.
     assert before.deadline and not plan.deadline
@@ -136,7 +136,7 @@ def test_there_is_no_way_back() -> None:
     before = _roll(machines)
     with pytest.raises(UsageError, match="no host needs a rollback"):
         _back(_ran(before, machines, {}), machines)
-    # The way back of a way back is a roll.
+    # The way back from a rollback is a roll.
     progress = _ran(before, machines, {"gpu-0": OK})
     with pytest.raises(UsageError, match="is a rollback itself"):
         _back(replay(_back(progress, machines).plan, ()), machines)

@@ -1,4 +1,4 @@
-"""Rolls in simulated time: what becomes of hosts, and what holds at each moment whatever goes wrong."""
+"""Rolls in simulated time: what happens to hosts, and what holds at each moment whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def test_an_idle_fleet_gets_its_image_wave_by_wave() -> None:
 
 
 DAY = 86400.0
-# A control plane that is read seldom: days pass.
+# A control plane that is rarely read, because days pass.
 CALM = GateLimits(interval_seconds=1800.0)
 
 
 def test_busy_hosts_are_taken_in_the_last_wave_as_they_become_idle() -> None:
-    """Jobs of three days: no wave waits for them, and in the end each host has its image."""
+    """Jobs take three days: no early wave waits for them, and in the end each host has its image."""
     world = World(plan(300, gate=CALM), jobs=mixed_jobs(1, 3 * DAY))
     progress, records = roll(world)
     assert progress.finished
@@ -98,23 +98,23 @@ def test_busy_hosts_are_taken_in_the_last_wave_as_they_become_idle() -> None:
     check_end(world, progress)
     *waves, last = progress.waves
     assert last.wave.is_rest and len(last.names("ended")) > 200 and 100 < world.most_fenced <= 150
-    # The last one is as long as the jobs are, and those before it as the patience with each host.
+    # The last wave takes as long as the jobs, and those before it as long as the patience with each host.
     assert last.passed and last.began and 2 * DAY < last.passed - START < 3.2 * DAY
     assert all(w.passed and w.began and w.passed - w.began < 3600 for w in waves)
     assert sum(wave["hosts"] for wave in reports.report(progress, records)["waves"]) == 300
-    # Nobody in it was freed, and reimaged later: each was taken between two jobs.
+    # No host in it was freed and reimaged later: each was taken between two jobs.
     assert replay(world.plan, records).hosts == progress.hosts
 
 
 def test_a_host_that_only_seems_idle_is_skipped_in_the_end() -> None:
-    """Each last look finds work there: it is tried again, not too often, for as long as the last wave waits."""
+    """Each last look finds work there: it is retried, not too often, for as long as the last wave waits."""
     rolled = plan(300, gate=CALM, **GENEROUS, max_wait_seconds=DAY)
     name = rolled.waves[-1].hosts[0]
     world = World(rolled, {name: "busy late"})
     progress, records = roll(world)
     assert progress.finished and reports.report(progress, records)["skipped"] == {name: "a pod runs on it"}
     tries = progress.hosts[name].tries["reimage"]
-    # A try takes as long as the look that finds it, and the next one comes when a drain's patience is over.
+    # A try lasts until the look that finds the work, and the next one comes when a drain's patience runs out.
     assert 10 < tries <= DAY / (LATE + WaveDrain().max_wait_seconds) + 2
     assert not world.nodes[name].cordoned and progress.unavailable == 0
     check_end(world, progress)
@@ -141,7 +141,7 @@ def status_of(document: dict[str, Any]) -> int:
 
 
 def test_a_gang_that_ends_at_once_is_taken_as_far_as_hosts_may_be_away() -> None:
-    """Whoever has no room is let go of within seconds, works on, and is taken after its next job."""
+    """A host without room is released within seconds, works on, and is taken after its next job."""
     world = World(plan(300, gate=CALM, max_unavailable="5%"), jobs=lambda _: DAY)
     progress, _ = roll(world)
     assert progress.finished and world.most_unavailable == 15
@@ -168,7 +168,7 @@ def test_a_host_that_works_while_it_is_cordoned_is_not_away() -> None:
 
 
 def test_canaries_are_idle_hosts() -> None:
-    """Those of the plan are at work for days, and so is all of one cell: it has none, and one that tries it first."""
+    """Planned canaries are busy for days, and so is all of one cell: without a canary, one of its hosts goes first."""
     rolled = plan(300, gate=CALM, max_unavailable="30%")
     busy = set(rolled.waves[0].hosts)
     cell = rolled.host[rolled.waves[0].hosts[0]].cell
@@ -212,7 +212,7 @@ def test_one_host_of_a_large_wave_has_a_fate(fate: Fate, signature: str, build: 
 
 
 def test_all_is_given_back_before_a_run_is_finished() -> None:
-    """Who is killed in between has a run to take up."""
+    """A driver that is killed in between still has a run to resume."""
     world = World(plan(30))
     progress = begin(world.plan)
     concluded: list[float | None] = []
@@ -301,7 +301,7 @@ def test_half_of_a_zone_stays_whatever_may_be_unavailable() -> None:
 
 
 def test_hosts_that_were_emptied_before_a_stop_are_freed() -> None:
-    """The control plane turns red while jobs are waited for: emptied hosts get no other image, and it stops."""
+    """The control plane turns red while jobs are awaited: emptied hosts keep their image, and the run stops."""
     world = World(plan(300, max_unavailable="20%"), jobs=lambda _: 500.0)
     world.is_red = lambda: world.time > START + 400
     progress, records = roll(world)
@@ -342,7 +342,7 @@ def test_who_asks_it_to_stop_goes_on_later() -> None:
 def test_whatever_happens_and_whenever_the_driver_is_killed(
     fates: list[Fate], seed: int, moment: int
 ) -> None:
-    """A driver that ends at any record, and another one that takes its journal up."""
+    """One driver ends at any record, and another one resumes from its journal."""
     rolled = plan(40, **GENEROUS)
     world = World(
         rolled,
@@ -365,7 +365,7 @@ def test_whatever_happens_and_whenever_the_driver_is_killed(
     try:
         run(progress, world, write)
     except KilledError:
-        # What it began goes on; what it waited for comes to nobody.
+        # What it started goes on; the events that it waited for reach no driver.
         world.events.clear()
         records.append(Opened(at=world.time, plan=rolled.digest))
         progress = replay(rolled, records)
@@ -380,7 +380,7 @@ def test_whatever_happens_and_whenever_the_driver_is_killed(
     seed=st.integers(0, 1000), share=st.floats(0.0, 1.0), fates=st.lists(st.sampled_from(FATES), min_size=24)
 )
 def test_whenever_the_driver_is_killed_in_the_last_wave(seed: int, share: float, fates: list[Fate]) -> None:
-    """Jobs of a day; a driver that ends at any record from the last wave's on, with hosts cordoned at work."""
+    """Jobs take a day; a driver ends at any record of the last wave, with hosts cordoned while at work."""
     rolled = plan(24, gate=CALM, **GENEROUS)
     chosen = {host.name: fate for host, fate in zip(rolled.hosts, fates, strict=False)}
 
@@ -388,7 +388,7 @@ def test_whenever_the_driver_is_killed_in_the_last_wave(seed: int, share: float,
         pass
 
     def drive(last: int) -> tuple[World, list[Record], int]:
-        """Drive until so many records after the last wave's first; return them, and how many there were."""
+        """Drive until ``last`` records after the last wave's first; return the world, records and how many followed."""
         world, records, began = World(rolled, dict(chosen), jobs=mixed_jobs(seed, DAY)), list[Record](), [0]
 
         def write(record: Record) -> None:
@@ -427,7 +427,7 @@ def test_only_a_roll_has_its_settings() -> None:
 
 
 def test_who_already_runs_the_version_is_freed() -> None:
-    """The roll that is undone, or one whose journal is lost, left it cordoned."""
+    """The roll that is being undone, or one whose journal is lost, left the host cordoned."""
     world = World(plan(8))
     node = world.nodes["gpu-00-000003"]
     node.build, node.cordoned = NEW, "us"
@@ -438,7 +438,7 @@ def test_who_already_runs_the_version_is_freed() -> None:
 
 
 def test_a_host_that_was_drained_when_the_driver_ended_keeps_its_place() -> None:
-    """It has our cordon, and nobody knows whether it is empty by now."""
+    """It has our cordon, and it is unknown whether it is empty by now."""
     rolled = plan(8)
     name = rolled.waves[0].hosts[0]
     records: list[Record] = [
@@ -454,7 +454,7 @@ def test_a_host_that_was_drained_when_the_driver_ended_keeps_its_place() -> None
 
 
 def test_who_is_missing_before_a_roll_is_left_alone_and_counts() -> None:
-    """Canaries among them change places with hosts that are there; the limits hold with all that are missing."""
+    """Canaries among them swap places with hosts that are present; the limits include all missing hosts."""
     rolled = plan(300, max_unavailable="10%")
     canaries = rolled.waves[0].hosts
     canary, others = canaries[0], [h.name for h in rolled.hosts if h.name not in canaries][:19]

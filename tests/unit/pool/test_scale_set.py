@@ -1,4 +1,4 @@
-"""What is read of a scale set, and what is sent to it: under If-Match, for named instances, never twice blindly."""
+"""What is read from a scale set, and what is sent to it: under If-Match, for named instances, never blindly twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def client(machines: Fleet) -> Client:
 
 
 def _before(act: Callable[[], None], method: str = "PATCH", count: int = 1) -> Fault:
-    """Return a fault that lets something happen right before the first requests of a kind."""
+    """Return a fault that calls ``act`` right before each of the first requests of a kind."""
     numbers = itertools.count()
 
     def fault(request: Request) -> None:
@@ -68,7 +68,7 @@ def test_the_image_alone_is_changed_and_no_instance_with_it(client: Client, mach
     assert _patches(machines) == [(IMAGE_PATCH, 200)]
     assert {instance.image for instance in client.instances(machines.path)} == {OLD}
     assert not any(instance.has_latest_model for instance in client.instances(machines.path))
-    # Once more is nothing more.
+    # Setting it again sends nothing.
     assert client.set_image(before, NEW) == after
     assert len(_patches(machines)) == 1
 
@@ -194,7 +194,7 @@ def test_a_service_that_cannot_be_suspended_is_an_error(client: Client, machines
     [
         ("", True),
         ("run-1 until 2099-01-01T00:00:00+00:00", True),
-        ("run-2 until 2027-01-15T07:00:00+00:00", True),  # over by an hour
+        ("run-2 until 2027-01-15T07:00:00+00:00", True),  # ended an hour ago
         ("run-2 until 2027-01-15T09:00:00Z", False),
         ("run-2", False),
         ("run-2 until tomorrow", False),

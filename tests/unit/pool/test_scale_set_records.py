@@ -1,4 +1,4 @@
-"""What a process that goes on learns from the journal of the one before."""
+"""What a process that resumes a run learns from its predecessor's journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every reason not to touch a scale set, each by itself, and all at once."""
+"""Every reason not to touch a scale set, individually and all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An instance is brought to an exact version, whatever Azure answers and whatever answer is lost."""
+"""An instance is brought to an exact version, whatever Azure answers and whichever answer is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE = Patience()
 
 
 class Clock:
-    """Time that passes only when somebody waits."""
+    """A clock whose time passes only when something waits."""
 
     def __init__(self) -> None:
         self.at = 1.8e9
@@ -62,11 +62,11 @@ class Rolling:
         return [record.verb for record in read_journal(self.journal) if isinstance(record, Replacement)]
 
     def require_clean(self) -> None:
-        """What must hold in every ending."""
+        """Check what must hold in every ending."""
         group = self.fleet.group
         assert group.services == dict.fromkeys(SERVICES, "Running")
         assert HOLD_TAG not in group.content["tags"]
-        # At most one POST for each intent (I3), each of which names its instances (I4).
+        # At most one POST for each intent (I3), and each names its instances (I4).
         posts = self.fleet.posts("/manualupgrade") + self.fleet.posts("/reimage")
         assert len(posts) <= len(self.replacements())
         assert all(body["instanceIds"] == ["1"] for body in self.fleet.posts("/manualupgrade"))
@@ -78,7 +78,7 @@ def rolling(request: pytest.FixtureRequest, tmp_path: Path) -> Rolling:
 
 
 def once(part: str, effect: Answer | Literal["drop", "lose"], count: int = 1) -> Fault:
-    """Return a fault of the first requests POST of a kind."""
+    """Return a fault of the first POST requests of a kind."""
     numbers = itertools.count()
 
     def fault(request: Request) -> Answer | Literal["drop", "lose"] | None:
@@ -162,7 +162,7 @@ def test_a_refusal_that_never_passes_ends(rolling: Rolling) -> None:
 def test_an_operation_that_fails_is_the_signature_of_the_failure(rolling: Rolling, code: str) -> None:
     rolling.fleet.scale_sets.failures["1"] = [code]
     assert rolling() == Ending("failed", f"upgrade: {code}")
-    # Neither the same command again nor anything else sends to it once more.
+    # Neither a repeat of the command nor anything else sends it another request.
     assert rolling() == Ending("failed", f"upgrade: {code}")
     assert rolling.replacements() == ["upgrade"]
     rolling.require_clean()
@@ -199,7 +199,7 @@ def test_a_node_that_does_not_answer_and_whose_request_was_lost_is_unknown(rolli
     rolling.fleet.arm.faults = [once("/manualupgrade", "drop")]
     assert rolling() == Ending("unknown")
     assert rolling.replacements() == ["upgrade"]
-    # It answers now, is read twice as it was, and only then is told again.
+    # It answers now, is read twice unchanged, and only then gets the request again.
     rolling.fleet.silent.clear()
     assert rolling() == Ending("ok")
     rolling.require_clean()
@@ -234,7 +234,7 @@ def test_an_operation_that_another_preempts_is_settled_by_reading(rolling: Rolli
     rolling.fleet.arm.faults = [_in_upgrade(rolling, scale_out)]
     assert rolling() == Ending("ok")
     assert rolling.fleet.machine("1").disk == NEW
-    # What was created meanwhile has the model's image.
+    # The instance created meanwhile has the model's image.
     assert rolling.fleet.machine("3").disk == NEW
     rolling.require_clean()
 
@@ -254,7 +254,7 @@ def test_one_list_is_for_all_instances_of_a_set(rolling: Rolling) -> None:
 
 
 def upgraded_together(rolling: Rolling, *numbers: str) -> None:
-    """Send one upgrade for instances, as a driver that is killed right then."""
+    """Send one upgrade for several instances, like a driver that is killed right then."""
     path, client = rolling.fleet.path, rolling.client
     client.set_image(client.scale_set(path), NEW)
     with open_journal(rolling.journal) as journal:
@@ -287,7 +287,7 @@ def test_one_that_fails_in_an_upgrade_of_several_fails_alone(rolling: Rolling) -
 
 
 def test_no_upgrade_is_sent_beside_one_of_a_driver_that_was_killed(rolling: Rolling) -> None:
-    # Longer than upgrades wait for each other anyway.
+    # Longer than upgrades wait for one another anyway.
     rolling.fleet.scale_sets.seconds["upgrade"] = 1000.0
     upgraded_together(rolling, "2")
     began = rolling.clock()
@@ -298,7 +298,7 @@ def test_no_upgrade_is_sent_beside_one_of_a_driver_that_was_killed(rolling: Roll
 
 
 def test_of_an_upgrade_that_is_refused_for_several_each_is_sent_by_itself(rolling: Rolling) -> None:
-    """Where one of them is the reason, the others aren't held to it."""
+    """If one instance is the reason, the others don't fail with it."""
     rolling.fleet.arm.faults = [once("/manualupgrade", error(400, "InvalidParameter", "no active VM"))]
     with (
         open_journal(rolling.journal) as journal,
@@ -358,7 +358,7 @@ def test_the_last_look_comes_after_the_wait_for_others_upgrades(rolling: Rolling
 
 
 def test_a_node_is_asked_itself_after_that_wait_and_before_the_last_look(rolling: Rolling) -> None:
-    """Nothing is sent for one that works, whatever the cluster says; nothing is asked of the cluster then."""
+    """Nothing is sent for a node that is at work, whatever the cluster says; the cluster isn't even queried then."""
     queue, looked = Queue(), list[str]()
 
     def busy() -> str:

@@ -1,4 +1,4 @@
-"""The target of a roll: what it is, and everything that is against it, told at once."""
+"""The target of a roll: what it is, and all objections to it, reported at once."""
 
 from __future__ import annotations
 

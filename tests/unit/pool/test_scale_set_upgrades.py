@@ -1,4 +1,4 @@
-"""Instances of a scale set are upgraded together: one request at once, for all that came while another was open."""
+"""Instances of a scale set are upgraded together: one request at a time, for all that came while another was open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def member(number: str, version: str = NEW, *, is_single: bool = False) -> Membe
 
 
 class Sender:
-    """What was sent, in order; while the first block is open the others wait."""
+    """The requests sent, in order; while the first block is open, the others wait."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.upgrades, self.sent = Upgrades(), list[list[str]]()
@@ -40,7 +40,7 @@ class Sender:
             self.raised.append(error)
 
     def __call__(self, *others: Member) -> list[list[str]]:
-        """Let others wait, in this order, while instance 0 is upgraded; return the requests after that one."""
+        """Make others wait, in this order, while instance 0 is upgraded; return the requests after that one."""
         threads = [threading.Thread(target=self._join, args=(each,)) for each in others]
         with self.upgrades.joined(member("0"), self.send):
             for waiting, thread in enumerate(threads, 1):

@@ -1,4 +1,4 @@
-"""What became of a request, for every reading of instance, operation and node."""
+"""The result of a request, for every reading of instance, operation and node."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sent(verb: Verb = "upgrade", boot_id: str = "boot-1") -> Replacement:
 
 
 def looks(instance: Instance | None, node: Node | None, seconds: float = 60.0) -> list[Look]:
-    """Return two looks that are the same, some seconds apart."""
+    """Return two identical looks, some seconds apart."""
     return [Look(at, instance, node) for at in (100.0, 100.0 + seconds)]
 
 
@@ -45,7 +45,7 @@ def looks(instance: Instance | None, node: Node | None, seconds: float = 60.0) -
         ("upgrade", replace(UNTOUCHED, state="Updating"), BEFORE, "running"),
         ("upgrade", replace(UPGRADED, state="Updating"), AFTER, "running"),
         ("upgrade", replace(UNTOUCHED, state="Failed"), BEFORE, "failed"),
-        # A node that is silent, or has booted again, may be in work: nobody knows.
+        # A node that is silent, or has rebooted, may be in work: that is unknown.
         ("upgrade", UNTOUCHED, None, "unknown"),
         ("upgrade", UNTOUCHED, OTHER, "unknown"),
         ("reimage", UPGRADED, BEFORE, "not accepted"),

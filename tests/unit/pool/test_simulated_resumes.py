@@ -1,4 +1,4 @@
-"""Simulated runs that were stopped or killed are taken up: none is told twice, and none waits for nothing."""
+"""Simulated runs that were stopped or killed are resumed: no host is told twice, and none waits in vain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.pool.simulation import Faults, World, make, simulate
 
 
 def taken_up(plan: Plan, world: World, records: list[Record], *, retry: bool = False) -> Progress:
-    """Drive a run on from its records to its end; those that follow are added."""
+    """Resume a run from its records and drive it to its end, adding the records that follow."""
     progress = replay(plan, records)
     apply(progress, Opened(at=world.time, plan=plan.digest, retry=retry))
     run(progress, world, records.append)
@@ -33,7 +33,7 @@ def test_asked_to_stop_it_finishes_what_is_in_work() -> None:
 
 
 def test_a_stopped_run_goes_on_where_it_was() -> None:
-    """Stopped, mended, resumed with another chance for what failed: each host joins once."""
+    """Stopped, repaired, resumed with a retry of what failed: each host joins once."""
     plan = make(500, Policy(soak_seconds=(0.0,)))
     broken = {name: failed("disk", 31) for name in plan.waves[1].hosts[:3]}
     world = World(plan, Faults(fates=dict(broken)))
@@ -96,7 +96,7 @@ def test_without_another_chance_a_stopped_run_stops_again_and_touches_nobody() -
     assert progress.stopped == "1 host of wave 1 failed, its budget is 0"
     touched = set(world.touched)
     again = taken_up(plan, world, records)
-    # What was in work when it stopped failed as well.
+    # The hosts in work when it stopped failed as well.
     assert again.stopped == "3 hosts of wave 1 failed, its budget is 0" and world.touched == touched
 
 

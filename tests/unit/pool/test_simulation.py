@@ -19,19 +19,19 @@ from image_builder.pool.run.state import Progress
 from image_builder.pool.show import report as reports
 from tests.unit.pool.simulation import START, Faults, World, make, simulate
 
-# Of 2.5 % that fail a budget of 2 % would stop the run, as it should.
+# With 2.5 % failing, a budget of 2 % would stop the run, as it should.
 WIDE = Policy(wave_budget="7%", budget="5%")
 FAULTS = Faults(failures=0.02, hangs=0.005, token_gap=15.0, throttled=[(3000, 3200)])
 
 
 @pytest.fixture(scope="module")
 def bad_day() -> tuple[Progress, World, list[Record]]:
-    """7,500 hosts of which 2 % fail and 0.5 % hang, with expired tokens and a throttled control plane."""
+    """Return a run of 7,500 hosts: 2 % fail and 0.5 % hang, tokens expire, and the control plane is throttled."""
     return simulate(make(7500, WIDE), FAULTS)
 
 
 def _overlap(moments: Sequence[float], seconds: float) -> int:
-    """Return how many moments lie within any span of so many seconds, its end left out."""
+    """Return the most moments within any span of this many seconds, its end excluded."""
     most = first = 0
     for last, at in enumerate(moments):
         while moments[first] <= at - seconds + 1e-9:
@@ -95,7 +95,7 @@ def test_the_join_rate_holds_in_every_second(bad_day: tuple[Progress, World, lis
 def test_slices_are_of_at_most_500_hosts_and_few(bad_day: tuple[Progress, World, list[Record]]) -> None:
     world = bad_day[1]
     assert max(world.slices) <= 500
-    # An Ansible process each: 29 planned slices, and some for what came back.
+    # Each costs an Ansible process: 29 planned slices, and some for hosts that came back.
     assert len(world.slices) < 3 * sum(len(wave.slices) for wave in world.plan.waves)
 
 
@@ -108,7 +108,7 @@ def test_nothing_is_started_while_the_control_plane_is_red(
     first, last = red[0].at, red[-1].at
     during = [r for r in records if isinstance(r, Intent) and r.step == "bootstrap" and first <= r.at <= last]
     assert during == []
-    # It is asked every 30 s, so that it may be red for so long before anybody knows.
+    # It is read every 30 s, so it may be red for that long before the driver knows.
     assert world.red_starts <= 30 * 5 + 500
 
 
@@ -126,7 +126,7 @@ def test_hosts_that_hang_hold_up_nobody(bad_day: tuple[Progress, World, list[Rec
     progress = bad_day[0]
     hung = [n for n in progress.hosts if str(FAULTS.fate(n)).startswith("hangs")]
     assert len(hung) > 20
-    # Each of them costs its 15 minutes; the run would take two hours longer if a wave waited for that.
+    # Each of them takes its full 15 minutes; the run would take two hours longer if waves waited for that.
     for wave in progress.waves[3:]:
         assert wave.passed is not None and wave.began is not None
         assert wave.passed - wave.began < progress.plan.policy.deadlines.bootstrap
@@ -138,7 +138,7 @@ def test_hosts_that_hang_hold_up_nobody(bad_day: tuple[Progress, World, list[Rec
 def test_what_is_unavailable_is_never_more_than_allowed(
     seed: int, unavailable: str, pools: tuple[str, ...]
 ) -> None:
-    """Whatever pools the hosts are of: the number is that of all of them."""
+    """Whichever pools the hosts belong to: the limit applies to all of them together."""
     policy = Policy(wave_budget="20%", budget="20%", max_unavailable=unavailable, same_share="20%")
     plan = make(800, policy, pools)
     world = World(plan, Faults(failures=0.02, hangs=0.005, seed=seed))
@@ -170,7 +170,7 @@ def test_no_host_is_started_once_a_budget_is_spent(seed: int) -> None:
         apply(counted, record)
         spent = counted.failed > plan.budget or any(w.failed > w.wave.budget for w in counted.waves)
     assert spent or "alike" in progress.stopped
-    # In a stopped run all that was touched is classified, and nothing else was touched.
+    # In a stopped run, every touched host is classified, and no other was touched.
     for status in progress.hosts.values():
         assert status.state == "ended" or not status.touched
     assert sum(reports.counts(progress.hosts.values()).values()) == 2000
@@ -251,7 +251,7 @@ def test_a_bad_image_reaches_only_the_canaries() -> None:
 
 @pytest.mark.parametrize("kind", ["refused", "timeout", "auth"])
 def test_hosts_that_are_not_reached_count_as_failed(kind: str) -> None:
-    """Too many unreachable hosts in a wave, and no host of the next one is touched."""
+    """With too many unreachable hosts in a wave, no host of the next one is touched."""
     plan = make(1000)
     fates = {name: ended(kind) for name in plan.waves[1].hosts[:3]}  # type: ignore[arg-type]
     progress, world, records = simulate(plan, Faults(fates=dict(fates)))
@@ -278,7 +278,7 @@ def test_a_control_plane_that_stays_red_stops_the_run() -> None:
 
 
 def test_a_red_reading_makes_the_soak_begin_anew() -> None:
-    # The canaries are over after a minute; what is red at 500 s puts off the next wave by another 900 s.
+    # The canaries are done after a minute; red at 500 s delays the next wave by another 900 s.
     progress, _, _ = simulate(make(300), Faults(throttled=[(500.0, 530.0)]))
     began = progress.waves[1].began
     assert began is not None and began - START >= 500 + 900

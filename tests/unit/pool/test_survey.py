@@ -1,4 +1,4 @@
-"""Looks at a roll's hosts before any is taken out of work: who is missing, who is idle."""
+"""Looks at a roll's hosts before any is taken out of work: which are missing, which are idle."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUN = "roll-1"
 
 
 class Table:
-    """An API server that shows its nodes as a table; ``runs`` have cordoned some, ``trouble`` is what it says first."""
+    """An API server that shows its nodes as a table; ``runs`` have cordoned some, ``trouble`` are its first errors."""
 
     def __init__(self, nodes: dict[str, str], runs: dict[str, str], *trouble: KubeError) -> None:
         self.nodes, self.runs, self.trouble = nodes, runs, list(trouble)
@@ -72,7 +72,7 @@ RUNS = {
 
 
 def test_who_is_not_ready_or_has_no_node_is_missing() -> None:
-    """A cordon says nothing of a host, but that of the roll, which has it in work, and that of the gate."""
+    """A cordon says nothing about a host, except the roll's own, which has it in work, and the gate's."""
     server: Any = Table(NODES, RUNS)
     missing = missing_hosts(server, [*NODES, "gone"], RUN, threading.Event())
     assert missing == dict.fromkeys(("down", "unknown", "of another"), NOT_READY) | {

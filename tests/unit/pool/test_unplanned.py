@@ -1,4 +1,4 @@
-"""Instances that a roll's scale sets have beside its hosts: named in its report, and what to do about old ones."""
+"""Instances in a roll's scale sets that aren't its hosts: named in its report, with what to do about old ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SET = "/subscriptions/s/resourceGroups/g/providers/Microsoft.Compute/virtualMach
 
 @pytest.mark.parametrize("fate", ["well", "checks"])
 def test_instances_that_were_scaled_out_meanwhile_are_named(fate: Fate) -> None:
-    """R24: in a run that is finished, and in one that stops by itself; only in the first is their version too old."""
+    """R24: in a finished run, and in one that stops by itself; only in the first is their version too old."""
     planned = plan(30)
     target = Target(version=f"{SET}/versions/1.8.0", build="b", before={})
     world = World(planned.model_copy(update={"target": target}))
@@ -40,7 +40,7 @@ def test_instances_that_were_scaled_out_meanwhile_are_named(fate: Fate) -> None:
     else:
         assert document["outdated"] == []
         assert "  not in the plan: gpu-2 (not known), gpu/7 (1.8.0), gpu/8 (1.7.0)" in shown
-    # Of another process that finds none any more.
+    # From another process, which no longer finds any.
     records.append(Opened(at=world.time, plan=planned.digest))
     assert reports.unplanned(records) == {}
 

@@ -1,4 +1,4 @@
-"""The role container_runtime as Ansible evaluates it: its variables, and its templates' texts."""
+"""The role container_runtime as Ansible evaluates it: its variables, and the text of its templates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The role kubelet as a bake evaluates it: inventories of all kinds, and what it makes of each.
+"""The role kubelet as a bake evaluates it: inventories of all kinds, and the role's result for each.
 
-Variables are evaluated as a bake evaluates them: role defaults, inventory, what the layer's playbook hands
-over, the role's vars.
+Variables are evaluated in a bake's order: role defaults, inventory, what the layer's playbook passes, the
+role's vars.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def table(name: str = "__kubelet_versions") -> dict[str, Any]:
 
 
 def fields_of(version: str, name: str = "__kubelet_fields") -> set[str]:
-    """Return what a table of fields by version has up to this one."""
+    """Return the fields that a table of fields by version has up to this version."""
     rows = table(name).items()
     return {field for since, new in rows if minor_of(since) <= minor_of(version) for field in new}
 
@@ -114,7 +114,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 def every_option(version: str) -> dict[str, Any]:
-    """Return what sets all of the role's options that a version has, whatever the runtime."""
+    """Return variables that set all of the role's options that a version has, whatever the runtime."""
     options = {
         name: value for name, value in SCENARIOS["1.36-every-option"].items() if name.startswith("kubelet_")
     }

@@ -1,4 +1,4 @@
-"""What the role azure_guest does to a machine that runs."""
+"""What the role azure_guest does to a running machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _value(name: str) -> Any:
 
 
 def test_no_unit_that_ends_by_itself_is_started_at_every_run() -> None:
-    """Ansible's module calls a unit that has ended stopped: it would start it, and tell of a change, each time."""
+    """Ansible's module takes a finished unit for a stopped one: it would start it, and report a change, each time."""
     started = set(_value("__azure_guest_units"))
     assert started == {"azure-pod-guard.service", "walinuxagent.service"}
     for file in _value("__azure_guest_files"):
@@ -39,7 +39,7 @@ def test_no_unit_that_ends_by_itself_is_started_at_every_run() -> None:
 
 
 def test_a_machine_whose_first_boot_is_over_is_told_so_once() -> None:
-    """Else its next boot would begin the first one anew: new host keys, another user."""
+    """Otherwise its next boot would repeat the first one: new host keys, another user."""
     tasks = yaml.safe_load((ROLE / "tasks/service.yml").read_text())
     (told,) = [task["ansible.builtin.command"] for task in tasks if "ansible.builtin.command" in task]
     assert told["argv"] == ["systemctl", "start", "first-boot-durable.service"]

@@ -1,6 +1,6 @@
 """What the role container_runtime writes for every version it knows, and what it refuses.
 
-Golden files are the renderings with the role's defaults; ``pytest --update-golden`` writes them anew.
+Golden files are the renderings with the role's defaults; ``pytest --update-golden`` rewrites them.
 tests/bake/test_container_runtime_versions.py shows the same files to the real programs.
 """
 
@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "container_runtime"
 DOCKER = ("20.10", "23.0", "26.1", "28", "29")
 CONTAINERD = ("1.6", "1.7", "2.0", "2.1", "2.2.2", "2.2.4", "2.3")
 CRI_DOCKERD = {"version": "0.3.16", "url": "https://archive.test/cri-dockerd.tgz", "sha256": "ab" * 32}
-# What makes containerd >= 2.1 leave the transfer service (CheckLocalImagePullConfigs in internal/cri).
+# Settings that make containerd >= 2.1 bypass the transfer service (CheckLocalImagePullConfigs in internal/cri).
 FALLBACKS = {
     "max_concurrent_downloads",
     "discard_unpacked_layers",
@@ -141,7 +141,7 @@ def test_docker_never_chooses_its_storage_itself(version: str) -> None:
     assert config["userland-proxy"] is False
     assert all(
         isinstance(option, str) for option in config["log-opts"].values()
-    )  # dockerd takes no numbers here
+    )  # dockerd accepts no numbers here
 
 
 @pytest.mark.parametrize("version", DOCKER)
@@ -400,7 +400,7 @@ def test_files_and_units_follow_the_engine() -> None:
 
 
 def test_a_file_of_mirrors_is_known_as_the_roles_own() -> None:
-    """By this one of an earlier run is found on a live node; those of an administrator stay."""
+    """Its mark identifies a file of an earlier run on a live node; an administrator's files stay."""
     tasks = yaml.safe_load((ROLE / "tasks/configure.yml").read_text())
     (mark,) = (
         task["ansible.builtin.find"]["contains"] for task in tasks if "mirrors that this" in task["name"]

@@ -1,4 +1,4 @@
-"""The role kubelet's fields, held to those that the sources of each version have: ../shared/facts/kubelet-fields.json.
+"""The role kubelet's fields, checked against the sources of each version: ../shared/facts/kubelet-fields.json.
 
 The file begins with 1.28. No field was removed since 1.20, so an older version has none that 1.28 lacks.
 """
@@ -54,7 +54,7 @@ def test_the_table_has_the_fields_of_its_version(version: str) -> None:
 @pytest.mark.parametrize("mode", ["cluster", "standalone"])
 @pytest.mark.parametrize("version", KNOWN)
 def test_a_rendering_has_only_fields_of_its_version(version: str, mode: str) -> None:
-    """With all options set that the version has, for each runtime."""
+    """For each runtime, with all options set that the version has."""
     for runtime in runtimes(version):
         rendered = Rendered({**every_option(version), **runtime, "kubelet_mode": mode})
         assert rendered.problems == []

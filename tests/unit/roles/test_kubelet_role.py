@@ -1,6 +1,6 @@
 """What the role kubelet writes for every version it knows, and what it refuses.
 
-Golden files are whole renderings (kubelet_renderings.py); ``pytest --update-golden`` writes them anew.
+Golden files are whole renderings (kubelet_renderings.py); ``pytest --update-golden`` rewrites them.
 tests/bake/test_kubelet_versions.py shows the same files to a real kubelet.
 """
 
@@ -67,7 +67,7 @@ def test_every_known_version_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("version", KNOWN)
 def test_flags_exist_in_their_version(version: str) -> None:
-    """A kubelet exits at a flag that it doesn't know."""
+    """A kubelet exits if it doesn't know a flag."""
     minor = int(version.split(".")[1])
     flags = Rendered(containerd(version, kubelet_register_with_taints=[TAINT])).flags
     assert "pod-infra-container-image" not in flags, (
@@ -146,7 +146,7 @@ def test_large_images_are_pulled_side_by_side(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_status_frequencies_are_left_alone(name: str) -> None:
-    """Naming the update frequency makes thousands of kubelets report every ten seconds."""
+    """Setting the update frequency makes thousands of kubelets report every ten seconds."""
     assert not {
         key for key in scenario(name).config if key.startswith("nodeStatus") and key.endswith("Frequency")
     }
@@ -168,7 +168,7 @@ def test_nobody_gets_in_without_a_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_the_unit_waits_in_a_fresh_image(name: str) -> None:
-    """Without a kubeconfig the service is skipped, so that a node nobody told how to join isn't degraded."""
+    """Without a kubeconfig the service is skipped, so that a node without join instructions isn't degraded."""
     unit = scenario(name).file("kubelet.service.j2")
     conditions = re.findall(r"^ConditionPathExists=(.*)$", unit, re.MULTILINE)
     flags = scenario(name).flags
@@ -209,7 +209,7 @@ def test_the_node_agents_arguments_come_last(name: str) -> None:
 
 
 def test_the_node_agent_is_told_the_taints() -> None:
-    """Its flag replaces those of the configuration, whichever way the version is given them."""
+    """Its flag replaces the taints of the configuration, whichever way the version receives them."""
     for name in ("1.20-docker", "1.36-every-option"):
         assert json.loads(scenario(name).file("kubelet.json.j2")) == {"taints": ["gpu=h100:NoSchedule"]}
     assert json.loads(scenario("1.34-containerd").file("kubelet.json.j2")) == {"taints": []}
@@ -229,7 +229,7 @@ def test_dockershim_has_the_long_deadline_and_the_pause_image() -> None:
 
 
 def test_the_kubelet_does_not_rotate_dockers_logs() -> None:
-    """cri-dockerd can't reopen a log: a kubelet that rotates it leaves Docker writing to a file without name."""
+    """cri-dockerd can't reopen a log: a kubelet that rotates it leaves Docker writing to an unlinked file."""
     assert scenario("1.34-cri-dockerd").config["containerLogMaxSize"] == "-1"
     assert "containerLogMaxSize" not in scenario("1.20-docker").config
     assert scenario("1.34-containerd").config["containerLogMaxSize"] == "50Mi"

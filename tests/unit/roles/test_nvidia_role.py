@@ -76,7 +76,7 @@ def flavour(**inventory: Any) -> str:
         ([T4], "proprietary"),
         ([A100], "open"),
         ([A100, H100], "open"),
-        ([T4, A100], "open"),  # both fit both, and prefer differently
+        ([T4, A100], "open"),  # both sizes work with both drivers, but prefer different ones
         ([V100, A100], "proprietary"),
         (["nc24ADS_a100_v4"], "open"),
     ],

@@ -1,4 +1,4 @@
-"""What every role and layer has in common: its variables, its modules, what it may speak of."""
+"""What every role and layer has in common: its variables, its modules, what it may refer to."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ KEYWORDS = words(
 )
 # Keywords whose values are expressions without braces.
 EXPRESSIONS = frozenset({"when", "changed_when", "failed_when", "until", "that"})
-# What ansible-core itself offers to templates; and what a template makes of its own.
+# Names that ansible-core itself offers to templates, and those that a template defines itself.
 OFFERED = words(
     "ansible_managed ansible_check_mode ansible_collection_name ansible_loop item omit role_path role_name "
     "lookup query now undef"
 )
-# A task's name begins with one of these imperatives.
+# A task's name starts with one of these imperatives.
 _VERBS = words(
     "Add Apply Ask Check Compile Configure Copy Create Disable Download Empty Enable Find Gather Hold Install Let "
     "List Load Mark Mask Read Reload Remove Restart Save Set Trust Turn Unpack Update Write"
@@ -69,7 +69,7 @@ def defaults(role: Path) -> dict[str, Any]:
 
 
 def tasks_in(entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield every task, blocks taken apart."""
+    """Yield every task, including those inside blocks."""
     for entry in entries:
         yield entry
         for part in ("block", "rescue", "always"):
@@ -90,7 +90,7 @@ def modules(task: dict[str, Any]) -> set[str]:
 def test_argument_specs_agree_with_defaults(role: Path) -> None:
     specs = options(role)
     required = {name for name, spec in specs.items() if spec.get("required")}
-    # What this role asks the host for is undefined until then.
+    # Variables that this role asks the host for are undefined until then.
     asked = {name for name in specs if role.name == "target" and "default" not in specs[name]}
     assert set(specs) - required - asked == set(defaults(role))
     for name, value in defaults(role).items():
@@ -125,7 +125,7 @@ def test_role_is_complete(role: Path) -> None:
     for name in ("README.md", "meta/main.yml", "tasks/main.yml", "molecule/default/molecule.yml"):
         assert (role / name).is_file(), name
     assert list((role / "molecule/default/tests").glob("test_*.py"))
-    # Of all roles, each needs only to know what it changes.
+    # A role depends at most on target, to know what it changes.
     assert load(role / "meta/main.yml")["dependencies"] in ([], [{"role": "target"}])
 
 
@@ -179,7 +179,7 @@ def test_nothing_is_started_in_a_bake(role: Path) -> None:
 
 
 class AnyName(dict[str, Any]):
-    """Has every filter and test: Ansible's are not what is looked at."""
+    """A mapping with every filter and test: Ansible's own aren't the subject here."""
 
     def get(self, _key: str, _default: Any = None) -> Any:
         return str
@@ -190,12 +190,12 @@ ENGINE.filters, ENGINE.tests = AnyName(), AnyName()
 
 
 def free_names(text: str) -> set[str]:
-    """Return the variables that a template doesn't make itself."""
+    """Return the variables that a template doesn't define itself."""
     return meta.find_undeclared_variables(ENGINE.parse(text))
 
 
 def texts(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the templates in a value of a YAML file, bare expressions in braces."""
+    """Yield the templates in a value of a YAML file, with bare expressions put in braces."""
     if isinstance(value, dict):
         for inner, part in value.items():
             if isinstance(inner, str):
@@ -215,7 +215,7 @@ def loop_variables(task: dict[str, Any]) -> set[str]:
 
 @by_role
 def test_role_speaks_of_its_own_variables_only(role: Path) -> None:
-    """Another role's variables come in through the layer's playbook, which the plan's ids know of."""
+    """Another role's variables come in through the layer's playbook, which the plan's ids cover."""
     used: dict[str, Path] = {}
     for path in sorted((role / "templates").rglob("*.j2")):
         used |= dict.fromkeys(free_names(path.read_text(encoding="utf-8")), path)
@@ -245,7 +245,7 @@ def test_no_name_is_put_together_at_run_time(role: Path) -> None:
 
 @by_role
 def test_facts_of_the_baking_machine_are_not_used(role: Path) -> None:
-    """But for the one that asks, which no bake lets ask."""
+    """The exception is the file that asks the host, which no bake allows."""
     for path in (p for p in role.rglob("*") if p.suffix in (".yml", ".j2") and "molecule" not in p.parts):
         if path == REPO / "roles/target/tasks/ask.yml":
             continue
@@ -269,7 +269,7 @@ def test_playbook_is_one_play_of_known_roles(path: Path) -> None:
 
 
 def test_initramfs_is_configured_before_the_kernel_comes() -> None:
-    """What is written after the kernel's package would need a second initramfs."""
+    """Files written after the kernel's package would need a second initramfs."""
     names = [entry["role"] for entry in load(REPO / "playbooks/layers/system.yml")[0]["roles"]]
     assert names.index("azure_guest") < names.index("system")
     imports = [t["ansible.builtin.import_tasks"] for t in load(REPO / "roles/system/tasks/main.yml")]
@@ -295,7 +295,7 @@ def test_hardening_denies_nothing_that_is_loaded() -> None:
     assert not denied & needed and {"udf", "vfat"} <= needed
 
 
-# Started by a timer, or no use once cloud-init is at work.
+# Started by a timer, or of no use once cloud-init is running.
 STARTED_ONCE = {"node-health.service.j2", "preflight-again.service.j2", "first-boot-again.service.j2"}
 BOOT_UNITS = [
     path
@@ -364,7 +364,7 @@ KEPT = (
 
 
 def test_seal_takes_what_is_a_machines_own_and_nothing_else() -> None:
-    """find(1) matches whole paths, with extended regular expressions that Python reads alike."""
+    """find(1) matches whole paths, with extended regular expressions that Python reads the same way."""
     constants = load(REPO / "roles/image_seal/vars/main.yml")
     pattern = re.compile("|".join([*constants["__image_seal_files"], constants["__image_seal_logs"]]))
     assert [path for path in SEALED if not pattern.fullmatch(path)] == []

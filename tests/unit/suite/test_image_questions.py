@@ -1,4 +1,4 @@
-"""What the suite makes of a target's answers, without one: split, merged, narrowed down."""
+"""How the suite processes a target's answers, tested without one: split, merged, narrowed down."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import testinfra
 
 from image_builder.settings import SUITE
 
-# As systemd 257 prints them; 252 has the line about a file that isn't there.
+# As systemd 257 prints them; 252 has the line about a missing file.
 PRINTED = """\
 # /usr/lib/systemd/journald.conf
 # Entries in this file show the compile time defaults.

@@ -1,7 +1,7 @@
-"""Nodes that are broken in what a check is about, as their programs would answer: each turns the check red.
+"""Nodes that are broken in what a check covers, with the answers of their programs: each turns the check red.
 
-The check passes on the sound node. What answers is a table; whether real programs answer so, the mutations of real
-images tell."""
+The check passes on the healthy node. The answers come from a table; the mutations of real images show whether real
+programs answer like that."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import pytest
 
 from image_builder.settings import SUITE
 
-# What a right clock says when it is asked, which is long after this was read.
+# Stands for the time that a correct clock gives when it is queried, long after this module was loaded.
 NOW = "now"
 Answer = str | tuple[int, str] | tuple[int, str, str]
 
 
 class Node:
-    """Answers a command by the first text of a table that the command has in it; says no to all else."""
+    """A node that answers a command by the first text of a table that the command contains; all else fails."""
 
     def __init__(self, answers: Mapping[str, Answer], files: Mapping[str, Any] | None = None) -> None:
         self._table, self._files = answers, files or {}
@@ -95,7 +95,7 @@ def docker_node(start: str, listen: str = "/run/docker.sock") -> dict[str, Answe
 
 
 def docker_storage(**features: bool) -> dict[str, Answer]:
-    """Return a node with Docker's file, and the feature flags of it that are given."""
+    """Return a node with Docker's file, and the given feature flags in it."""
     flags = (
         {"features": {name.replace("_", "-"): is_on for name, is_on in features.items()}} if features else {}
     )
@@ -162,7 +162,7 @@ def status_node(source: str) -> dict[str, Answer]:
     return {"node-agent status --json": json.dumps(known)}
 
 
-# What grep says of the serial of a disk that only machines of `image-builder boot` have.
+# What grep prints about the serial of a disk that only machines of `image-builder boot` have.
 LAB: dict[str, Answer] = {"/sys/block/*/serial": "/sys/block/vda/serial:image-builder-seed"}
 
 
@@ -206,7 +206,7 @@ def session_node(memlock: str) -> dict[str, Answer]:
 _GUARD = (
     '-d 169.254.169.254/32 -p {protocol} -m multiport --dports {port} -m comment --comment "x" -c 0 0 -j DROP'
 )
-# The node's own accounting, and what others may have there that lets nothing by.
+# The node's own accounting, and rules that others may have there and that let nothing through.
 _COUNTED = (
     '-A traffic-out -d 10.0.0.0/8 -m comment --comment "x traffic=internal-out" -c 1 2 -j RETURN',
     "-A traffic-out -c 11 3454 -j RETURN",
@@ -242,7 +242,7 @@ LIMITS = [
 
 @dataclass(frozen=True)
 class Case:
-    """A check, the variables of the image, how a sound node answers, and how broken ones do."""
+    """A check, the image's variables, the answers of a healthy node, and those of broken ones."""
 
     module: str
     check: str

@@ -1,4 +1,4 @@
-"""What a killed bake leaves in the control groups goes at the next one's start, and nothing of a running one."""
+"""What a killed bake leaves in the control groups is removed when the next one starts, but nothing of a running one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from image_builder.system import cgroups
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Path:
-    """A mount of version 2."""
+    """Return a mount of cgroup version 2."""
     path = tmp_path / "cgroup"
     path.mkdir()
     (path / "cgroup.controllers").touch()
@@ -51,13 +51,13 @@ def test_a_group_in_use_stays(mount: Path, locks: Path) -> None:
 
 
 def test_a_group_that_a_running_bakes_container_is_not_yet_in_stays(mount: Path, locks: Path) -> None:
-    """A runtime makes it, and fills it a moment later: another bake may start in between."""
+    """A runtime creates it, and fills it a moment later: another bake may start in between."""
     group = mount / cgroups.PARENT.lstrip("/") / "container"
     dead = mount / "image-builder-0123"
     with cgroups.held(mount, locks):
         for path in (group, dead):
             path.mkdir(parents=True)
-        with cgroups.held(mount, locks):  # and another thread of this one may end
+        with cgroups.held(mount, locks):  # and another thread of this bake may end
             pass
         assert group.is_dir() and not dead.exists()
     assert not group.parent.exists()

@@ -1,4 +1,4 @@
-"""What a host must have is told before anything on it is changed."""
+"""What a host lacks is reported before anything on it is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A journal of any records: what has to last is on the disk, and a damaged line is told apart from a torn one."""
+"""A journal of any records: what must last is on disk, and a damaged line is distinguished from a torn one."""
 
 from __future__ import annotations
 

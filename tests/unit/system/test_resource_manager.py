@@ -1,4 +1,4 @@
-"""What is told of an answer or an error of Azure's, in one line and without its secrets."""
+"""How an answer or error from Azure is reported, in one line and without its secrets."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_an_empty_file_is_copied(tmp_path: Path) -> None:
 
 
 def test_pieces_are_hashed_in_order(tmp_path: Path) -> None:
-    """Several of the buffers that reading and hashing share, each unlike the others."""
+    """The file fills several of the buffers that reading and hashing share, each with different content."""
     content = b"".join(bytes([number]) * (1 << 20) for number in range(1, 12)) + b"end"
     (tmp_path / "source").write_bytes(content)
     for direct in (False, True):

@@ -1,4 +1,4 @@
-"""What of a file and a role counts in a digest."""
+"""Which parts of a file and a role count in a digest."""
 
 from __future__ import annotations
 

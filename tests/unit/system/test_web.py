@@ -1,4 +1,4 @@
-"""The way outside: what the host's environment says comes before what a definition declares."""
+"""The way outside: the host's environment takes precedence over what a definition declares."""
 
 from __future__ import annotations
 

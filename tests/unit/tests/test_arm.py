@@ -1,6 +1,6 @@
 """The simulator of Resource Manager: its states and refusals, and every shape against the models of Azure's SDK.
 
-The SDK's models are generated from azure-rest-api-specs: a key that they don't have is one that the service doesn't.
+The SDK's models are generated from azure-rest-api-specs: a key that they lack doesn't exist in the service either.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COOKIE = b"conectix".ljust(512, b"\0")
 
 
 class Memory:
-    """Disks of which only the last 512 bytes matter."""
+    """Disks whose last 512 bytes are all that matters."""
 
     def __init__(self) -> None:
         self.footers: dict[str, bytes] = {}
@@ -74,7 +74,7 @@ def _send(arm: Arm, call: Call) -> Answer:
 
 
 def _follow(arm: Arm, answer: Answer) -> Json:
-    """Look at an operation until it has ended, and return its state."""
+    """Poll an operation until it has ended, and return its state."""
     path = answer.headers["Azure-AsyncOperation"].removeprefix(arm.url).partition("?")[0]
     while (look := arm.answer(Request("GET", path))) and look.body == {"status": "InProgress"}:
         pass
@@ -89,7 +89,7 @@ def _get(arm: Arm, path: str, **query: str) -> Answer:
 
 
 def _published(arm: Arm, plan: Plan) -> str:
-    """Send a whole plan, the footer's page written by hand, and return the version's id."""
+    """Send a whole plan, writing the footer's page by hand, and return the version's id."""
     calls = _calls(plan)
     for step in ("definition", "disk", "access"):
         _follow(arm, _send(arm, calls[step]))

@@ -1,4 +1,4 @@
-"""The boot matrix as data: the rows agree with each other, and the page with the record."""
+"""The boot matrix as data: the rows agree with one another, and the page with the record."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_mismatch_names_the_fact_and_both_values() -> None:
 
 
 def test_what_an_engine_can_not_do_is_asked_of_the_other_one() -> None:
-    """Facts of one engine replace those of both, and name nothing that no step finds."""
+    """Facts of one engine replace those for both, and name only what some step finds."""
     for row in (*ROWS, *NIGHT):
         for engine, facts in row.of_engine.items():
             assert engine in ENGINES and row.wanted(engine) == {**row.expected, **facts} != row.expected

@@ -1,4 +1,4 @@
-"""What becomes of a first contact: floors by pen and paper, what calibrates nothing, what may not be published."""
+"""The results of a first contact: floors checked by hand, runs that calibrate nothing, what may not be published."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_is_kept_for_each_step_fits_into_the_whole() -> None:
 
 
 def contact(out: Path, runs: dict[str, list[float]], *, size: str = SIZE, **changes: Any) -> Contact:
-    """Write as much of a first contact's directory as floors are made of; both GPUs have the same runs."""
+    """Write the parts of a first contact's directory that floors come from; both GPUs have the same runs."""
     measured = [
         {"id": name, "gpu": gpu, "status": "done", "measured": value, "detail": ""}
         for gpu in GPUS

@@ -1,4 +1,4 @@
-"""Unit tests can't do what they must not: each attempt ends the test."""
+"""Unit tests can't do what they mustn't: each attempt ends the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A check is seen red where it fails by its own assertion, and by nothing else."""
+"""A check counts as seen red only if its own assertion fails, and nothing else."""
 
 from __future__ import annotations
 

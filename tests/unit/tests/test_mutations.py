@@ -1,4 +1,4 @@
-"""The recorded mutants are about code and tests that are there, and only a test that fails kills one.
+"""The recorded mutants refer to code and tests that exist, and only a failing test kills one.
 
 ``python -m tests.mutations`` runs them.
 """

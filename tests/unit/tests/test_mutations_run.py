@@ -1,6 +1,6 @@
-"""Every check of the suite is seen red in some run of the tests: computed from definitions and what the runs select.
+"""Every check of the suite is seen red in some test run: computed from definitions and the runs' selections.
 
-The runs themselves hold that each selected check is mutated (``blind``).
+The runs themselves ensure that each selected check is mutated (``blind``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.images import toolkits, variants
 from tests.support.images.declarations import DECLARATIONS, SELECTED
 
 LAB = REPO_ROOT / "inventories" / "lab"
-# CI mutates today's worker, which has containerd; the one with Docker where it has no other, else at night.
+# CI mutates today's worker, which has containerd; the one with Docker only for these checks, otherwise at night.
 DOCKER = {
     "test_containerd_serves_docker_alone",
     "test_docker_runs_with_overlay2",
@@ -36,7 +36,7 @@ DOCKER = {
     "test_preloaded_layers_are_in_docker",
     "test_preloaded_pause_image_is_spared",
 }
-# Only the machine with a GPU's driver and the gate has these, and it is booted at night.
+# Only the machine with a GPU driver and the gate has these, and it is booted at night.
 GPU = {
     "test_endpoint_answers_on_loopback",
     "test_gpu_cdi_describes_what_is_there",
@@ -66,7 +66,7 @@ Checks = Mapping[str, Mapping[str, Any]]
 
 @pytest.fixture(scope="module")
 def suite() -> Iterator[tuple[Any, Checks]]:
-    """The module ``suite``, and the suite's checks by file and name."""
+    """Yield the module ``suite``, and the suite's checks by file and name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(os.fspath(SUITE))
         modules = {path.stem: importlib.import_module(path.stem) for path in sorted(SUITE.glob("test_*.py"))}
@@ -86,7 +86,7 @@ def marks(function: Any) -> list[Any]:
 def selected(
     suite: tuple[Any, Checks], definition: ImageDefinition, side: str, select: Sequence[str] = ()
 ) -> set[str]:
-    """Return the checks that a run on this side of an image makes, ``select`` as ``observe_suite`` has it."""
+    """Return the checks that a run on this side of an image makes; ``select`` is as in ``observe_suite``."""
     module, checks = suite
     preload = definition_facts(
         definition, "0" * 64, [], [{"ref": "registry.lab.internal/i:1", "mode": "auto", "pin": True}]
@@ -114,7 +114,7 @@ def test_every_mutation_is_run(suite: tuple[Any, Checks], tmp_path: Path) -> Non
     lab = load_inventory([LAB])
     joining = load_inventory(test_join_mutations.INVENTORIES).define(test_join_mutations.IMAGE)
     toolkit = variants.define(toolkits.DECLARATION, tmp_path / "toolkit")
-    mutated = selected(suite, lab.define("worker_current"), "offline")  # `worker` is the night's
+    mutated = selected(suite, lab.define("worker_current"), "offline")  # `worker` is left to the nightly run
     mutated |= selected(suite, lab.define("worker_gpu"), "offline", test_gpu_mutations.SELECTED)
     mutated |= selected(suite, joining, "offline", test_join_mutations.SELECTED)
     mutated |= selected(suite, toolkit, "offline", (test_gpu_toolkit.CHECKS,))

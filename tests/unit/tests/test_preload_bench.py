@@ -1,4 +1,4 @@
-"""What the benchmark of preloading decides before and after it measures."""
+"""What the preload benchmark decides before and after it measures."""
 
 from __future__ import annotations
 

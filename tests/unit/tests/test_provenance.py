@@ -1,4 +1,4 @@
-"""A record of a run by hand is about the code that it was made with, and a page says when that has changed."""
+"""A record of a manual run belongs to the code that it was made with, and a page says when that code has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One closing line for several runs of pytest: nothing that one of them says is lost."""
+"""One closing line for several runs of pytest: nothing that any of them reports is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled stages outlive the store that they were made in: whole ones, under their own ids, of nobody else."""
+"""Compiled stages outlive the store that they were made in: only whole ones, under their own ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _make(store: Store, plan: StagePlan, content: str = "program") -> None:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Store:
-    """A store that is empty."""
+    """Return an empty store."""
     made = Store(tmp_path / "other")
     made.prepare()
     return made
@@ -44,7 +44,7 @@ def test_what_was_compiled_in_one_store_is_in_the_next(store: Store, other: Stor
     assert compiled.restore(other, place) == ["kubelet_build"]
     assert other.ids() == [KUBELET.id] and other.verify() == []
     assert (other.product(KUBELET.id) / "kubelet").read_text() == "program"
-    assert compiled.restore(other, place) == []  # it is there
+    assert compiled.restore(other, place) == []  # it exists already
     assert list((other.path / "staging").iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""What a run took: read from its JUnit files, held against its ceilings, recorded and shown."""
+"""How long a run took: read from its JUnit files, compared with its ceilings, recorded and shown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_seconds_of_each_file_are_those_of_all_lanes_the_longest_first(tmp_p
         (QUICK, WHOLE["filled"] * 1.21, 10.0, "filled", ["all, filled store"]),
         (QUICK, WHOLE["empty"] * 1.19, 10.0, "empty", []),
         (QUICK, WHOLE["empty"] * 1.21, 31.0, "empty", ["all, empty store", "disk"]),
-        # Of a quick run neither the whole nor the disk is told.
+        # For a quick run, neither the total nor the disk is reported.
         ({"fast": 1.0}, 99.0, 99.0, "empty", []),
         ({"fast": CEILINGS["fast"] * 1.21}, 2.5, 1.0, "empty", ["fast"]),
     ],

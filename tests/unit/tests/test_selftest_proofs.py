@@ -1,4 +1,4 @@
-"""What a file of tests depends on, and which proofs of it count."""
+"""What a test file depends on, and which of its proofs count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file of tests a lane takes next."""
+"""Which test file a lane takes next."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_looks_at_the_whole_machine_is_the_first_lanes_and_comes_first() ->
         assert _name(files, state, SECOND) == "vm"
         assert _name(files, state, LIGHT) == ""
     assert _name(files, _state("vm", "looks"), SECOND) == "long"
-    # A first lane that is over keeps nobody waiting.
+    # A first lane that has finished keeps no other lane waiting.
     assert _name(files, _state("vm", first_is_over=True), SECOND) == "long"
 
 
@@ -87,7 +87,7 @@ def test_an_image_that_is_being_baked_is_waited_for_only_when_nothing_else_is_le
     assert _name(files, _state("vm", "kills"), SECOND) == "waits"
     assert _name(files, _state("vm", "kills waits"), SECOND) == "mutants"
     assert _name(files, _state("vm", images="worker"), SECOND) == "mutants"
-    # Who has run a file that needs it has it as well.
+    # A lane that has run a file that needs the image has it as well.
     files += [TestFile("programs", 7, images=worker)]
     assert _name(files, _state("vm", "mutants"), SECOND) == "programs"
 

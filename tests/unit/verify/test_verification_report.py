@@ -1,4 +1,4 @@
-"""The two records of a verification run: what makes them a result, and what makes them worthless."""
+"""The two records of a verification run: what makes them valid as a result, and what makes them worthless."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_check_reported_twice_is_refused() -> None:
     [
         (PASSED, FAILED, 0),  # the suite says green, JUnit says red
         (FAILED, PASSED, 1),
-        (PASSED, {"test_a.py::test_one": "passed"}, 0),  # a check is in one record alone
+        (PASSED, {"test_a.py::test_one": "passed"}, 0),  # a check is in only one record
         (PASSED, {**PASSED, "test_a.py::test_three": "passed"}, 0),
         (PASSED, {**PASSED, "test_a.py::test_one": "skipped"}, 0),
     ],

@@ -1,4 +1,4 @@
-"""A published build is hashed before anything in it is believed."""
+"""A published build is hashed before anything in it is trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partition tables: what is read, and that no damage is missed."""
+"""Partition tables: what is read, and that no damage goes unnoticed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _header(own: int, other: int, entries: int, last_usable: int, table: bytes) 
 
 
 def build(partitions: tuple[gpt.Partition, ...] = (ESP, ROOT), size: int = SIZE) -> bytearray:
-    """Write a disk by the specification, apart from the code under test."""
+    """Build a disk from the specification, independently of the code under test."""
     disk = bytearray(size)
     last = size // gpt.SECTOR - 1
     table = bytearray(128 * 128)
@@ -83,7 +83,7 @@ _META = [*range(446, 462), *range(510, 512), *range(512, 512 + 92), *range(1024,
 
 @given(st.sampled_from(_META), st.integers(1, 255))
 def test_no_changed_byte_of_the_table_goes_unnoticed(offset: int, change: int) -> None:
-    if 446 <= offset < 450 or 451 <= offset < 454:  # CHS addresses, which nobody reads
+    if 446 <= offset < 450 or 451 <= offset < 454:  # CHS addresses, which are never read
         return
     disk = build(size=8 * MIB)
     disk[offset] ^= change

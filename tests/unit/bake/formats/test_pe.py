@@ -1,4 +1,4 @@
-"""Signed EFI programs, made here byte by byte."""
+"""Signed EFI programs, built here byte by byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build(
     struct.pack_into("<I", data, 0x3C, _PE)
     struct.pack_into("<4sHHIIIHH", data, _PE, b"PE\0\0", 0x8664, 1, 0, 0, 0, 240, 0)
     struct.pack_into("<H", data, _OPTIONAL, 0x20B)
-    # What sbsign goes by: the alignments, the sizes of image and headers, the number of directories.
+    # The fields that sbsign relies on: alignments, sizes of image and headers, number of directories.
     struct.pack_into("<II", data, _OPTIONAL + 32, 0x1000, start)
     struct.pack_into("<II", data, _OPTIONAL + 56, 0x2000, start)
     struct.pack_into("<I", data, _OPTIONAL + 108, 16)
@@ -40,7 +40,7 @@ def build(
 
 
 def digest_of(data: bytes) -> bytes:
-    """Return the Authenticode digest of an unsigned file by its definition."""
+    """Return the Authenticode digest of an unsigned file, computed from its definition."""
     return hashlib.sha256(data[:_CHECKSUM] + data[_CHECKSUM + 4 : _ENTRY] + data[_ENTRY + 8 :]).digest()
 
 

@@ -1,4 +1,4 @@
-"""Fixed VHDs: the footer's bytes, and every way in which one can be wrong."""
+"""Fixed VHDs: the footer's bytes, and every way in which a footer can be wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _file(size: int = 2 * vhd.MIB, footer: bytes | None = None) -> io.BytesIO:
 
 
 def _patched(footer: bytes, offset: int, data: bytes) -> bytes:
-    """Change a footer and make its checksum right again."""
+    """Change a footer and correct its checksum."""
     changed = footer[:offset] + data + footer[offset + len(data) :]
     return changed[:64] + struct.pack(">I", vhd.checksum(changed)) + changed[68:]
 

@@ -1,4 +1,4 @@
-"""Where Debian's packages come from, and what apt takes for installed."""
+"""Where Debian's packages come from, and what apt considers installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from image_builder.errors import CommandError, FetchError
 
 @pytest.fixture
 def etc(tmp_path: Path) -> Path:
-    """The /etc of a Debian 13 host without sources."""
+    """Return the /etc of a Debian 13 host without sources."""
     (tmp_path / "apt/sources.list.d").mkdir(parents=True)
     (tmp_path / "os-release").write_text("ID=debian\nVERSION_CODENAME=trixie\n")
     return tmp_path
@@ -35,7 +35,7 @@ def test_the_hosts_deb822_and_one_line_sources(etc: Path) -> None:
 
 
 def test_a_vendors_repository_is_not_taken_for_debians(etc: Path) -> None:
-    """As Docker's and Microsoft's instructions set them up; apt's directory is read in the order of names."""
+    """Vendor sources are as Docker's and Microsoft's instructions set them up; files are read in name order."""
     (etc / "apt/sources.list.d/azure-cli.sources").write_text(
         "Types: deb\nURIs: https://packages.vendor.example/repos/azure-cli/\nSuites: trixie\nComponents: main\n"
     )
@@ -140,7 +140,7 @@ def test_the_dates_of_some_repositories(tmp_path: Path) -> None:
         source("other", "https://one.example"),
     ]
     asked = apt.Apt(tmp_path, sources, "amd64")
-    # As apt 2.6 and 3.0 name them.
+    # File names as apt 2.6 and 3.0 write them.
     for number, name in enumerate(
         (
             "one.example:80_a%5fb_debian_dists_trixie_InRelease",
@@ -201,7 +201,7 @@ def test_packages_of_a_lock_are_installed_if_apt_knows_all_of_them(
     answer: list[LockedPackage] | None,
     unknown: list[LockedPackage],
 ) -> None:
-    """With what apt-cache 2.6 answers."""
+    """The answers are those of apt-cache 2.6."""
 
     def run(_: apt.Apt, argv: Sequence[str]) -> str:
         assert argv[-3:] == ["curl:amd64=1.0", "dbus:amd64=1:2.0-1", "data=1.0"]

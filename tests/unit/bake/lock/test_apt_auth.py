@@ -1,4 +1,4 @@
-"""Credentials for package repositories, as apt's files have them."""
+"""Credentials for package repositories, as written in apt's files."""
 
 from __future__ import annotations
 

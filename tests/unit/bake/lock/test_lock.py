@@ -1,4 +1,4 @@
-"""A lock is checked when it is read and compared with what a definition asks for."""
+"""A lock is validated when it is read, and compared with what a definition requires."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_a_malformed_lock_is_refused(tmp_path: Path, text: str, told: str) -> No
     (tmp_path / "lock.json").write_text(text)
     with pytest.raises(LockError, match=told) as caught:
         Lock.load(tmp_path / "lock.json")
-    # `image-builder lock` compares with it, so it does not overwrite what it can't read.
+    # `image-builder lock` compares the new lock with this one, so it doesn't overwrite one that it can't read.
     assert "remove it" in (caught.value.hint or "")
 
 
 def test_a_remembered_lock_that_is_damaged_is_no_new_one(tmp_path: Path) -> None:
-    """It would be made of what is newest, without a word."""
+    """Treating it as new would silently lock the newest versions."""
     path = tmp_path / "lock.json"
     assert Lock.remembered(path) is None
     path.write_text('{"format": 2}')  # another version of this program wrote it
@@ -177,7 +177,7 @@ def test_a_group_digest_is_about_bytes_alone() -> None:
 
 
 def test_an_older_archive_than_before_is_named() -> None:
-    """Only where both are known: an archive that is new is older than nothing."""
+    """Only where both dates are known: a newly added archive has nothing to be older than."""
     before = _lock(base=["dbus"]).model_copy(
         update={"release_dates": {"Debian trixie": 1_700_000_000, "Debian-Security trixie-security": 10}}
     )

@@ -1,4 +1,4 @@
-"""What a lock of images notes: mirrors whose logins Docker doesn't use, and pauses that registries ask for."""
+"""Notes made while images are locked: mirrors whose logins Docker doesn't use, and pauses that registries request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REF = "docker.io/library/app:1"
 
 
 class Notes(Monitor):
-    """Keeps the notes."""
+    """A monitor that keeps the notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

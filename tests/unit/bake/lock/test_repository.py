@@ -27,7 +27,7 @@ def _archive(name: str, data: bytes) -> bytes:
 
 
 def _deb(control: str = CONTROL) -> bytes:
-    """Return a package as deb(5) has it: an ar archive of a version, a control archive and a data archive."""
+    """Return a package in deb(5) format: an ar archive of a version, a control archive and a data archive."""
     members = {
         "debian-binary": b"2.0\n",
         "control.tar.gz": _archive("./control", control.encode()),
@@ -96,7 +96,7 @@ def test_a_damaged_control_file_is_named_and_written_anew(
 def test_a_control_file_without_its_package_goes_where_it_is_damaged(
     store: Store, package: LockedPackage, tmp_path: Path
 ) -> None:
-    """Whole, it still says what an earlier lock installed (``Apt.mark_installed``)."""
+    """An intact one still records what an earlier lock installed (``Apt.mark_installed``)."""
     _index(store, package, tmp_path / "repository")
     (store.path / "debs" / package.sha256).unlink()
     control = store.path / "debs" / f"{package.sha256}.control"

@@ -1,4 +1,4 @@
-"""`plan --explain` names what changed, where it changed."""
+"""`plan --explain` names what changed, and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A change of any input changes exactly the ids of the stages that it reaches."""
+"""A change to any input changes exactly the ids of the stages that it affects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from image_builder.errors import LockError, SpaceError
 from image_builder.settings import Settings
 
 REPO = Path(__file__).resolve().parents[4]
-# The suite is told the builder's and all roles' variables, so `verify` (seconds) follows every one of them.
+# The suite receives the builder's and all roles' variables, so `verify` (seconds) depends on every one of them.
 ALL = {"tools", "base", "system", "container_runtime", "seal", "verify", "disk", "convert"}
 FROM_SYSTEM = {"system", "container_runtime", "seal", "verify", "disk", "convert"}
 FROM_RUNTIME = FROM_SYSTEM - {"system"}
@@ -56,7 +56,7 @@ def _role(root: Path, name: str, **files: str) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A small repository: this program's code, three roles of its own, two layers, an inventory."""
+    """Return a small repository: this program's code, three roles of its own, two layers, an inventory."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPO / "image_builder", tmp_path / "image_builder", ignore=ignore)
     (tmp_path / "image_builder/suite/test_a.py").write_text("# a check\n")
@@ -304,7 +304,7 @@ def _image(ref: str, digit: str = "1") -> LockedImage:
 
 @pytest.fixture
 def preloading(root: Path) -> Path:
-    """The same repository with two images to preload."""
+    """Return the same repository with two images to preload."""
     _replace("image_formats: [qcow2]", _PRELOAD)(root)
     return root
 
@@ -413,7 +413,7 @@ def test_what_reaches_the_preload(
 
 @pytest.mark.parametrize("formats", ["[qcow2]", "[tar]"])
 def test_a_root_partition_that_is_too_small_is_no_plan(preloading: Path, formats: str) -> None:
-    """Said before anything is pulled, with the archive's share of it: without the archive it fits.
+    """The error comes before anything is pulled, and names the archive's share: without the archive it fits.
 
     The disk is made for every format, even where only the tree is published.
     """

@@ -1,4 +1,4 @@
-"""Kernel modules are built for the locked kernel, and what is built depends on nothing else of the image."""
+"""Kernel modules are built for the locked kernel, and the build depends on nothing else in the image."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def package(name: str, version: str = "1") -> LockedPackage:
 
 
 def lock(**packages: list[LockedPackage]) -> Lock:
-    """Return a lock of the image; by the groups' names what they have beside one package."""
+    """Return a lock of the image: one package per group, plus ``packages`` by group name."""
     groups = {
         name: LockedGroup(
             suite=group.suite,

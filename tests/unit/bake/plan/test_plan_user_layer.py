@@ -1,4 +1,4 @@
-"""A layer of a user's own: what Ansible reads for it is in its id, and what can't be known is said."""
+"""A user's own layer: what Ansible reads for it is in its id, and what can't be known is reported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_an_edit_runs(root: Path, path: str, old: str, new: str, expected: 
     assert before.warnings == ()
     assert changed(before, plan(root)) == set()
     edit(path, old, new)(root)
-    # What the suite is told holds no value of a lookup.
+    # The facts for the suite contain no values of lookups.
     assert changed(before, plan(root)) - {"verify"} == expected - {"verify"}
 
 
@@ -137,7 +137,7 @@ FACTS = {"build_id": "0" * 64, "packages": [], "preload": []}
 def test_facts_hold_what_roles_and_the_builder_own_and_nothing_else(root: Path) -> None:
     more = "    ansible_become_password: hunter2\n    site_pipe: \"{{ lookup('pipe', 'id') }}\"\n"
     more += '    mine_made: "{{ mine_text | b64encode }}"\n'
-    # Made from what is looked up, and the same with any other answer.
+    # Derived from a lookup, but the same whatever the lookup returns.
     more += "    mine_key: \"{{ 'a/key' if mine_text is defined else '' }}\"\n"
     edit("inventory/hosts.yml", '    mine_key: "{{ inventory_dir }}/key.asc"\n', "")(root)
     edit("inventory/hosts.yml", "    site_name: a\n", f"    site_name: a\n{more}")(root)

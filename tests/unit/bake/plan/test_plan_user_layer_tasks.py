@@ -1,4 +1,4 @@
-"""What tasks of a user's layer read outside of it: an edit runs the layer, and what can't be known is said."""
+"""What tasks of a user's layer read outside it: an edit reruns the layer, and what can't be known is reported."""
 
 from __future__ import annotations
 
@@ -442,7 +442,7 @@ def test_plugins_that_the_settings_name_count_for_all(root: Path) -> None:
 
 
 def test_a_vaulted_value_decides_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its stand-in is not what the play sees."""
+    """The plan has only a stand-in for it, not the value that the play sees."""
     password = VaultSecret(b"swordfish")
     secret = VaultLib([("default", password)]).encrypt("on", password).decode()
     (root / "password").write_text("swordfish\n")

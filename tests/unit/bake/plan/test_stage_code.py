@@ -1,4 +1,4 @@
-"""A stage's id covers every module of this program that its ``run`` imports, directly or not, but what is neutral."""
+"""A stage's id covers every module of this program that its ``run`` imports, even indirectly, except neutral ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_imported_module_is_in_the_id_or_neutral(kind: StageKind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_no_plan_is_in_an_id(kind: StageKind) -> None:
-    """What a stage needs, how large it is and where it runs may change without making anything again."""
+    """What a stage needs, how large it is and where it runs may change without rebuilding anything."""
     plans = {REPO_ROOT / f"{k.module.replace('.', '/')}.py" for k in KINDS.values()}
     names = {path.with_name("__init__.py").relative_to(REPO_ROOT).as_posix() for path in plans}
     assert not names & _code(kind).keys()
@@ -114,7 +114,7 @@ def _sources() -> Iterator[Path]:
 
 
 def _parsed_imports(source: str, package: str) -> Iterator[tuple[str, ...]]:
-    """Yield what ``_imports`` does, by Python's own parser."""
+    """Yield the same as ``_imports``, using Python's own parser."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
@@ -129,7 +129,7 @@ def _parsed_imports(source: str, package: str) -> Iterator[tuple[str, ...]]:
 
 
 def test_imports_are_read_as_python_reads_them() -> None:
-    """An import in a text, of a script for another process, may be taken for one; none may be missed."""
+    """An import inside a string, such as a script for another process, may be counted; none may be missed."""
     for path in _sources():
         source = path.read_text("utf-8")
         parsed, read = set(_parsed_imports(source, PACKAGE)), _imports(source, PACKAGE)
@@ -139,7 +139,7 @@ def test_imports_are_read_as_python_reads_them() -> None:
 
 
 def _meant(source: str) -> str:
-    """Return what a file means to Python, docstrings apart."""
+    """Return what a file means to Python, ignoring docstrings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
@@ -150,7 +150,7 @@ def _meant(source: str) -> str:
 
 
 def test_only_comments_and_docstrings_of_a_program_do_not_count() -> None:
-    """Compared with Python's own parser, over every file that may be in an id."""
+    """The result is compared with Python's own parser, for every file that may be part of an id."""
     for path in [*PROGRAM.rglob("*.py"), *(REPO_ROOT / "image_builder/suite").glob("*.py")]:
         source = path.read_text("utf-8")
         assert _meant(executed(source)) == _meant(source), path

@@ -1,4 +1,4 @@
-"""A small repository with a layer of a user's own, and the plans of its image."""
+"""A small repository with a user's own layer, and the plans of its image."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ FILES = {
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A small repository with a user's layer and its inventory."""
+    """Return a small repository with a user's layer and its inventory."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -1,4 +1,4 @@
-"""Pulls that are given up or not: what was told of each and when, the limits, and the verdict, row by row."""
+"""Pulls that are given up or not, row by row: the events reported and when, the limits, and the verdict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ long = "too long"
 
 
 def judge_all(started: float, events: Iterable[Event], now: float, limits: Limits) -> Verdict | None:
-    """Return the first verdict on a pull from ``started`` to ``now``; ``events`` are in order of time.
+    """Return the first verdict on a pull from ``started`` to ``now``; ``events`` are in chronological order.
 
     The pull is judged just before each event and at ``now``.
     """
@@ -47,11 +47,11 @@ def whole(at: float, phase: Phase, current: int = 0, text: str = "") -> Event:
 
 
 def drip(rate: int, since: int, until: int, first: int = 0) -> list[Event]:
-    """Return layer A's download of ``rate`` bytes per second from ``since``, told each second."""
+    """Return layer A's download of ``rate`` bytes per second from ``since``, reported every second."""
     return [a(at, "downloading", first + rate * (at - since), 10**9) for at in range(since, until + 1)]
 
 
-# Fifty seconds of downloading at 100 B/s, then nothing but extracting, then the queue, then downloading anew.
+# Fifty seconds of downloading at 100 B/s, then nothing but extracting, then the queue, then downloading again.
 AROUND = [
     *[a(at, "downloading", 100 * at) for at in range(51)],
     b(50, "waiting"),
@@ -269,7 +269,7 @@ TABLE: dict[str, tuple[list[Event], float, Limits, tuple[str, str, str, float] |
         RATE,
         None,
     ),
-    # The whole take.
+    # The overall duration.
     "in all, with bytes to the last": (
         drip(1, 0, 1100),
         1100,
@@ -360,7 +360,7 @@ TABLE: dict[str, tuple[list[Event], float, Limits, tuple[str, str, str, float] |
         RATE,
         (slow, "", "downloading, 600 B at 10 B/s", 61),
     ),
-    # What comes first.
+    # Which limit comes first.
     "stalled before too slow and too long": (
         [a(0, "downloading", 5, 80)],
         5000,

@@ -1,4 +1,4 @@
-"""What is understood of Docker's pull stream."""
+"""How Docker's pull stream is parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHA = "sha256:82302b06360729842acd27ab8a91c90e244f17e464fcfd366b7427af652c5559"
 
 
 def layer(id: str, status: str, current: int | None = None, total: int | None = None) -> dict[str, Any]:
-    """Return a line of a layer as Docker 20.10 to 28 write it; the bar is there to be overlooked."""
+    """Return a layer's message as Docker 20.10 to 28 write it; the progress bar is there to be ignored."""
     if current is None:
         return {"status": status, "progressDetail": {}, "id": id}
     bar = f"[====>      ]  {current}B/{total}B"
@@ -27,8 +27,8 @@ def layer(id: str, status: str, current: int | None = None, total: int | None = 
     }
 
 
-# Written from the shapes that moby's sources and known recordings have, for an image of three layers: one that is
-# there, one that breaks off once, one that waits for it in the daemon's queue. A message per second.
+# Modeled on moby's sources and known recordings, for an image of three layers: one that already exists, one that
+# breaks off once, and one that waits for it in the daemon's queue. One message per second.
 STREAM: list[dict[str, Any]] = [
     {"status": "Pulling from library/mongo", "id": "latest"},
     layer(BASE, "Already exists"),
@@ -85,7 +85,7 @@ def test_a_whole_stream() -> None:
 
 
 def test_the_stream_of_version_29_differs_in_nothing() -> None:
-    """It has no bars any more, and leaves out a ``progressDetail`` that is empty."""
+    """It no longer has progress bars, and omits an empty ``progressDetail``."""
     newer = [
         {key: value for key, value in message.items() if key != "progress" and value != {}}
         for message in STREAM
@@ -94,7 +94,7 @@ def test_the_stream_of_version_29_differs_in_nothing() -> None:
 
 
 def test_a_stream_that_breaks_off_is_judged() -> None:
-    """What is parsed is what the deadlines take: in the retry the progress ends, in the queue the clock stands."""
+    """The deadlines take the parsed events: progress ends during the retry, and the clock stands still in the queue."""
     limits = Limits(progress_seconds=60)
     until = {5: None, 7: f"no progress for 1:01 min; layer {A}: downloading, 14 MB of 28.6 MB"}
     for length, expected in until.items():

@@ -1,4 +1,4 @@
-"""What ctr of each containerd is asked for."""
+"""The arguments for ctr of each containerd version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REF = "registry.example/team/app:1"
 
 
 class Programs(Root):
-    """A root with a containerd that tells a version, and a ctr whose containers don't start."""
+    """A root with a containerd that reports a version, and a ctr whose containers don't start."""
 
     version = ""
 
@@ -62,7 +62,7 @@ def engine(tmp_path: Path, version: str) -> ContainerdEngine:
     ],
 )
 def test_from_2_0_on_ctr_pulls_and_exports_itself(tmp_path: Path, version: str, local: list[str]) -> None:
-    """There it leaves both to the daemon's transfer service else: no limit of downloads, archives that are cut off.
+    """Otherwise it leaves both to the daemon's transfer service, which doesn't limit downloads and truncates archives.
 
     ctr 1.6 doesn't know ``--local``, and 1.7 has it by default (containerd's cmd/ctr/commands/images/pull.go).
     """
@@ -86,7 +86,7 @@ def test_what_an_image_can_be_given_that_starts_on_nodes_only_is_said(tmp_path: 
 def test_an_image_that_is_no_longer_pinned_loses_its_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pin: bool, label: str
 ) -> None:
-    """The data root of an earlier bake has it, and ``ctr`` leaves labels alone that it isn't given."""
+    """The data root of an earlier bake has the label, and ``ctr`` doesn't touch labels that it isn't given."""
     taken_over = engine(tmp_path, "v1.7.24")
     ran: list[tuple[str, ...]] = []
     monkeypatch.setattr(taken_over, "_ctr", lambda *arguments: ran.append(arguments))
@@ -99,7 +99,7 @@ def test_an_image_that_is_no_longer_pinned_loses_its_label(
 def test_a_mirror_that_wants_a_login_is_reached_through_a_gateway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others as they are: by their addresses, with their authorities."""
+    """The other mirrors are used as they are: by their addresses, with their certificate authorities."""
     clients: list[RegistryClient] = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Where credentials come from, and that they don't show."""
+"""Where credentials come from, and that they are never shown."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_the_clock_may_begin_anywhere() -> None:
 
 
 def test_nobody_asked_in_time() -> None:
-    """What was too slow is forgiven once nothing is downloading; a stall isn't, not even in the queue."""
+    """A slow download is forgiven once nothing is downloading; a stall isn't, not even in the queue."""
     state = begin(0)
     for seen in (a(0, "downloading", 5), b(0, "downloaded"), a(150, "waiting"), b(150, "extracting")):
         state = observe(state, seen)
@@ -65,7 +65,7 @@ def _weight(state: State) -> int:
 
 @pytest.mark.parametrize("step", [0.01, 1.0, 30.0])
 def test_memory_is_bounded_whatever_the_number_of_events(step: float) -> None:
-    """Twelve layers, at random, with restarts and extractions; more than a week of them with the longest step."""
+    """Twelve layers with random events, restarts and extractions included; the longest step covers over a week."""
     chance = random.Random(1)
     names = [f"{number:012x}" for number in range(12)]
     phases: tuple[Phase, ...] = ("waiting", "retrying", "downloaded", "extracting", "done")
@@ -86,7 +86,7 @@ def test_memory_is_bounded_whatever_the_number_of_events(step: float) -> None:
 
 @pytest.mark.parametrize("window", [10, 300, 3600, 14400])
 def test_a_thinned_history_still_tells_fast_from_slow(window: float) -> None:
-    """After half an hour or a day, any window is exact to a few percent, and never too strict."""
+    """After half an hour or a day, any window is accurate to a few percent, and never too strict."""
     every, seconds = (0.1, 1800) if window <= 300 else (5.0, 86_400)
     state = begin(0)
     for number in range(round(seconds / every)):

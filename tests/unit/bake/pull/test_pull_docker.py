@@ -29,7 +29,7 @@ def image(ref: str) -> LockedImage:
 
 
 class Client:
-    """Docker's client with what a daemon has that pulled nginx of Docker Hub and a pause image by digest and tag.
+    """A Docker client whose daemon has pulled nginx from Docker Hub, and a pause image, by digest and tag.
 
     The lists are those of Docker 20.10's ``GET /images/json``.
     """
@@ -104,7 +104,7 @@ def test_what_an_image_can_be_given_that_starts_on_nodes_only_is_said(
 
 def test_a_daemon_with_another_store_than_it_was_told_is_refused(client: Client) -> None:
     docker_engine.require_overlay2("unix://")
-    client.driver = "overlayfs"  # as containerd's image store calls itself
+    client.driver = "overlayfs"  # what containerd's image store calls itself
     with pytest.raises(PullError, match=r"dockerd 29\.7\.2 keeps images with overlayfs, though .* overlay2"):
         docker_engine.require_overlay2("unix://")
 

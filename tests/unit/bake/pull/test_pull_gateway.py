@@ -1,4 +1,4 @@
-"""Why a pull through the gateway failed: the request that failed last, and none that was overcome."""
+"""Why a pull through the gateway failed: the last request that failed, and none that was recovered from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MANIFEST, LAYER = "/v2/app/manifests/1", "/v2/app/blobs/2"
 
 
 class Registry(RegistryClient):
-    """A registry of which each request has the next status."""
+    """A registry that answers each request with the next status."""
 
     def __init__(self) -> None:
         super().__init__(parse("registry.example/app:1"), {})
@@ -30,7 +30,7 @@ class Registry(RegistryClient):
 
 
 class Connection:
-    """What a handler reads its request from and writes its answer to."""
+    """The connection from which a handler reads its request and to which it writes its answer."""
 
     def __init__(self, request: bytes) -> None:
         self.request, self.answer = request, b""
@@ -48,10 +48,10 @@ def way() -> Gateway:
 
 
 def ask(way: Gateway, path: str, status: int) -> bytes:
-    """Ask through the gateway for what the registry answers so; return the answer's first line."""
+    """Send a request through the gateway that the registry answers with ``status``; return the answer's first line."""
     assert isinstance(way.client, Registry)
     way.client.statuses = [status]
-    server: Any = object.__new__(_Server)  # which needs no socket
+    server: Any = object.__new__(_Server)  # created without a socket
     server.gateway = way
     lines = (
         f"GET {path}?ns=registry.example HTTP/1.1\r\nAuthorization: Bearer key\r\nConnection: close\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Names of container images, as registries and as Docker have them."""
+"""Names of container images, as registries and Docker write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a failed pull, the registry and its mirrors are asked once more: how long to wait, and why not."""
+"""After a failed pull, the registry and its mirrors are queried once more: how long to wait, and why they refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_longest_pause_that_a_registry_or_a_mirror_asks_for(
 
 
 def test_mirrors_that_do_not_give_an_image_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the one that gives it, nor the one whose CA only the image has, nor the registry itself."""
+    """The mirror that has it, the one whose CA only the image has, and the registry itself are left out."""
 
     def stream(client: RegistryClient, *_: object, **__: object) -> urllib3.BaseHTTPResponse:
         if client.registry == "silent.example":

@@ -1,4 +1,4 @@
-"""What a tag means: which of an index is taken, what is refused, whose failures are told."""
+"""What a tag resolves to: which entry of an index is taken, what is refused, whose failures are reported."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_no_runtime_would_take_is_not_taken() -> None:
                 }
             },
         ),
-        # More than one, as a registry behind a proxy of its own has it, and without quotes.
+        # Several challenges, as from a registry behind its own proxy, and values without quotes.
         (
             'Negotiate, Basic realm="a, b", bearer Realm = https://a.example/t , service=x',
             {
@@ -90,7 +90,7 @@ def test_challenges(header: str, challenges: dict[str, dict[str, str]]) -> None:
 
 
 class Body(io.BytesIO):
-    """What a server sends: ``taken`` bytes of it were read."""
+    """The body of a server's response, of which ``taken`` bytes were read."""
 
     taken = 0
 
@@ -103,7 +103,7 @@ class Body(io.BytesIO):
 
 
 class Servers:
-    """What registries answer, by host and the end of the path: a document, or an error of the connection."""
+    """The answers of registries, by host and the end of the path: a document, or a connection error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[tuple[str, str], bytes | urllib3.exceptions.HTTPError] = {}
@@ -123,7 +123,7 @@ class Servers:
         monkeypatch.setattr(RegistryClient, "stream", stream)
 
     def has(self, host: str, layers: int) -> None:
-        """Let a registry have the image with so many layers."""
+        """Give a registry the image with this many layers."""
         diff_ids = [f"sha256:{n:064}" for n in range(layers)]
         config = json.dumps(
             {"os": "linux", "architecture": "amd64", "rootfs": {"diff_ids": diff_ids}}

@@ -1,4 +1,4 @@
-"""Which failures are tried again, and when, by the words that runtimes really use."""
+"""Which failures are retried, and when, judged by messages that runtimes really write."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from image_builder.bake.pull.retry import Class, Policy, classify, pause_before_next
 
-# Each as Docker or containerd says it.
+# Each message as Docker or containerd writes it.
 SAID: list[tuple[str, Class]] = [
     ("write /var/lib/docker/tmp/GetImageBlob123: no space left on device", "full"),
     ("failed to register layer: Error processing tar file(exit status 1): no space left on device", "full"),

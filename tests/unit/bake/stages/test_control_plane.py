@@ -1,4 +1,4 @@
-"""What the control plane's build is told: the kubelet's own source, and packages that carry the mark."""
+"""The inputs of the control plane's build: the kubelet's own source, and packages that carry the mark."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_a_tree_is_measured_in_blocks_with_hard_links_once(tmp_path: Path) -> No
     (tmp_path / "short").symlink_to("a")
     (tmp_path / "long").symlink_to("x" * 60)
     (tmp_path / "dir").mkdir()
-    # Two blocks of a, one of the long link, one for each of the two directories that has names.
+    # Two blocks for a, one for the long link, and one for the non-empty one of the two directories.
     assert measure(tmp_path) == Content(4 * 4096, 5)
 
 

@@ -1,4 +1,4 @@
-"""What the kubelet build is told and what it links in. The build itself is part of every bake of the lab."""
+"""The inputs of the kubelet build, and what it links in. The build itself is part of every lab bake."""
 
 from __future__ import annotations
 

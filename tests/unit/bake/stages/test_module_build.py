@@ -1,4 +1,4 @@
-"""What is said of built modules: the files are judged, not the program that made them."""
+"""How built modules are judged: by their files, not by the program that made them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_was_asked_for_is_accepted() -> None:
 
 
 def test_nothing_built_is_told_of_each_module() -> None:
-    """A package's script that finds no headers says so, builds nothing and ends with 0."""
+    """A package's script that finds no headers says so, builds nothing and exits with 0."""
     names = ("nvidia", "nvidia_uvm", "nvidia_modeset")
     assert problems([], KERNEL, DRIVER, "open") == [f"no module {name} was built" for name in names]
 
@@ -36,7 +36,7 @@ def test_nothing_built_is_told_of_each_module() -> None:
     ("changed", "told"),
     [
         ({"vermagic": "6.1.0-49-cloud-amd64 SMP"}, f"nvidia is for 6.1.0-49-cloud-amd64, not {KERNEL}"),
-        # The release is compared as a whole: a kernel whose name begins alike is another.
+        # The release is compared as a whole: a kernel whose name only begins the same is a different one.
         ({"vermagic": f"{KERNEL}x SMP"}, f"nvidia is for {KERNEL}x, not {KERNEL}"),
         ({"vermagic": ""}, f"nvidia is for no kernel, not {KERNEL}"),
         ({"version": "535.247.01"}, f"nvidia is version 535.247.01, not {DRIVER}"),
@@ -62,7 +62,7 @@ def test_flavours_differ_by_their_licenses() -> None:
 
 
 def test_first_of_fields_that_stand_often() -> None:
-    # As kmod 30 writes them with --null: only the file's name as for people.
+    # As kmod 30 writes them with --null: only the file name is in human-readable form.
     text = "filename:       /x/nvidia.ko\0firmware=nvidia/1/a.bin\0firmware=nvidia/1/b.bin\0parm=a:b=c\0"
     found = parse_modinfo(text)
     assert (found["firmware"], found["parm"]) == ("nvidia/1/a.bin", "a:b=c")

@@ -1,4 +1,4 @@
-"""What names the place of a bake is found; what a package ships is none of its traces."""
+"""Traces that name the place of a bake are found; files that a package ships aren't such traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which documents prove a machine: those that Azure signed, of now, and nothing that looks like them."""
+"""Which documents prove a machine's identity: current ones signed by Azure, and nothing that only looks like them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.nodes.joins import VM_ID
 
 NONCE = "0123456789"
 NOW = time.time()
-# A run of all tests takes minutes, and documents are valid only around the moment that they were made at.
+# A run of all tests takes minutes, and documents are valid only around the time when they were made.
 content = partial(attested.content, now=NOW)
 
 
@@ -40,7 +40,7 @@ def refused(text: str, rules: Rules, now: float = NOW) -> str:
 
 def test_a_document_says_which_machine_asked_with_which_nonce(rules: Rules) -> None:
     assert attestation.verify(document(content(NONCE)), rules, NOW) == Machine(VM_ID, NONCE)
-    # As the service writes it, which other programs write in capitals.
+    # As the service writes it; other programs write it in capitals.
     assert attestation.verify(document(content(NONCE, VM_ID.upper())), rules, NOW).vm_id == VM_ID
 
 
@@ -65,7 +65,7 @@ def test_whom_a_documents_certificate_names(rules: Rules, names: tuple[str, ...]
 
 
 def test_a_certificate_that_leads_elsewhere_is_nobodys(rules: Rules) -> None:
-    # Whoever made it named himself as Azure does, and put his authority's name there as well.
+    # The forger's certificate has the name that Azure's has, and names its own authority as the issuer.
     assert refused(document(content(NONCE), signer(authority="mallory")), rules) == "document.signer"
     assert refused(document(content(NONCE), signer(days=(-30, -1))), rules) == "document.signer"
     assert refused(document(content(NONCE), signer(days=(1, 30))), rules) == "document.signer"
@@ -137,7 +137,7 @@ def test_authorities_that_are_none_are_refused_at_the_start(tmp_path: Path) -> N
             attestation.load_authorities(path)
 
 
-# The beginning of a minute.
+# The start of a minute.
 NODE, MINUTE = "vmss-h100-a000017", 1_800_000_000.0
 NONCES = Nonces(lambda: b"the key of the certificate")
 
@@ -153,7 +153,7 @@ def test_a_nonce_is_ten_digits_of_one_machine_node_and_minute() -> None:
         Nonces(lambda: b"another key").current(VM_ID, NODE, MINUTE),
     ]
     assert len({nonce, *others}) == 5
-    # They are spread, whatever they are made of.
+    # Nonces are well spread, whatever they are made from.
     assert len({NONCES.current(VM_ID, f"node-{number}", MINUTE) for number in range(1000)}) == 1000
 
 

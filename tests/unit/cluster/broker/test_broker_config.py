@@ -1,4 +1,4 @@
-"""The broker's configuration: what it may leave out, and that nothing wrong with it is overlooked."""
+"""The broker's configuration: what may be omitted, and that no mistake in it is overlooked."""
 
 from __future__ import annotations
 

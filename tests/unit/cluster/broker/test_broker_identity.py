@@ -1,4 +1,4 @@
-"""Which tokens prove an identity: one does, and each change to it makes it worth nothing."""
+"""Which tokens prove an identity: a valid one does, and any change makes it worthless."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def made(**parts: Any) -> str:
 def test_a_managed_identitys_token_is_believed() -> None:
     assert verify(made()) == identity.Caller(ids.OBJECT, ids.SCALE_SET.lower())
     assert verify(ids.token(ids.claims(NOW), by="two")).object_id == ids.OBJECT
-    # Version 2.0 has another issuer; a user-assigned identity outside of Azure's compute has no resource.
+    # Version 2.0 has another issuer; a user-assigned identity outside Azure's compute has no resource.
     other = made(iss=f"https://login.microsoftonline.com/{ids.TENANT}/v2.0", ver="2.0", xms_mirid=None)
     assert verify(other) == identity.Caller(ids.OBJECT, "")
 
@@ -48,7 +48,7 @@ def _claims(**parts: Any) -> Callable[[], str]:
 
 
 def _hmac() -> str:
-    """Sign by HMAC with the public key as the secret, as RFC 8725 warns of."""
+    """Sign by HMAC with the public key as the secret, the attack that RFC 8725 warns about."""
     head = ids.segment(json.dumps({"typ": "JWT", "alg": "HS256", "kid": "one"}).encode())
     text = f"{head}.{ids.segment(json.dumps(ids.claims(NOW)).encode())}"
     pem = (
@@ -65,7 +65,7 @@ def _unsigned(algorithm: str) -> str:
 
 
 def _padded(scheme: str) -> str:
-    """Sign with the right key by another scheme of RSA, and call it RS256."""
+    """Sign with the right key by another RSA scheme, and label it RS256."""
     text = made().rpartition(".")[0]
     if scheme == "pss":
         done = ids.key().sign(text.encode(), padding.PSS(padding.MGF1(hashes.SHA256()), 32), hashes.SHA256())
@@ -75,7 +75,7 @@ def _padded(scheme: str) -> str:
 
 
 def _changed(part: int) -> str:
-    """Change one bit of a part that stays what it looks like."""
+    """Change one bit of a part without changing its form."""
     parts = made().split(".")
     data = bytearray(base64.urlsafe_b64decode(parts[part] + "=="))
     data[len(data) // 2] ^= 1
@@ -84,13 +84,13 @@ def _changed(part: int) -> str:
 
 
 def _swapped() -> str:
-    """Take another token's claims under this one's signature."""
+    """Put another token's claims under this one's signature."""
     head, _, sign = made().split(".")
     return f"{head}.{made(oid='0' * 8 + ids.OBJECT[8:]).split('.')[1]}.{sign}"
 
 
 def _own_key() -> str:
-    """Bring the key along that it is signed with."""
+    """Sign with a key that the token itself brings along."""
     return ids.token(ids.claims(NOW), by="mallory", header={"kid": "one", "jwk": ids.jwk("mallory")})
 
 

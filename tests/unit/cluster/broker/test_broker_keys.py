@@ -1,4 +1,4 @@
-"""The provider's keys: when they are asked for, and what happens when nobody answers."""
+"""The provider's keys: when they are requested, and what happens when the provider doesn't answer."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_an_unknown_key_is_asked_for_once_a_minute(provider: Provider) -> None:
     for number in range(50):
         assert provider.keys.find(f"made up {number}") is None
     assert provider.asked == 1
-    # The provider has changed its key meanwhile: the first token that names it gets it.
+    # The provider has changed its key meanwhile: the first token that names the new one makes it known.
     provider.names, provider.now = ["two"], PAUSE
     assert provider.keys.find("two") and provider.asked == 2
-    # A key that was withdrawn is not known any more.
+    # A key that was withdrawn is no longer known.
     provider.now = 2 * PAUSE
     assert provider.keys.find("one") is None and provider.asked == 3
     assert provider.keys.find("one") is None and provider.asked == 3
@@ -82,7 +82,7 @@ def test_known_keys_serve_on_while_the_provider_takes_its_time(provider: Provide
 
 
 def test_an_unknown_key_waits_for_nobody(provider: Provider) -> None:
-    """While one thread asks the provider, all others answer at once: later, and whom they know."""
+    """While one thread queries the provider, all others answer at once: with a key they know, or "later"."""
     requested, answer = threading.Event(), threading.Event()
     names = ["one"]
 

@@ -29,7 +29,7 @@ def asked(node: str = NODE) -> Request:
 def test_an_identity_is_of_its_pool() -> None:
     assert policy.decide([T4, H100], BY_SCALE_SET, asked()) is H100
     assert policy.decide([T4, H100], BY_OBJECT, asked("vmss-t4-00000a")) is T4
-    # One identity for two pools, which the names tell apart.
+    # Two pools share an identity; the node names tell them apart.
     both = Caller(OBJECT, SCALE_SET.lower())
     assert policy.decide([T4, H100], both, asked()) is H100
     assert policy.decide([T4, H100], both, asked("vmss-t4-00000a")) is T4

@@ -21,7 +21,7 @@ GROUP = re.compile(r"\Asystem:bootstrappers:[a-z0-9:-]{0,255}[a-z0-9]\Z")
 
 
 class Api:
-    """An API server that keeps secrets by their names, as the real one does (tests/gpu)."""
+    """An API server that keeps secrets by name, as the real one does (tests/gpu)."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -40,7 +40,7 @@ def test_a_secret_is_what_kubernetes_takes_for_a_token() -> None:
     assert document["metadata"]["namespace"] == "kube-system" and re.fullmatch("[a-z0-9]{6}", GRANT.id)
     data = document["stringData"]
     assert data["expiration"] == "2027-01-15T08:00:00Z"
-    # No annotation, label or description has the secret part.
+    # No annotation, label or description contains the secret part.
     assert [name for name, text in data.items() if "s3cr3t" in text] == ["token-secret"]
     assert "s3cr3t" not in repr(document["metadata"])
 
@@ -65,7 +65,7 @@ def test_a_document_is_worth_one_token() -> None:
     with pytest.raises(RefusedError) as caught:
         issue(api, GRANT, 1_799_998_205.0)
     assert (caught.value.status, caught.value.code) == (409, "document.used")
-    # As long as the same nonce is given out: the next one will do.
+    # For as long as the same nonce is issued: the next one will be accepted.
     assert caught.value.retry_after == 55.0
     others = [
         Grant("vmss-h100-a000018", VM_ID, NONCE, "h100", (), 1800),

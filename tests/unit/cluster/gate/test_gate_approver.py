@@ -51,7 +51,7 @@ def pem(
 
 
 def request(data: bytes | None = None, **parts: Any) -> dict[str, Any]:
-    """Return a request as the API server has it; ``parts`` replace keys of its spec."""
+    """Return a request as the API server returns it; ``parts`` replace keys of its spec."""
     spec = {
         "request": base64.b64encode(pem() if data is None else data).decode(),
         "signerName": SIGNER,
@@ -69,7 +69,7 @@ def test_a_node_that_asks_for_itself_is_meant() -> None:
     rsa = pending_from(request(usages=["key encipherment", "digital signature", "client auth"]))
     assert rsa and check(rsa) == BOUND
     patch = approval(pending, BOUND, "2026-11-23T00:00:00Z")
-    # What was looked at, and nothing that came after it.
+    # The patch covers the version that was checked, and no later one.
     assert patch["metadata"] == {"resourceVersion": "7"}
     assert [condition["type"] for condition in patch["status"]["conditions"]] == ["Approved"]
 
@@ -147,7 +147,7 @@ def test_a_name_that_a_ready_node_has_is_waited_for() -> None:
     assert reason_to_wait(BOUND, []) == ""
     assert "is Ready" in reason_to_wait(BOUND, [node("other"), node(NODE)])
     assert reason_to_wait(BOUND, [node(NODE, "Unknown"), node("other")]) == ""
-    # A machine that was made anew has its name, and is what it was.
+    # A recreated node keeps its name, and is still on the same machine.
     assert reason_to_wait(BOUND, [node(NODE, "False", VM_ID)]) == ""
 
 

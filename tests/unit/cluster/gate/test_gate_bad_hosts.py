@@ -1,4 +1,4 @@
-"""Bad physical hosts: when one is remembered, when it is struck, and what that does to who comes to it."""
+"""Bad physical hosts: when one is remembered, when it is struck off, and what that means for nodes that land on it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def failed(code: str) -> Node:
 def test_the_host_of_a_node_that_leaves_is_remembered() -> None:
     known = step([out()], {}, NOW, POLICY)
     assert known == {"A": BAD}
-    # Its machine is gone, comes up elsewhere, or another comes to it: the host stays known.
+    # Its machine is gone, comes up elsewhere, or another lands on the host: the host stays known.
     for nodes in (
         [],
         [node(host="B", boot_id=NEXT, tested_boot=NEXT, reported=NOW)],
@@ -71,7 +71,7 @@ def test_who_only_advises_says_once_what_would_be_remembered(monkeypatch: pytest
     [
         (out(host=""), False),
         (node(record=replace(LOST, reason="ClockOff")), False),
-        # It is still out, and its machine came up elsewhere.
+        # The node is still out, and its machine came up elsewhere.
         (out(host="B", boot_id=NEXT), False),
         (node(record=replace(LOST, condition=HOST_CONDITION, reason=HOST_REASON)), False),
         (failed("gpu.lost"), True),
@@ -88,7 +88,7 @@ def test_only_hardware_is_held_against_a_host(subject: Node, remembered: bool) -
     [
         (node(boot_id=NEXT, tested_boot=NEXT, reported=NOW), False),
         (node(reported=BAD.since // 1), False),
-        # Not tested since, failed or under another boot, still out, somebody else.
+        # Not tested since, failed or tested under another boot, still out, another node.
         (node(), True),
         (node(reported=NOW, status="False"), True),
         (node(reported=NOW, boot_id=NEXT), True),
@@ -127,7 +127,7 @@ def test_who_comes_to_a_bad_host_is_told_of_or_held_as_the_policy_says() -> None
     need = step_of(judged(arrival, known, HOLDS), HOLDS, RULES, NOW)
     assert need and need[0] is Step.TAKE_OUT and need[1] and need[1].condition == HOST_CONDITION
     assert "GpuLost" in need[1].detail and "old" in need[1].detail
-    # Before the gate lets it in, too.
+    # Before the gate admits it, too.
     gated = node("new", taints=({"key": RULES.taint, "effect": "NoSchedule"},))
     need = step_of(judged(gated, known, HOLDS), HOLDS, RULES, NOW)
     assert need and need[0] is Step.TAKE_OUT
@@ -163,7 +163,7 @@ def test_known_hosts_are_in_the_budget() -> None:
     known = {f"H{n}": replace(BAD, name=f"H{n}") for n in range(50)}
     nodes = [judged(node(f"n{n:03}", f"H{n}"), known, policy) for n in range(100)]
     assert len(plan(nodes, {}, (), policy, RULES, NOW)) == 2
-    # Who is sick itself goes first, though the host is known for longer.
+    # A node that is sick itself goes first, though the bad host has been known for longer.
     sick = Ailment("NodeHealthy", "GpuLost", NOW - 300)
     nodes[99] = replace(nodes[99], health=replace(nodes[99].health, ailments=(sick,)))
     known_since = replace(BAD, since=NOW - 9000)

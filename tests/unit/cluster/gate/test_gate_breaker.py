@@ -73,7 +73,7 @@ def test_each_pool_counts_by_itself() -> None:
     assert holds == held(3, 30, "b")
     both = step([*pool(3, 30), *pool(3, 30, "b")], holds, NOW, LIMITS)
     assert both == held(3, 30) | held(3, 30, "b")
-    # One node of the first pool goes on failing: that says nothing of the second.
+    # One node of the first pool keeps failing: that says nothing about the second.
     assert step([*pool(1, 30), *pool(0, 30, "b")], both, NOW, LIMITS) == held(3, 30)
 
 
@@ -97,7 +97,7 @@ def test_it_stays_open_while_a_node_fails_and_closes_then() -> None:
 
 
 def test_a_node_that_starts_itself_again_counts_while_its_report_is_new() -> None:
-    """The kubelet of the boot that it ended never ran, so the Node object has the boot id before."""
+    """The kubelet never ran in the boot that the node ended, so the Node object has the previous boot id."""
     rebooting = [replace(node(n, replace(REPLACE, action="reboot")), boot_id=OTHER) for n in range(3)]
     holds = step([*rebooting, *pool(0, 7)], {}, NOW, LIMITS)
     assert holds == held(3, 10)
@@ -165,7 +165,7 @@ def test_a_held_code_neither_reboots_nor_condemns(action: str) -> None:
     applied = hold.applied(replace(REPLACE, action=action, reboot=action == "reboot"), OWN, HOLDS)
     assert (applied.state, applied.action, applied.reboot) == (FAILED, "none", False)
     assert applied.reason == f"mismatch in SM 7; {action} is held: 12 of 40 nodes of pool h100 failed alike"
-    # It counts on, or the breaker would close on its own effect.
+    # It still counts, or the breaker would close because of its own effect.
     assert code_of(replace(FAILS, message=message(applied))) == "gpu.kat.int"
 
 
@@ -229,7 +229,7 @@ def test_a_cluster_where_nothing_was_ever_held_is_no_trouble(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The gate makes its ConfigMap with the first hold."""
+    """The gate creates its ConfigMap with the first hold."""
 
     class Refusing(Client):
         def request(self, method: str, path: str, *_: Any) -> dict[str, Any]:

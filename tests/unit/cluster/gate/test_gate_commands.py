@@ -1,4 +1,4 @@
-"""What `image-builder gate` is told."""
+"""The options and the user name of `image-builder gate`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_rate_that_lets_nobody_in_is_refused(rate: str) -> None:
 
 
 def test_who_lets_a_node_in_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gate admit` is for when nothing else goes: in a pod that runs as a mere number it has to go, too."""
+    """`gate admit` is the last resort, so it must work even in a pod that runs as a bare user id."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)

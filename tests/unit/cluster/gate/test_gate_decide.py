@@ -50,7 +50,7 @@ def test_only_the_gates_own_taint_counts() -> None:
 
 
 def apply(changes: list[dict[str, Any]], document: dict[str, Any]) -> dict[str, Any] | None:
-    """Apply a patch of the two operations that are used; None where a test fails (RFC 6902)."""
+    """Apply a patch made of the two operations in use; return None if a test fails (RFC 6902)."""
     patched = copy.deepcopy(document)
     for change in changes:
         *folders, name = change["path"].split("/")[1:]

@@ -1,4 +1,4 @@
-"""A fleet in simulated time: false alarms, real ones, rollouts and reboots, with what must hold after every turn."""
+"""A fleet in simulated time: false alarms, real ones, rollouts and reboots, with invariants after every turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLICY = Policy(
 
 @dataclass
 class Fleet:
-    """Nodes, what the gate remembers, and what it did: each step is done at once, as the API server would have it."""
+    """Nodes, the gate's memory, and its actions; each step takes effect at once, as on the API server."""
 
     nodes: dict[str, Node]
     now: float = START
@@ -46,14 +46,14 @@ class Fleet:
         self.change(name, ailments=(), well=frozenset({"NodeHealthy"}))
 
     def boot(self, name: str, status: str = "True") -> None:
-        """Start a node again, and report its preflight."""
+        """Reboot a node, and report its preflight."""
         boot = f"{name}-{self.now}"
         self.nodes[name] = replace(
             self.nodes[name], boot_id=boot, tested_boot=boot, reported=self.now, status=status
         )
 
     def turn(self) -> None:
-        """Let the gate have a turn, and check what must hold."""
+        """Give the gate a turn, and check the invariants."""
         self.now += TURN
         nodes = list(self.nodes.values())
         self.holds = breaker.step(nodes, self.holds, self.now, Limits(), RULES.pool)
@@ -101,7 +101,7 @@ def fleet(size: int) -> Fleet:
 
 @pytest.mark.parametrize(("sick", "most"), [(50, 20), (51, 0), (500, 0)])
 def test_a_false_alarm_takes_out_no_more_than_its_budget(sick: int, most: int) -> None:
-    """Of 1,000 nodes: 5 % cost what the budget says, and more than that nothing, since the breaker holds."""
+    """Of 1,000 nodes, 5 % cost as much as the budget says; more than that cost nothing, because the breaker holds."""
     state = fleet(1000)
     for name in list(state.nodes)[:sick]:
         state.ail(name, "GpuLost")
@@ -126,7 +126,7 @@ def test_whatever_happens_the_budget_holds_and_who_comes_back_passed() -> None:
 
 
 def _lived(chance: random.Random) -> Fleet:
-    """Return a fleet after an hour in which nodes ail, heal, fail, are rolled and move."""
+    """Return a fleet after an hour in which nodes fall ill, recover, fail, are rolled and move."""
     state = fleet(150)
     names = list(state.nodes)
     for _ in range(120):
@@ -142,7 +142,7 @@ def _lived(chance: random.Random) -> Fleet:
         if chance.random() < 0.2:
             state.change(chance.choice(names), cordon=chance.choice(("", "roll-7")))
         if chance.random() < 0.2:
-            # Its machine is replaced by one on the host of another.
+            # Its machine is replaced by one on another node's host.
             state.change(chance.choice(names), host=f"H{chance.choice(names)}")
         state.turn()
     return state

@@ -1,4 +1,4 @@
-"""What a Node object says of its health."""
+"""What a Node object says about its health."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_is_left_to_nvsentinel(meta: dict[str, Any], pool: str, *, is_left:
     ],
 )
 def test_scheduled_events_are_acted_on_at_once(kind: str, step: Step | None) -> None:
-    """As the agent reads them from the metadata service, and reports them, until the gate decides."""
+    """From the agent's reading of the metadata service, through its report, to the gate's decision."""
     answer = {
         "Events": [
             {

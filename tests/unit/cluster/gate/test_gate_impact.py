@@ -1,4 +1,4 @@
-"""What Azure's Guest Health Reporting takes of a bad node."""
+"""What is sent to Azure's Guest Health Reporting about a bad node."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_report_is_the_documented_request() -> None:
 
 
 def test_a_finding_has_one_name_and_each_finding_another() -> None:
-    """Azure takes a name once: a report that is sent twice is one, the next finding of the same machine is another."""
+    """Azure accepts a name once: a report sent twice is one, the next finding on the same machine is another."""
     first = Impact("gpu-7", MACHINE, "A", Finding("C", "words", SINCE))
     assert (
         first.name
@@ -97,7 +97,7 @@ def test_a_finding_has_one_name_and_each_finding_another() -> None:
         ("", "xid.13", "", "GpuXIDError"),
         ("", "sxid.20034", "", "HpcGenericFailure"),
         ("", "temp.margin", "", "HpcDcgmiThermalReport"),
-        # Not the hardware's, or not surely.
+        # Not a fault of the hardware, or not certainly.
         ("NodeHealthy", "ClockOff", "", ""),
         ("NodeHealthy", "MaintenanceScheduled", "", ""),
         ("NodeHealthy", "GpuDriver", "", ""),

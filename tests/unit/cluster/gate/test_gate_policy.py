@@ -66,7 +66,7 @@ def test_notice_of_maintenance_is_acted_on_at_once() -> None:
         "rules: [{remedy: explode}]",
         "lasting_seconds: -1",
         "lasting_seconds: .inf",
-        # It would empty healthy nodes, beyond the share.
+        # This would empty healthy nodes, beyond the allowed share.
         "drain: {whole_gangs: true}",
     ],
 )

@@ -1,4 +1,4 @@
-"""Who is tested again, from Node objects alone: one after another out of service, looked at again, then told."""
+"""Which nodes are retested, from Node objects only: taken out one after another, checked again, then told to run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_annotation_that_is_no_sense_is_that_nodes_own_business(text: str) ->
     answer = '{"boot_id": "b", "nonce": "n", "state": "held", "at": %s}'
     subject = annotated({WISH: text, ANSWER: text, ADMITTED: text})
     assert (subject.wish, subject.answer, subject.admitted_boot) == (None, None, "")
-    # As a time of one, a number is sense.
+    # As the time inside one of them, the number 1 makes sense.
     subject, is_sense = annotated({WISH: wish % text, ANSWER: answer % text}), text == "1"
     assert (subject.wish is not None, subject.answer is not None) == (is_sense, is_sense)
 
@@ -203,7 +203,7 @@ def test_the_breaker_is_read_from_the_nodes() -> None:
     asking = node("asks", wish={})
     assert sorted(outcome.passed for outcome in outcomes([*tested, *silent, old])) == [False] * 3 + [True] * 4
     assert steps(*tested, asking) == [("asks", Step.HOLD)]
-    # Two of six in the window, and none more is taken out; one that is held goes on, or it would stay out for long.
+    # Two of six in the window, so no more are taken out; a held one goes on, or it would stay out for long.
     held = node("held", wish={}, answer={"state": HELD})
     assert steps(*tested, *silent, asking, held) == [("held", Step.GRANT), ("asks", Step.REFUSE)]
 

@@ -1,4 +1,4 @@
-"""Which nodes are taken out, what is done about them and when they are back, in simulated time."""
+"""Which nodes are taken out, what is done about them and when they return, in simulated time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADMITTED: dict[str, Any] = {"admitted_boot": BOOT, "admitted_at": NOW - 10}
 
 
 def node(name: str = "n", *ailments: Ailment, **more: Any) -> Node:
-    """Return a node that works: its present boot passed."""
+    """Return a working node: its current boot passed."""
     health = {key: more.pop(key) for key in list(more) if key in Health.__dataclass_fields__}
     well = health.pop("well", frozenset() if ailments else frozenset({"NodeHealthy"}))
     state = Health(ailments=ailments, well=well, **health)
@@ -44,7 +44,7 @@ def out(*ailments: Ailment, record: Record = OUT, **more: Any) -> Node:
         (node("n", SICK), Step.TAKE_OUT),
         (node("n"), None),
         (node("n", replace(SICK, since=NOW - 299)), None),
-        # Out for its preflight, under NVSentinel, not up yet, let in by a person who knew.
+        # Out for its preflight, under NVSentinel, not up yet, admitted by a person who knew.
         (node("n", SICK, taints=({"key": RULES.taint, "effect": "NoSchedule"},)), None),
         (node("n", SICK, is_left=True), None),
         (node("n", SICK, boot_id=""), None),
@@ -52,13 +52,13 @@ def out(*ailments: Ailment, record: Record = OUT, **more: Any) -> Node:
         (node("n", SICK, admitted_boot=OTHER, admitted_at=NOW), Step.TAKE_OUT),
         (out(SICK), Step.DRAIN),
         (out(SICK, is_left=True), None),
-        (out(SICK, record=replace(OUT, remedy="taint")), Step.TAKE_OUT),  # a graver remedy by now
+        (out(SICK, record=replace(OUT, remedy="taint")), Step.TAKE_OUT),  # a more drastic remedy by now
         (out(SICK, record=replace(OUT, stage="empty")), Step.ASK),
         (out(SICK, record=replace(OUT, stage="asked")), None),
         (out(SICK, record=replace(OUT, stage="sent", sent_at=1.0, sent_boot="boot")), None),
         (out(SICK, record=replace(OUT, remedy="hand-over", stage="empty")), Step.ASK),
         (out(SICK, **ADMITTED), Step.GIVE_BACK),
-        # Well again, and tested since or not, or by another boot.
+        # Healthy again, and tested since, or not, or under another boot.
         (out(record=replace(OUT, remedy="taint")), None),
         (out(reported=NOW), Step.GIVE_BACK),
         (out(boot_id=OTHER, tested_boot=OTHER), Step.GIVE_BACK),
@@ -66,7 +66,7 @@ def out(*ailments: Ailment, record: Record = OUT, **more: Any) -> Node:
         (out(record=replace(OUT, remedy="taint"), reported=NOW, status="False"), None),
         (out(record=replace(OUT, remedy="taint"), reported=NOW, well=frozenset()), None),
         (out(replace(SICK, since=NOW), record=replace(OUT, remedy="taint"), reported=NOW), None),
-        # What somebody took away of ours goes or comes whole.
+        # Where somebody removed part of our marks, the rest is removed or all of them are restored.
         (node("n", is_tainted=True), Step.GIVE_BACK),
         (node("n", cordon=RUN), Step.GIVE_BACK),
         (node("n", cordon="roll-7"), None),
@@ -109,7 +109,7 @@ def test_the_longest_ill_goes_first() -> None:
 
 
 def test_what_a_rollout_drives_is_left_to_it() -> None:
-    """Its nodes get the taint; a host in its work gets nothing."""
+    """Its nodes get the taint; a host that it is working on gets nothing."""
     sets: dict[str, Any] = {"scale_set": "/set/a"}
     nodes = [node("new", SICK, **sets), replace(out(SICK, **sets), name="out")]
     nodes += [node("a-work", SICK, cordon="roll-7", **sets)]
