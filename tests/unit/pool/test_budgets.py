@@ -69,14 +69,7 @@ def wave(progress: Progress, number: int = 0) -> list[str]:
     return list(progress.waves[number].wave.hosts)
 
 
-def slow(
-    progress: Progress,
-    unfinished: int,
-    *,
-    durations: Sequence[float],
-    seconds: float,
-    state: State = "joining",
-) -> list[str]:
+def slow(progress: Progress, unfinished: int, *, durations: Sequence[float], seconds: float) -> list[str]:
     """End all but ``unfinished`` hosts of the first wave, left joining for ``seconds``; return their names."""
     names = wave(progress)
     done, rest = names[: len(names) - unfinished], names[len(names) - unfinished :]
