@@ -1,4 +1,4 @@
-"""Expected errors: a tree of classes, each with its own exit code and the meaning that the help shows.
+"""Expected errors: a class hierarchy; each class has its own exit code and the meaning shown in the help.
 
 Ctrl-C exits 130. A bug shows its traceback and exits 70 (``EX_SOFTWARE``).
 """
@@ -14,7 +14,7 @@ EXIT_INTERRUPTED = 130
 
 
 class ImageBuilderError(Exception):
-    """What failed and where, with the next step in ``hint``."""
+    """An expected error: what failed and where, with the next step in ``hint``."""
 
     exit_code: ClassVar[int] = 1
     meaning: ClassVar[str] = "an expected failure that no other code describes"
@@ -26,15 +26,15 @@ class ImageBuilderError(Exception):
 
 
 class UsageError(ImageBuilderError):
-    exit_code = 2  # as click's
+    exit_code = 2  # the same as click's
     meaning = "the command line is wrong"
 
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One thing that is wrong in a definition.
+    """One problem in a definition.
 
-    ``where`` is ``file:line`` or empty, ``path`` the variable's path (``image_disk.root_size_mib``).
+    ``where`` is ``file:line`` or empty; ``path`` is the variable's path (``image_disk.root_size_mib``).
     """
 
     where: str
@@ -82,7 +82,7 @@ class FetchError(ImageBuilderError):
 
 
 class CommandError(ImageBuilderError):
-    """A program ended with a status that was not expected, or ran out of time."""
+    """A program ended with an unexpected status or timed out."""
 
     exit_code = 9
     meaning = "a program failed"
@@ -98,9 +98,9 @@ class CommandError(ImageBuilderError):
 class StageError(ImageBuilderError):
     """A stage failed. ``log`` is the file that holds its whole output.
 
-    ``enterable``: the stage works in the image's own root, which ``--shell-on-failure`` opens. A cause
-    with a class of its own (space, store, verification, download) keeps its exit code; a program that failed
-    and anything unspecific is 10.
+    ``enterable`` is set if the stage works in the image's own root, which ``--shell-on-failure`` opens. A cause
+    with its own class (space, store, verification, download) keeps its exit code; a failed program or a
+    generic error exits with 10.
     """
 
     exit_code = 10
@@ -139,7 +139,7 @@ class PublishError(ImageBuilderError):
 
 
 class PullError(ImageBuilderError):
-    """A container image could not be pulled. ``records`` are those of each pull of a set, as in pulls.json."""
+    """A container image could not be pulled. ``records`` has one for each pull of a set, as in pulls.json."""
 
     exit_code = 15
     meaning = "a container image could not be pulled, or is not the expected one"

@@ -1,4 +1,4 @@
-"""The only progress channel: code that works emits, a renderer shows.
+"""The only progress channel: working code emits events, and a renderer shows them.
 
 Nothing below the CLI prints.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """Something that a stage does beside others, such as one of many pulls; ``done`` and ``total`` are bytes."""
+    """One of several things that a stage does at once, such as one of many pulls; ``done`` and ``total`` are bytes."""
 
     name: str
     done: int
@@ -22,9 +22,9 @@ class Part:
 
 
 class Monitor:
-    """Receives the events of a running build, and shows nothing: a renderer overrides what it shows.
+    """Receives the events of a running build and shows nothing; a renderer overrides the events that it shows.
 
-    Every call returns at once; ``stage`` is the stage's name.
+    Every call returns immediately; ``stage`` is the stage's name.
     """
 
     def stages_planned(self, stages: list[tuple[str, str, bool]]) -> None:
@@ -33,25 +33,25 @@ class Monitor:
     def stage_started(self, stage: str) -> None: ...
 
     def stage_doing(self, stage: str, action: str) -> None:
-        """Report in a few words what the stage does now (the current task, package or file)."""
+        """Report in a few words what the stage is doing now (the current task, package or file)."""
 
     def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:
         """Report measurable progress; ``unit`` is ``B`` for bytes, else a plural noun."""
 
     def stage_parts(self, stage: str, parts: Sequence[Part]) -> None:
-        """Report how far each part of a stage is; replaces the previous report."""
+        """Report the progress of each part of a stage, replacing the previous report."""
 
     def stage_finished(self, stage: str, seconds: float, cached: bool) -> None: ...
 
     def stage_failed(self, stage: str, seconds: float) -> None: ...
 
     def note(self, text: str) -> None:
-        """Report something that is worth a line of its own."""
+        """Report something that deserves its own line."""
 
 
 @contextmanager
 def shown_stage(monitor: Monitor, stage: str) -> Iterator[None]:
-    """Show the work of the block as a stage, with the time that it takes and how it ends."""
+    """Show the work of the block as a stage, with its duration and outcome."""
     started = time.monotonic()
     monitor.stage_started(stage)
     try:

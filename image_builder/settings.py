@@ -13,23 +13,23 @@ from pathlib import Path
 from image_builder.errors import UsageError
 
 DEFAULT_STORE = Path("/var/lib/image-builder")
-# This checkout; of an installed program, the folder of site-packages that has the same files in the same places.
+# This checkout; for an installed program, site-packages, which has the same files in the same places.
 REPO_ROOT = Path(__file__).resolve().parent.parent
-# What starts a checkout, and has looked for Debian packages then; an installed program is started without it.
+# The script that starts a checkout, after checking for Debian packages; an installed program starts without it.
 LAUNCHER = REPO_ROOT / "image-builder"
 SUITE = REPO_ROOT / "image_builder" / "suite"
 CONFIGURATION = "ansible.cfg"
-# The user's own checks, and what breaks each.
+# The user's own checks, and the file that says what breaks each.
 CHECKS, MUTATIONS = "checks", "mutations.yml"
 PROJECT_VARIABLE = "IMAGE_BUILDER_PROJECT"
 
 
 def project_root() -> Path:
-    """Return the user's repository, with roles, layers and checks of their own; this checkout where there is none.
+    """Return the user's repository, with their own roles, layers and checks, or this checkout if there is none.
 
-    It is the directory that IMAGE_BUILDER_PROJECT names, else the working directory where that has an ``ansible.cfg``.
-    Like Ansible, this takes none that anybody may write to, but refuses it: this checkout's images, built or checked in
-    place of the user's, would pass for theirs. Raises UsageError.
+    It is the directory that IMAGE_BUILDER_PROJECT names, else the working directory if that has an ``ansible.cfg``.
+    Like Ansible, this doesn't use a world-writable working directory, but it raises UsageError instead of ignoring it:
+    this checkout's images, built or checked in place of the user's, would pass for theirs.
     """
     if name := os.environ.get(PROJECT_VARIABLE):
         named = Path(name).resolve()
@@ -48,30 +48,30 @@ def project_root() -> Path:
 
 
 def own_checks(project: Path) -> Path | None:
-    """Return the directory of a repository's own checks, None where it has none."""
+    """Return the directory of a repository's own checks, or None if it has none."""
     return folder if (folder := project / CHECKS).is_dir() else None
 
 
 def ansible_config(roots: Iterable[Path]) -> Path | None:
-    """Return the ``ansible.cfg`` that counts: that of the first repository which has one."""
+    """Return the ``ansible.cfg`` that applies: that of the first repository that has one."""
     configs = (root / CONFIGURATION for root in roots)
     return next((config for config in configs if config.is_file()), None)
 
 
 @dataclass(frozen=True)
 class VaultId:
-    """Where the password of vaulted values is: Ansible's label, and a file, or a program that prints it."""
+    """Where the password for vaulted values is: Ansible's label, and a file, or a program that prints it."""
 
     label: str
     file: Path
 
     @classmethod
     def parse(cls, text: str) -> VaultId:
-        """Read ``LABEL@FILE``, or a file alone."""
+        """Parse ``LABEL@FILE``, or just a file."""
         label, at, file = text.partition("@")
         if not at or Path(text).expanduser().exists():
             label, file = "default", text
-        # Ansible runs in another directory, and the shell expands no `~` of an environment variable.
+        # Ansible runs in another directory, and the shell doesn't expand `~` in an environment variable.
         return cls(label or "default", Path(file).expanduser().absolute())
 
     def __str__(self) -> str:
@@ -80,10 +80,10 @@ class VaultId:
 
 @dataclass(frozen=True)
 class Settings:
-    """``store`` holds stages and downloads, ``output`` the published artefacts.
+    """``store`` holds stages and downloads, ``output`` the published artifacts.
 
-    ``mirror`` overrides where Debian packages come from (an URL, or None for the definition's own or the
-    host's source). ``python`` is the interpreter that child processes (Ansible, pytest) run under, ``checks`` the
+    ``mirror`` overrides where Debian packages come from (a URL, or None for the definition's own or the
+    host's source). ``python`` is the interpreter for child processes (Ansible, pytest); ``checks`` is the
     directory of the user's own checks.
     """
 

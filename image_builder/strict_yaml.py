@@ -1,4 +1,4 @@
-"""Data of a strict shape, and a YAML file of an operator's settings that is held to one."""
+"""Data with a strict schema, and operators' YAML settings files validated against one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Strict(BaseModel):
-    """Frozen data that takes no other types and no unknown keys. Written as JSON, tuples are lists."""
+    """Frozen data with strict types and no unknown keys. In JSON, its tuples are lists."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 def load(path: Path, model: type[Model], subject: str) -> Model:
-    """Return the settings in a file; ``subject`` names them in problems of the whole file.
+    """Return the settings in a file; ``subject`` names them in problems that concern the whole file.
 
-    An empty file has none. Raises DefinitionError with all problems.
+    An empty file means no settings. Raises DefinitionError with all problems.
     """
     try:
-        # As JSON: YAML has no tuples, and a strict model takes a list for one only from JSON.
+        # As JSON: YAML has no tuples, and a strict model accepts a list for a tuple only from JSON.
         return model.model_validate_json(json.dumps(_parse(path.read_text(encoding="utf-8")), default=str))
     except OSError as error:
         raise DefinitionError([Problem(str(path), subject, str(error.strerror))]) from error
@@ -34,7 +34,7 @@ def load(path: Path, model: type[Model], subject: str) -> Model:
         faults = [(".".join(map(str, fault["loc"])) or subject, fault["msg"]) for fault in error.errors()]
         raise DefinitionError([Problem(str(path), *fault) for fault in faults]) from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        # Not UTF-8, not YAML, an impossible date or one as a key, an alias of its own parent.
+        # Not UTF-8, not YAML, an invalid date, a date as a key, or an alias of its own parent.
         raise DefinitionError([Problem(str(path), subject, " ".join(str(error).split()))]) from error
 
 
@@ -52,7 +52,7 @@ def _parse(text: str) -> Any:
 
 
 def _refuse_doubles(node: yaml.Node, done: set[int]) -> None:
-    """Raise YAMLError for a duplicate key: PyYAML keeps the last one and drops the first in silence."""
+    """Raise YAMLError for a duplicate key: PyYAML silently keeps only the last one."""
     if isinstance(node, yaml.ScalarNode) or id(node) in done:
         return
     done.add(id(node))

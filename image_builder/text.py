@@ -33,18 +33,18 @@ def human_seconds(seconds: float) -> str:
 
 
 def stamp(seconds: float) -> str:
-    """Return a time of the epoch in UTC, as Kubernetes and Azure write it: ``2026-01-31T12:00:00Z``."""
+    """Return a Unix time in UTC, as Kubernetes and Azure write it: ``2026-01-31T12:00:00Z``."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def short_list(names: Sequence[str], most: int = 5) -> str:
-    """Return some names for a message: all, or the first few and the number of the rest."""
+    """Return names for a message: all of them, or the first few and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def printable(text: str) -> str:
-    """Return a text that can't steer a terminal: it may come from other machines."""
+    """Return a text that can't control a terminal; its source may be another machine."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
@@ -59,13 +59,13 @@ def columns(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """Return ``, did you mean `x`?`` for the closest candidate, or nothing."""
+    """Return ``, did you mean `x`?`` for the closest candidate, or an empty string."""
     close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
     return f", did you mean `{close[0]}`?" if close else ""
 
 
 def json_lines(content: Mapping[str, Any]) -> str:
-    """Return an object as JSON text: a line for each key, and for each item of a list right below it."""
+    """Return an object as JSON text: one line per key, and one per item of a list directly below it."""
     lines = []
     for key, value in content.items():
         items = ",\n  ".join(map(json.dumps, value)) if isinstance(value, list) else ""

@@ -1,1 +1,1 @@
-"""An image in an Azure Compute Gallery: uploaded, made a version, replicated, taken into use and out of it."""
+"""An image in an Azure Compute Gallery: uploaded, made a version, replicated, put into use and withdrawn."""

@@ -1,4 +1,4 @@
-"""How old the versions are that machines run."""
+"""The age of the versions that machines run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from image_builder.gallery.versions import Version
 
 @dataclass(frozen=True)
 class Age:
-    """Machines of an owner that run a version; ``days`` since it was published, -1 where nobody knows.
+    """Machines of an owner that run a version; ``days`` since it was published, -1 if unknown.
 
-    ``behind`` are packages that there are newer versions of. ``problem`` says what is wrong with that, or nothing.
+    ``behind`` lists packages that have newer versions. ``problem`` says what is wrong, or is empty.
     """
 
     owner: str
@@ -37,7 +37,7 @@ def ages(
     longest: int,
     behind: Callable[[Version], Behind] = lambda _: Behind(),
 ) -> list[Age]:
-    """Return the age of what machines run, the oldest first; ``longest`` is in days.
+    """Return the age of what machines run, unknown ages first, then the oldest; ``longest`` is in days.
 
     ``behind`` compares a version's packages with today's.
     """

@@ -1,7 +1,7 @@
 """A built image that may be published: its VHD is the one that was built, and both verifications passed.
 
-A build's directory has the verification of the sealed tree, bound by the manifest's digests. The booted one is where
-``boot IMAGE --verify`` wrote it, OUTPUT/boot/BUILD; it names the build that the machine ran.
+A build's directory contains the verification of the sealed tree, bound by the manifest's digests. The booted one is
+where ``boot IMAGE --verify`` wrote it, OUTPUT/boot/BUILD; it names the build that the machine ran.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from image_builder.system import sparse
 from image_builder.verify import result as verification
 
 _VERIFY, _FACTS = "verify.json", "facts.json"
-# The certificate (PEM) of the key that signs the image's kernel modules: its firmware must know it.
+# The certificate (PEM) of the key that signs the image's kernel modules; the firmware must know it.
 _CERTIFICATE = "nvidia_certificate"
 
 
 @dataclass(frozen=True)
 class Artefact:
-    """A VHD and what is known of it. ``suite`` says in a line what each verification came to.
+    """A VHD and what is known about it. ``suite`` has the result of each verification, in one line.
 
-    ``verdicts`` are the digests of the verify.json files, by marker. ``identity`` tells the file from a changed one.
-    ``certificate`` is the one that firmware with Secure Boot must know besides Microsoft's: DER in Base64, or empty.
+    ``verdicts`` are the digests of the verify.json files, by marker. ``identity`` distinguishes the file from a
+    changed one. ``certificate`` is the one that firmware with Secure Boot must know in addition to Microsoft's: DER
+    in Base64, or empty.
     """
 
     manifest: Manifest
@@ -50,11 +51,11 @@ class Artefact:
 
     @property
     def build(self) -> str:
-        """Return the build's id as directories and tags have it."""
+        """Return the build's id as used in directory names and tags."""
         return self.manifest.build_id[:BUILD_DIGITS]
 
     def require_unchanged(self) -> None:
-        """Raise PublishError where the file was written to since its digest was taken."""
+        """Raise PublishError if the file has been written to since its digest was taken."""
         if identity(self.disk) != self.identity:
             raise PublishError(
                 f"{self.disk} was changed while it was read",
@@ -63,7 +64,7 @@ class Artefact:
 
 
 def identity(path: Path) -> tuple[int, ...]:
-    """Return what a change of a file changes."""
+    """Return values that differ once a file has changed."""
     info = path.stat()
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
@@ -71,9 +72,9 @@ def identity(path: Path) -> tuple[int, ...]:
 def read(
     folder: Path, booted: Path, progress: sparse.Progress | None = None, *, unverified: bool
 ) -> Artefact:
-    """Return the artefact of a build's directory; ``booted`` is where the booted verification is.
+    """Return the artifact in a build's directory; ``booted`` is the directory of the booted verification.
 
-    All that is wrong is in one PublishError. ``unverified`` takes an image without one or both verifications.
+    All problems are in one PublishError. ``unverified`` accepts an image that lacks one or both verifications.
     """
     try:
         data = (folder / MANIFEST).read_bytes()
@@ -121,7 +122,7 @@ def read(
 
 
 def _passed(manifest: Manifest, marker: str, document: bytes, booted: Path) -> str:
-    """Return how many checks passed; raises PublishError, VerifyError where that is no proof for this build."""
+    """Return how many checks passed. Raises PublishError or VerifyError if that doesn't prove this build."""
     if marker == "offline":
         _require_listed(manifest, _VERIFY, document)
     else:
@@ -138,14 +139,14 @@ def _passed(manifest: Manifest, marker: str, document: bytes, booted: Path) -> s
 
 
 def _require_listed(manifest: Manifest, name: str, document: bytes) -> None:
-    """Raise PublishError for a document that isn't the one of the manifest."""
+    """Raise PublishError if a document isn't the one that the manifest lists."""
     listed = {file.name: file.sha256 for file in manifest.documents}
     if listed.get(name) != hashlib.sha256(document).hexdigest():
         raise PublishError("it isn't the one of this build's manifest")
 
 
 def _certificate(manifest: Manifest, facts: Path) -> str:
-    """Return the certificate of the image's own kernel modules, where Secure Boot asks for it; raises ValueError."""
+    """Return the certificate of the image's own kernel modules if Secure Boot needs it. Raises ValueError."""
     document = facts.read_bytes()
     _require_listed(manifest, _FACTS, document)
     pem = json.loads(document).get("variables", {}).get(_CERTIFICATE)

@@ -1,7 +1,7 @@
-"""What publishing asks of Azure Resource Manager: each change to its end, sent again only where it wasn't done.
+"""Publishing's requests to Azure Resource Manager: each change is followed to its end, and resent only if not made.
 
-A request that changes something is sent once. Whether an answer that was lost, or that reports a conflict or an error
-of the service, meant success is read from the resource; only then is it sent again.
+A request that changes something is sent once. If its response is lost, or reports throttling, a conflict or a server
+error, the resource is read to find out whether the change was made; only if it wasn't is the request sent again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Json", "Service", "readable"]
 Say = Callable[[str], None]
 
 _TRIES = 8
-# Seconds between two looks at what takes long, where the service names none.
+# Seconds between two polls of a long operation, if the service names none.
 _LOOK_SECONDS = 10.0
 _LONGEST_WAIT = 300.0
 _THROTTLED, _CONFLICT, _ACCEPTED = 429, 409, 202
@@ -29,17 +29,17 @@ _ENDED = {"succeeded", "failed", "canceled"}
 
 
 class Service(ResourceManager):
-    """One subscription of Azure. ``say`` is called with what people should know while they wait."""
+    """One Azure subscription. ``say`` is called with what people should know while they wait."""
 
     def __init__(self, subscription: str, *, endpoint: str | None = None, say: Say = lambda _: None) -> None:
         super().__init__(subscription, endpoint=endpoint)
         self._say = say
 
     def change(self, call: Call, is_done: Callable[[], bool], *, follows: bool = True) -> Json:
-        """Send a request, wait for the end of the operation that it starts if ``follows``, and return its result.
+        """Send a request, wait until the operation that it starts has ended if ``follows``, and return its result.
 
-        ``is_done`` reads from the resource whether an answer that says nothing of it meant success: the result is
-        empty then. Raises PublishError.
+        ``is_done`` reads from the resource whether the change was made if the response doesn't say so; the result is
+        then empty. Raises PublishError.
         """
         problem = ""
         for attempt in range(_TRIES):
@@ -80,7 +80,7 @@ class Service(ResourceManager):
         return answer.json() if answer.content else {}
 
     def wait(self, answer: Any = None, attempt: int | None = None) -> None:
-        """Wait as long as an answer asks for (the last one that was read), else a moment: longer at each attempt."""
+        """Wait as long as a response (by default the last one read) says, else a moment, longer at each attempt."""
         if answer is None and attempt is None:
             answer = self._last
         named = answer.headers.get("Retry-After", "") if answer is not None else ""

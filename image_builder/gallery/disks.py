@@ -1,4 +1,4 @@
-"""The disks of a definition's uploads that are still there: of runs that were given up, or that go on."""
+"""The upload disks of a definition that still exist, from abandoned runs or from runs in progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from image_builder.gallery.tags import DEFINITION_TAG, SHA256_TAG
 
 @dataclass(frozen=True)
 class UploadDisk:
-    """``state`` is Azure's, ``owner`` the machine that has it or empty, ``sha256`` the digest of what is uploaded."""
+    """A disk: Azure's ``state``, its ``owner`` (a machine, or empty), and the ``sha256`` of what is uploaded to it."""
 
     id: str
     state: str
@@ -29,7 +29,7 @@ class UploadDisk:
 
 
 def read(service: Service, target: Target) -> list[UploadDisk]:
-    """Return the definition's upload disks, by their tag; raises FetchError for one that can't be read."""
+    """Return the definition's upload disks, found by their tag. Raises FetchError if one can't be read."""
     path = f"{target.group}/providers/Microsoft.Compute/disks"
     return [
         _parse(disk)
@@ -55,6 +55,6 @@ def _parse(disk: Mapping[str, Any]) -> UploadDisk:
 
 
 def delete(service: Service, disk: UploadDisk) -> None:
-    """Delete a disk, which is for its caller to prove unused; raises PublishError."""
+    """Delete a disk; the caller must have proved it unused. Raises PublishError."""
     call = Call("clean", "DELETE", disk.id, DISK_API)
     service.change(call, lambda: service.get(disk.id, DISK_API) is None)

@@ -1,7 +1,7 @@
-"""The journal of publishing one build: which requests were intended, and which came to their end.
+"""The journal of publishing one build: which requests were intended, and which were completed.
 
-The truth is the service's: a run that goes on asks it. The journal keeps the version's number and the day that its life
-began, lets one process publish a build at a time, and is the account of what was done. No secret is in it.
+The service is the source of truth: a resumed run queries it. The journal keeps the version's number and the day its
+life began, lets only one process at a time publish a build, and is the account of what was done. It has no secrets.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from image_builder.system import journal
 
 
 class _Record(Strict):
-    """``at`` is the moment, in seconds since 1970."""
+    """A record; ``at`` is its time, in seconds since 1970."""
 
     at: float
 
 
 class Opened(_Record):
-    """A build is published as this version, by its full id; ``sha256`` is the VHD's. The first record."""
+    """The first record: the build is published as this version; ``sha256`` is the VHD's."""
 
     kind: Literal["opened"] = "opened"
     version: str
@@ -40,7 +40,7 @@ class Intent(_Record):
 
 
 class Done(_Record):
-    """A step came to its end; ``details`` are figures, such as the bytes sent."""
+    """A step was completed; ``details`` are figures, such as the bytes sent."""
 
     kind: Literal["done"] = "done"
     step: str
@@ -64,7 +64,7 @@ class Failed(_Record):
 
 
 class Finished(_Record):
-    """The version is in every region, and nothing of the upload is left."""
+    """The version is in every region, and nothing is left of the upload."""
 
     kind: Literal["finished"] = "finished"
 
@@ -73,7 +73,7 @@ Record = Annotated[Opened | Intent | Done | Region | Failed | Finished, Field(di
 Journal = journal.Journal[Record]
 _FORMAT: journal.Format[Record] = journal.Format(
     TypeAdapter(Record),
-    # The rest is found out again by asking the service.
+    # Everything else can be queried from the service again.
     lambda record: isinstance(record, Opened | Intent | Finished),
     full="free some space there, then rerun the same command to resume",
     damaged="move it away: what is uploaded and published is recognized by its digest",
@@ -82,23 +82,23 @@ _FORMAT: journal.Format[Record] = journal.Format(
 
 
 def journal_of(output: Path, gallery: str, definition: str, build: str) -> Path:
-    """Return where the journal of a build in a gallery's definition is."""
+    """Return the path of the journal of a build in a gallery's definition."""
     return output / "publish" / gallery / definition / f"{build}.jsonl"
 
 
 def statement_of(journal: Path) -> Path:
-    """Return where the signed statement about a build is: beside the journal of its publication."""
+    """Return the path of the signed statement about a build, next to the journal of its publication."""
     return journal.with_suffix(".intoto.json")
 
 
 def open_journal(
     path: Path, on_wait: Callable[[list[int]], None] | None = None
 ) -> AbstractContextManager[Journal]:
-    """Open a journal to append to it; waits and raises as ``system.journal.open_journal`` does."""
+    """Open a journal for appending; waits and raises as ``system.journal.open_journal`` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return journal.open_journal(path, _FORMAT, on_wait)
 
 
 def read_journal(path: Path) -> list[Record]:
-    """Return what a journal says, nothing where there is none; raises as ``system.journal.read_journal`` does."""
+    """Return a journal's records, none if it doesn't exist; raises as ``system.journal.read_journal`` does."""
     return journal.read_journal(path, _FORMAT) if path.exists() else []

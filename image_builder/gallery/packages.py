@@ -1,4 +1,4 @@
-"""Which packages of a published version the image's repositories have newer ones of today: two locks, compared."""
+"""Which packages of a published version are out of date in the image's repositories: compares two locks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from image_builder.text import short_list
 
 @dataclass(frozen=True)
 class Behind:
-    """Packages that there are newer versions of: each as ``openssl 3.0.15-1 -> 3.0.17-1``.
+    """Packages that have newer versions, each as ``openssl 3.0.15-1 -> 3.0.17-1``.
 
-    ``security`` is how many of them are in Debian's security archive. ``unknown`` is why nobody can tell.
+    ``security`` is how many of them are in Debian's security archive. ``unknown`` is why they can't be compared.
     """
 
     packages: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Behind:
     unknown: str = ""
 
     def __str__(self) -> str:
-        """Return it for people; empty where all is as new as can be."""
+        """Return a description for people, empty if everything is up to date."""
         if self.unknown:
             return f"its packages can't be compared: {self.unknown}"
         if not self.packages:
@@ -39,10 +39,10 @@ class Behind:
 
 
 def behind(builds: Path, version: Version, today: Lock, groups: Iterable[str]) -> Behind:
-    """Return which packages of a version's image are behind a lock of today.
+    """Return which packages of a version's image are behind today's lock.
 
-    ``builds`` is the directory with a directory for each build; the lock in it must be the one of the version's tag.
-    ``groups`` are those of the lock that are in the image.
+    ``builds`` has a directory for each build; the lock in it must match the version's tag. ``groups`` are the lock's
+    groups that are in the image.
     """
     try:
         published = Lock.load(builds / version.build / "lock.json")

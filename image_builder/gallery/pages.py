@@ -1,7 +1,7 @@
-"""A disk as pages: which ranges of a sparse file are sent, and what a service that has some of them still lacks.
+"""A disk as pages: which ranges of a sparse file are sent, and which of them a service still lacks.
 
 A page has 512 bytes, a request at most 4 MiB (Put Page). Ranges are (start, end), in bytes. The last 512 bytes of a
-fixed VHD are its footer, without which Azure makes no disk of an upload: it is no part of the ranges, but sent last.
+fixed VHD are its footer, without which Azure makes no disk from an upload: it isn't in the ranges, but is sent last.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Range = tuple[int, int]
 
 PAGE = 512
 LARGEST = 4 << 20
-# A hole that is smaller is sent with its neighbours: a request more costs more than these zeros.
+# A smaller hole is sent along with its neighbors: another request costs more than these zeros.
 _SMALLEST_HOLE = 64 << 10
 
 
 def data_ranges(disk: Path) -> tuple[Range, ...]:
-    """Return the ranges of a VHD before its footer that hold data, each as large as one request may be."""
+    """Return the ranges of a VHD before its footer that hold data, each no larger than one request allows."""
     with disk.open("rb") as file:
         end_of_data = disk.stat().st_size - FOOTER_SIZE
         extents = [
@@ -32,7 +32,7 @@ def data_ranges(disk: Path) -> tuple[Range, ...]:
 
 
 def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
-    """Return the same pages as few ranges, in order: whole pages, and as one what is no further apart than ``gap``."""
+    """Return the same pages as few ranges of whole pages, in order; those at most ``gap`` bytes apart are merged."""
     result: list[Range] = []
     whole = [(start // PAGE * PAGE, -(-end // PAGE) * PAGE) for start, end in ranges if start < end]
     for start, end in sorted(whole):
@@ -44,7 +44,7 @@ def merged(ranges: Iterable[Range], gap: int = 0) -> list[Range]:
 
 
 def lacking(planned: Iterable[Range], present: Iterable[Range]) -> list[Range]:
-    """Return those of the planned ranges that aren't wholly present."""
+    """Return the planned ranges that aren't entirely present."""
     whole = merged(present)
     starts = [start for start, _ in whole]
 
@@ -56,7 +56,7 @@ def lacking(planned: Iterable[Range], present: Iterable[Range]) -> list[Range]:
 
 
 def beyond(present: Iterable[Range], planned: Iterable[Range]) -> list[Range]:
-    """Return the parts of what is present that aren't planned, each as large as one request may be."""
+    """Return the parts of the present ranges that aren't planned, each no larger than one request allows."""
     plan, rest = merged(planned), []
     ends = [end for _, end in plan]
     for start, end in merged(present):

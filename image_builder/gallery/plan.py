@@ -1,7 +1,7 @@
-"""What publishing sends: every request that changes something, in order, as data that ``run`` executes as it is.
+"""What publishing sends: every request that changes something, in order, as data that ``run`` executes as is.
 
-Microsoft.Compute's requests are of the versions below: the oldest that have all that is asked for. Newer ones make a
-definition Trusted Launch by default and start a validation of an hour.
+The API versions of Microsoft.Compute below are the oldest that have everything needed. Newer ones make a definition
+Trusted Launch by default and start an hour-long validation.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from image_builder.gallery.pages import Range
 from image_builder.gallery.tags import BUILD_TAG, DEFINITION_TAG, LOCK_TAG, SHA256_TAG, SUITE_TAG
 
 GALLERY_API, DISK_API = "2024-03-03", "2024-03-02"
-# Until an upload's signed address ends; then another one is asked for.
+# How long an upload's signed URL is valid; then another one is requested.
 ACCESS_SECONDS = 4 * 3600
-# Bytes in a second that Azure writes to a Standard HDD of up to 64 GiB, which an upload's disk is.
+# Bytes per second that Azure writes to a Standard HDD of up to 64 GiB, which an upload's disk is.
 _DISK_SPEED = 60 << 20
 _PREFIX = "image-builder"
 
@@ -32,7 +32,7 @@ Step = Literal["definition", "disk", "access", "pages", "footer", "release", "ve
 
 @dataclass(frozen=True)
 class Call:
-    """A request to Resource Manager: path, API version and body as they are sent."""
+    """A request to Resource Manager, with path, API version and body as they are sent."""
 
     step: Step
     method: Literal["PUT", "POST", "PATCH", "DELETE"]
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Pages:
-    """The requests Put Page to the disk: one for each of ``ranges``."""
+    """Put Page requests to the disk, one for each of ``ranges``."""
 
     step: Literal["pages", "footer"]
     ranges: tuple[Range, ...]
@@ -92,7 +92,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Return what tells the definition from others of its resource group."""
+        """Return the name that distinguishes the definition from others in its resource group."""
         return f"{self.settings.gallery}/{self.settings.definition}"
 
     @property
@@ -101,21 +101,21 @@ class Target:
 
     @property
     def public_key(self) -> Path | None:
-        """Return the file of the key that the inventory wants statements verified with."""
+        """Return the file of the key with which the inventory wants statements verified."""
         return Path(self.settings.public_key) if self.settings.public_key else None
 
     def version(self, name: str) -> str:
         return f"{self.definition}/versions/{name}"
 
     def disk(self, artefact: Artefact) -> str:
-        """Return the id of an upload's disk: the same for the same bytes, whoever uploads them."""
+        """Return the id of an upload's disk: the same for the same bytes, no matter who uploads them."""
         name = f"{_PREFIX}-{artefact.build}-{artefact.sha256[:12]}"
         return f"{self.group}/providers/Microsoft.Compute/disks/{name}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is sent for one image."""
+    """Everything that is sent for one image."""
 
     target: Target
     artefact: Artefact
@@ -129,13 +129,13 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Return the bytes that are sent."""
+        """Return the number of bytes that are sent."""
         return sum(step.size for step in self.steps if isinstance(step, Pages))
 
     def estimate(self) -> dict[str, float]:
-        """Return the least seconds of the upload, and with the user's prices what replicas cost in a month and once.
+        """Return the upload's minimum seconds and, given the user's prices, the replicas' monthly and one-time cost.
 
-        Azure bills each replica by what it occupies, and a copy to each other region.
+        Azure bills each replica by the space it occupies, and a copy to each additional region.
         """
         settings, gib = self.target.settings, self.size / (1 << 30)
         estimate = {"seconds": round(self.size / _DISK_SPEED, 1)}
@@ -158,14 +158,14 @@ class Plan:
 
 
 def next_version(existing: Iterable[str], today: date) -> str:
-    """Return the next version of a day, ``YYYY.MMDD.N``: three integers, so that January 5 is 105."""
+    """Return a day's next version, ``YYYY.MMDD.N``: three integers, so January 5 is 105."""
     prefix = f"{today.year}.{today.month * 100 + today.day}."
     numbers = [int(name.removeprefix(prefix)) for name in existing if name.startswith(prefix)]
     return f"{prefix}{max(numbers, default=-1) + 1}"
 
 
 def definition_properties(target: Target, artefact: Artefact) -> dict[str, Any]:
-    """Return what the definition must be for this image."""
+    """Return the properties that the definition must have for this image."""
     settings = target.settings
     secure = settings.security_type or (
         "TrustedLaunchSupported" if artefact.manifest.disk.secure_boot else "Standard"
@@ -191,7 +191,7 @@ def definition_properties(target: Target, artefact: Artefact) -> dict[str, Any]:
 
 
 def definition_problems(actual: Mapping[str, Any], planned: Mapping[str, Any]) -> list[str]:
-    """Return how a definition differs from what the image is. Its identifier is its owner's business."""
+    """Return how a definition differs from what the image needs. Its identifier is up to its owner."""
 
     def comparable(properties: Mapping[str, Any]) -> dict[str, Any]:
         features = {f["name"]: f["value"] for f in properties.get("features") or ()}
@@ -228,7 +228,7 @@ def make_plan(
     creates_definition: bool,
     unverified: str = "",
 ) -> Plan:
-    """Return the plan of publishing an artefact as a version, from nothing; ``now`` is when the version's life begins.
+    """Return the plan for publishing an artifact as a version from scratch; the version's life begins ``now``.
 
     ``unverified`` is why an image without its verifications is published.
     """
@@ -310,7 +310,7 @@ def _version(target: Target, artefact: Artefact, now: datetime) -> dict[str, Any
 
 
 def _firmware(certificate: str) -> dict[str, Any]:
-    """Return a security profile whose firmware knows Microsoft's certificates and one more."""
+    """Return a security profile for firmware that knows Microsoft's certificates and one more."""
     return {
         "uefiSettings": {
             "signatureTemplateNames": ["MicrosoftUefiCertificateAuthorityTemplate"],
@@ -320,7 +320,7 @@ def _firmware(certificate: str) -> dict[str, Any]:
 
 
 def require_free(version: Mapping[str, Any], artefact: Artefact) -> None:
-    """Raise PublishError for a version that has other bytes than this artefact."""
+    """Raise PublishError if a version contains other bytes than this artifact."""
     sha256 = (version.get("tags") or {}).get(SHA256_TAG)
     if sha256 != artefact.sha256:
         raise PublishError(

@@ -1,6 +1,6 @@
-"""The report of a pool's rollout, as `pool report --json` writes it, as a proof that a version may be promoted.
+"""The report of a pool's rollout, as `pool report --json` writes it, used as proof that a version may be promoted.
 
-Of the report only this is read; that its hosts ran a build is what the suite on them compared.
+Only the fields below are read; the suite on the hosts has compared the build that they run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Report(BaseModel):
 
 
 def require(path: Path, version: Version) -> str:
-    """Return in a line what a report proves of a version; raises PublishError with all that it doesn't, UsageError."""
+    """Return, in one line, what a report proves about a version. Raises PublishError with all problems, UsageError."""
     try:
         data = path.read_bytes()
         report = _Report.model_validate_json(data)

@@ -1,4 +1,4 @@
-"""Which versions and upload disks may be deleted, and what keeps the others. Pure: the proof is what was read."""
+"""Which versions and upload disks may be deleted, and why others may not. Pure functions of what was read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from image_builder.gallery.disks import UploadDisk
 from image_builder.gallery.uses import LATEST, Use
 from image_builder.gallery.versions import Version
 
-# Azure's states of a disk that an upload was begun to, or was completed on, and that no machine has.
+# Azure's states of a disk whose upload has begun or is complete, and that no machine has.
 _LEFT_OVER = ("ReadyToUpload", "ActiveUpload", "Unattached")
 _LONGEST_UPLOAD = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A version or a disk, and every reason to keep it; without any it is proven unused."""
+    """A version or a disk, and every reason to keep it; without any, it is proved unused."""
 
     kind: Literal["version", "disk"]
     name: str
@@ -34,7 +34,7 @@ class Verdict:
 
 
 def judge(versions: Sequence[Version], uses: Sequence[Use], now: datetime) -> list[Verdict]:
-    """Return a verdict on each of a definition's versions, which are in order, the newest first."""
+    """Return a verdict on each of a definition's versions, which are sorted newest first."""
     return [
         Verdict("version", version.name, tuple(_reasons(version, is_newest=number == 0, uses=uses, now=now)))
         for number, version in enumerate(versions)

@@ -1,7 +1,7 @@
-"""What a subscription may still have in a region, by Azure's own counters of Microsoft.Compute.
+"""What a subscription may still use in a region, according to Azure's own counters of Microsoft.Compute.
 
-A counter that Azure doesn't list has no limit that could be asked for. Limits of a single version (100 replicas, 2 TiB)
-hold by the inventory's own rules: at most 100 replicas, and a VHD of at most 1023 GiB.
+A counter that Azure doesn't list has no limit that could be queried. The inventory's own rules ensure the limits of a
+single version (100 replicas, 2 TiB): at most 100 replicas, and a VHD of at most 1023 GiB.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _VERSIONS = "GalleryImageVersion"
 def problems(
     service: Service, target: Target, locations: Container[str], first: Mapping[str, int]
 ) -> list[str]:
-    """Return what a version has no room for in its regions; raises FetchError.
+    """Return the counters that a version would exceed in its regions. Raises FetchError.
 
-    ``first`` are counters of the first region, where disk and definition are made, and what is added to them.
+    ``first`` has counters of the first region, where disk and definition are created, and how much each grows.
     """
     lines = []
     for number, region in enumerate(target.settings.regions):
@@ -41,7 +41,7 @@ def _usages(service: Service, target: Target, region: str) -> list[Mapping[str, 
 
 
 def exceeded(usages: Sequence[Mapping[str, Any]], needs: Mapping[str, int]) -> list[str]:
-    """Return which counters would pass their limit; raises FetchError for one that can't be read."""
+    """Return which counters would exceed their limit. Raises FetchError if one can't be read."""
     lines = []
     for usage in usages:
         name = str((usage.get("name") or {}).get("value"))

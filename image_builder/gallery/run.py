@@ -1,4 +1,4 @@
-"""Publishing: the plan's requests, each after its intent is in the journal, and none for what is there already."""
+"""Publishing: sends the plan's requests, each once its intent is in the journal, but none for what already exists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from image_builder.gallery.survey import look
 from image_builder.gallery.tags import SHA256_TAG
 from image_builder.gallery.upload import Upload
 
-# A resource that was just made may be read as missing, its old state as the present one.
+# A resource that was just created may still read as missing, and a changed one as it was before.
 _PATIENCE_SECONDS = 120.0
 _UPLOADING = ("ReadyToUpload", "ActiveUpload")
 _COMPLETED, _FAILED = "Completed", "Failed"
@@ -40,7 +40,7 @@ _COMPLETED, _FAILED = "Completed", "Failed"
 def plan(
     service: Service, target: Target, artefact: Artefact, records: Sequence[Record], unverified: str = ""
 ) -> Plan:
-    """Return what is to be sent for an artefact; the records of an earlier run keep its version and end of life.
+    """Return what is to be sent for an artifact; the records of an earlier run preserve its version and end of life.
 
     Raises PublishError with everything that is in the way, FetchError.
     """
@@ -65,7 +65,7 @@ def plan(
 
 
 def _opened(records: Sequence[Record], artefact: Artefact) -> Opened | None:
-    """Return how a journal's publication began; raises PublishError for one of other bytes."""
+    """Return the record that began a journal's publication. Raises PublishError if that was of other bytes."""
     opened = next((record for record in reversed(records) if isinstance(record, Opened)), None)
     if opened and opened.sha256 != artefact.sha256:
         raise PublishError(
@@ -77,9 +77,9 @@ def _opened(records: Sequence[Record], artefact: Artefact) -> Opened | None:
 
 @dataclass
 class Run:
-    """One process that publishes. ``figures`` are what it sent.
+    """One process that publishes. ``figures`` count what it sent.
 
-    ``restart`` throws away what was uploaded, ``replace_failed`` a version that is in no region and failed.
+    ``restart`` discards what was uploaded, ``replace_failed`` a version that failed and is in no region.
     """
 
     plan: Plan
@@ -92,7 +92,7 @@ class Run:
     _step: str = ""
 
     def perform(self) -> dict[str, JSON]:
-        """Send what is lacking, wait for every region, and return the outcome; raises PublishError, FetchError."""
+        """Send what is missing, wait for every region, and return the outcome. Raises PublishError, FetchError."""
         if self.restart or not self.journal.records:
             plan = self.plan
             self.journal.append(
@@ -141,9 +141,9 @@ class Run:
         return result
 
     def _create(self, call: Call) -> None:
-        """Make a resource unless it is there, and wait until it is whole."""
+        """Create a resource unless it exists, and wait until it is provisioned."""
         if not self._is_there(call):
-            # A version's operation ends when all regions have it, of which it says nothing.
+            # A version's operation ends once all regions have it, but it doesn't report on the regions.
             self._change(call, partial(self._is_there, call), follows=call.step != "version")
         while (state := self._appeared(call)["properties"].get("provisioningState")) not in (
             "Succeeded",
@@ -154,14 +154,14 @@ class Run:
                     f"{call.path}: provisioning failed", hint="delete it, then rerun the same command"
                 )
             if call.step == "version":
-                return  # it is Creating for as long as it is replicated
+                return  # it stays Creating while it is replicated
             self.service.wait()
 
     def _is_there(self, call: Call) -> bool:
         return self.service.get(call.path, call.api) is not None
 
     def _appeared(self, call: Call) -> Mapping[str, Any]:
-        """Return a resource that was made; it may be hidden for some time."""
+        """Return a resource that was created; it may not be visible for some time."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while (resource := self.service.get(call.path, call.api)) is None:
             if time.monotonic() > deadline:
@@ -215,7 +215,7 @@ class Run:
         return next(step for step in self.plan.steps if isinstance(step, Pages) and step.step == "footer")
 
     def _require_complete(self, present: list[pages.Range]) -> None:
-        """Raise PublishError unless the disk has all ranges, no others, and they were read of an unchanged file."""
+        """Raise PublishError unless the disk has all ranges, no others, and the file they came from is unchanged."""
         self.plan.artefact.require_unchanged()
         data = next(step for step in self.plan.steps if isinstance(step, Pages) and step.step == "pages")
         footer = self._footer.ranges
@@ -226,7 +226,7 @@ class Run:
             )
 
     def _grant(self, call: Call) -> str:
-        """Return the disk's signed address. It is a secret: neither shown nor kept."""
+        """Return the disk's signed URL. It is a secret: neither shown nor stored."""
         for _ in range(3):
             answer = self._change(call, lambda: False)
             if address := answer.get("accessSAS") or answer.get("accessSas"):
@@ -244,9 +244,9 @@ class Run:
     # -- the version -----------------------------------------------------------------------------------------
 
     def _version(self, *, replaces: bool = False) -> Mapping[str, Any] | None:
-        """Return the version with its replication; raises PublishError for one of other bytes or a failed one.
+        """Return the version with its replication. Raises PublishError if it has other bytes or has failed.
 
-        With ``replaces`` a failed one is deleted.
+        With ``replaces``, a failed version is deleted.
         """
         path = self.plan.target.version(self.plan.version)
         version = self.service.get(path, GALLERY_API, **{"$expand": "ReplicationStatus"})
@@ -266,7 +266,7 @@ class Run:
         return version
 
     def _replicate(self) -> dict[str, JSON]:
-        """Wait until every region has the version, and return their states. A failed one is added again, once."""
+        """Wait until every region has the version, and return their states. A failed region is added again, once."""
         self._step = "replicate"
         states: dict[str, str] = {}
         repaired: set[str] = set()
@@ -289,7 +289,7 @@ class Run:
             if not pending:
                 return dict(states)
             failed = [name for name in pending if states.get(name) == _FAILED]
-            # The version is in the first one, which can't be taken out of it.
+            # The version itself is in the first region, which can't be removed from it.
             if fresh := [name for name in failed if name not in repaired and name != names[0]]:
                 self._repair(fresh[0])
                 repaired.add(fresh[0])
@@ -305,7 +305,7 @@ class Run:
             self.service.wait(attempt=None if version else 0)
 
     def _repair(self, name: str) -> None:
-        """Take a region out of the version and add it again: its list is always sent whole."""
+        """Remove a region from the version and add it again; the list of regions is always sent in full."""
         profile = next(s for s in self.plan.steps if isinstance(s, Call) and s.step == "version").body or {}
         regions = profile["properties"]["publishingProfile"]["targetRegions"]
         for part in ([region for region in regions if region["name"] != name], regions):
@@ -322,5 +322,5 @@ def _summary(version: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
 
 
 def _short(region: str) -> str:
-    """Return a region's short name: answers have it as people read it, ``West US 3``."""
+    """Return a region's short name; responses have the display name, ``West US 3``."""
     return region.replace(" ", "").lower()

@@ -1,9 +1,9 @@
-"""The signed statement beside a version: which inputs a VHD was made of, and what its verifications came to.
+"""The signed statement that goes with a version: which inputs a VHD was made from, and how its verifications ended.
 
-An in-toto statement (v1) with SLSA provenance (v1) in a DSSE envelope, as cosign reads it. Its level is SLSA 1 by
-itself: more is a property of where a build runs and who holds the key, which no document can say of itself.
+An in-toto statement (v1) with SLSA provenance (v1) in a DSSE envelope, as cosign reads it. By itself it is SLSA level
+1: anything higher depends on where a build runs and who holds the key, which a document can't say about itself.
 
-Whoever may write to a gallery may change tags. They can't change this.
+Anyone with write access to a gallery can change tags, but not this.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _STATEMENT, _PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
-# The variable that has the PIN of an HSM's key: neither the command line nor an inventory has it.
+# The environment variable with the PIN of an HSM's key, kept off the command line and out of inventories.
 _PIN = "IMAGE_BUILDER_SIGN_PIN"
 _BUILD_TYPE = "https://github.com/image-builder/build/v1"
 
 
 def statement(artefact: Artefact) -> dict[str, Any]:
-    """Return what is signed of an artefact."""
+    """Return the statement about an artifact, to be signed."""
     manifest = artefact.manifest
     return {
         "_type": _STATEMENT,
@@ -65,7 +65,7 @@ def statement(artefact: Artefact) -> dict[str, Any]:
 def sign(content: Mapping[str, Any], key: str, public_key: Path | None = None) -> bytes:
     """Return the envelope of a statement, signed with a key: a file (PEM), or one that a KMS or an HSM keeps.
 
-    The latter is named by securesystemslib's URI (``azurekms:``, ``hsm:`` and others), and by its public key's file.
+    The latter is given by securesystemslib's URI (``azurekms:``, ``hsm:`` and others) and the file of its public key.
     Raises UsageError, HostError, PublishError.
     """
     dsse, signers = _library()
@@ -76,13 +76,13 @@ def sign(content: Mapping[str, Any], key: str, public_key: Path | None = None) -
     try:
         envelope.sign(signer)
         envelope.verify([signer.public_key], 1)
-    except Exception as error:  # whatever a KMS, an HSM and their libraries have
+    except Exception as error:  # whatever a KMS, an HSM and their libraries raise
         raise PublishError(
             f"can't sign with {key}: {_shown(error)}",
             hint=""
             if is_file
             else f"is {public_key} its public key, {_PIN} its PIN, and may you sign with it?",
-        ) from None  # whose text may have the PIN
+        ) from None  # its text may contain the PIN
     return (json.dumps(envelope.to_dict(), indent=1) + "\n").encode()
 
 
@@ -97,7 +97,7 @@ def _file_signer(signers: Any, key: Path) -> Any:
 
 
 def _uri_signer(signers: Any, key: str, scheme: str, public_key: Path | None) -> Any:
-    """Return who signs with a key that stays where it is. Nothing is signed yet, and nobody asked for the PIN."""
+    """Return a signer for a key that stays where it is. Nothing is signed yet, and the PIN isn't read yet."""
     from securesystemslib.exceptions import UnsupportedLibraryError
 
     if scheme not in signers.SIGNER_FOR_URI_SCHEME:
@@ -111,14 +111,14 @@ def _uri_signer(signers: Any, key: str, scheme: str, public_key: Path | None) ->
     except UnsupportedLibraryError as error:
         hint = f"pip install 'securesystemslib[{scheme}]'"
         raise HostError(f"{scheme}: keys need an extra library: {error}", hint=hint) from error
-    except Exception as error:  # whatever a KMS, an HSM and their libraries have
+    except Exception as error:  # whatever a KMS, an HSM and their libraries raise
         raise UsageError(
             f"{key} is no key to sign with: {_shown(error)}"
-        ) from None  # whose text may have the PIN
+        ) from None  # its text may contain the PIN
 
 
 def _shown(error: BaseException) -> str:
-    """Return an error in one line, without the PIN."""
+    """Return an error on one line, without the PIN."""
     text = " ".join(f"{type(error).__name__} {error}".split())
     return text.replace(pin, "…") if (pin := os.environ.get(_PIN)) else text
 
@@ -134,7 +134,7 @@ def _trusted(signers: Any, key: Path) -> Any:
 
 
 def read(file: Path) -> bytes:
-    """Return the envelope in a file; raises PublishError where there is none."""
+    """Return the envelope in a file. Raises PublishError if it can't be read."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -143,17 +143,17 @@ def read(file: Path) -> bytes:
 
 
 def verified(envelope: bytes, key: Path) -> dict[str, Any]:
-    """Return the statement in an envelope; raises PublishError unless this public key (PEM) has signed it."""
+    """Return the statement in an envelope. Raises PublishError unless this public key (PEM) verifies it."""
     dsse, signers = _library()
     trusted = _trusted(signers, key)
     try:
         document = json.loads(envelope)
-        # Who signed is the key's business: other programs name keys in other ways, or not at all.
+        # The key decides who signed: other programs name keys differently, or not at all.
         signatures = [{**signature, "keyid": trusted.keyid} for signature in document["signatures"]]
         parsed = dsse.Envelope.from_dict({**document, "signatures": signatures})
         parsed.verify([trusted], 1)
         content = json.loads(base64.b64decode(document["payload"]))
-    except Exception as error:  # whatever the library makes of bytes that aren't an envelope
+    except Exception as error:  # whatever the library raises for bytes that aren't an envelope
         raise PublishError(f"the statement is not signed by {key}: {error}") from error
     if document["payloadType"] != PAYLOAD_TYPE or content.get("_type") != _STATEMENT:
         raise PublishError("the statement is of another kind")
@@ -161,7 +161,7 @@ def verified(envelope: bytes, key: Path) -> dict[str, Any]:
 
 
 def require_same(content: Mapping[str, Any], sha256: str, build: str) -> None:
-    """Raise PublishError unless a statement is about these bytes and this build, with both verdicts."""
+    """Raise PublishError unless a statement covers these bytes and this build, with both verdicts."""
     predicate = content["predicate"]
     problems = []
     if [subject["digest"].get("sha256") for subject in content["subject"]] != [sha256]:

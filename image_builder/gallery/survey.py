@@ -1,4 +1,4 @@
-"""What Azure has of a target before anything is sent, and all that is in the way, at once."""
+"""What already exists in Azure for a target before anything is sent, and everything that is in the way, in one go."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from image_builder.gallery.plan import (
 from image_builder.gallery.tags import SHA256_TAG
 
 _GROUP_API, _LOCATION_API, _PERMISSION_API = "2021-04-01", "2022-12-01", "2022-04-01"
-# Azure refuses tokens and signed addresses of a clock that is further off.
+# Azure rejects tokens and signed URLs from a clock that is further off.
 _LARGEST_LAG = 300.0
-# What each command needs in the gallery's resource group, below Microsoft.Compute.
+# The rights that each command needs in the gallery's resource group, below Microsoft.Compute.
 RIGHTS: Mapping[str, tuple[str, ...]] = {
     "run": (
         "galleries/read",
@@ -50,14 +50,14 @@ RIGHTS: Mapping[str, tuple[str, ...]] = {
 
 
 class Lister(Protocol):
-    """What lists resources of Azure, page by page."""
+    """A client that lists Azure resources, page by page."""
 
     def list(self, path: str, api: str, **query: str) -> Iterator[Any]: ...
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The definition, or None where it is to be created, and the versions in it."""
+    """The definition, or None if it is to be created, and the versions in it."""
 
     definition: Mapping[str, Any] | None
     versions: tuple[Mapping[str, Any], ...]
@@ -67,13 +67,13 @@ class Survey:
         return [str(version["name"]) for version in self.versions]
 
     def published(self, artefact: Artefact) -> str | None:
-        """Return the version that has this artefact's bytes already."""
+        """Return the version that already has this artifact's bytes."""
         same = (v for v in self.versions if (v.get("tags") or {}).get(SHA256_TAG) == artefact.sha256)
         return next((str(version["name"]) for version in same), None)
 
 
 def look(service: Service, target: Target, artefact: Artefact) -> Survey:
-    """Return what is there; raises PublishError with everything that is in the way, FetchError."""
+    """Return what exists. Raises PublishError with everything that is in the way, FetchError."""
     settings = target.settings
     if service.get(target.group, _GROUP_API) is None:
         raise PublishError(
@@ -134,13 +134,13 @@ def lacking_rights(service: Service, target: Target, command: str, more: Sequenc
 
 
 def lacking_at(service: Lister, scope: str, actions: Iterable[str]) -> list[str]:
-    """Return the rights that one lacks on a resource or a group of them (an id); raises FetchError."""
+    """Return the rights that the caller lacks on a resource or a resource group (an id). Raises FetchError."""
     path = f"{scope}/providers/Microsoft.Authorization/permissions"
     return missing_rights(list(service.list(path, _PERMISSION_API)), actions)
 
 
 def missing_rights(permissions: Sequence[Mapping[str, Any]], actions: Iterable[str]) -> list[str]:
-    """Return what the roles that one has somewhere don't allow (Microsoft.Authorization, permissions)."""
+    """Return the rights that a scope's permissions (as Microsoft.Authorization lists them) don't grant."""
 
     def is_allowed(action: str) -> bool:
         def matches(patterns: Sequence[str]) -> bool:

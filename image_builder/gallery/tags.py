@@ -1,6 +1,6 @@
-"""The tags that publishing puts on versions and disks; machines that are made from them may have them too.
+"""The tags that publishing puts on versions and disks; machines created from them may have them too.
 
-They are alone here because a rollout reads them as well, which knows nothing else of publishing.
+They have their own module because a rollout reads them as well, and knows nothing else about publishing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,6 @@ SHA256_TAG = "image-builder-vhd-sha256"
 LOCK_TAG = "image-builder-lock-sha256"
 SUITE_TAG = "image-builder-suite"
 DEFINITION_TAG = "image-builder-definition"
-# Of these the value is the reason.
+# The value of these is the reason.
 PROMOTED_TAG, WITHDRAWN_TAG = "image-builder-promoted", "image-builder-withdrawn"
 UNVERIFIED_TAG = "image-builder-unverified"

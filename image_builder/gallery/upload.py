@@ -1,7 +1,7 @@
-"""Pages to an upload's disk: several requests at once, each with its MD5, and none for what is there already.
+"""Sends pages to an upload's disk: several requests at once, each with its MD5, and none for what is already there.
 
-The import host of managed disks takes Put Page, Get Page Ranges and Get Properties, and no Put Blob: so the SDK's own
-upload can't be used. A page that was refused, lost or cut off is sent again; a host that answers 503 is given time.
+The import host of managed disks accepts Put Page, Get Page Ranges and Get Properties, but not Put Blob, so the SDK's
+own upload can't be used. A page that was refused, lost or cut off is sent again; a host that answers 503 is given time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from image_builder.gallery import pages
 from image_builder.gallery.azure import readable
 from image_builder.gallery.pages import Range
 
-# An upload's disk is as slow as a Standard HDD, 60 MiB/s: more streams gain nothing.
+# An upload's disk is as slow as a Standard HDD, 60 MiB/s: more streams would gain nothing.
 STREAMS = 4
 _API = "2025-11-05"
 _TRIES = 8
@@ -34,9 +34,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Upload:
-    """The disk that pages go to. ``grant`` returns its signed address, a new one each time: a secret that ends.
+    """The disk that pages go to. ``grant`` returns its signed URL, a new one each time: a secret that expires.
 
-    ``sent`` counts the bytes of all requests, repeated ones among them.
+    ``sent`` counts the bytes of all requests, including repeated ones.
     """
 
     grant: Callable[[], str]
@@ -46,7 +46,7 @@ class Upload:
     _not_before: float = 0.0
 
     def present(self) -> list[Range]:
-        """Return the ranges that the disk has."""
+        """Return the ranges that the disk already has."""
         found = self._persistently(
             lambda client: [
                 (part.start, part.end + 1)
@@ -58,7 +58,7 @@ class Upload:
         return pages.merged(found)
 
     def write(self, disk: Path, ranges: Sequence[Range], progress: Progress) -> None:
-        """Send ranges of a file, several at once; raises PublishError, after the requests in flight."""
+        """Send ranges of a file, several at once. Raises PublishError once the requests in flight have ended."""
         total, done = sum(end - start for start, end in ranges), 0
         stop = threading.Event()
 
@@ -95,12 +95,12 @@ class Upload:
             os.close(fd)
 
     def clear(self, ranges: Sequence[Range]) -> None:
-        """Clear ranges that the disk has and the image doesn't: another attempt left them."""
+        """Clear ranges that the disk has and the image doesn't, left by another attempt."""
         for part in ranges:
             self._persistently(partial(_clear, part), f"Clear Page at {part[0]}")
 
     def _persistently(self, request: Callable[[Any], Any], name: str, size: int = 0) -> Any:
-        """Return a request's answer, asked for again while that may help; raises PublishError."""
+        """Return the response to a request, retrying as long as that may help. Raises PublishError."""
         from azure.core.exceptions import AzureError, HttpResponseError
 
         problem = ""
@@ -137,13 +137,13 @@ class Upload:
             return self._client
 
     def _renew(self, client: Any) -> None:
-        """Have the next request ask for another address, unless somebody did already."""
+        """Make the next request get another URL, unless another thread has already done so."""
         with self._lock:
             if self._client is client:
                 self._client = None
 
     def _slow_down(self, response: Any, attempt: int) -> None:
-        """Let all streams wait: what one is refused, the others would be."""
+        """Make all streams wait: what is refused to one would be refused to the others."""
         named = response.headers.get("Retry-After", "") if response is not None else ""
         pause = float(named) if named.isdigit() else 0.2 * 2**attempt
         self._not_before = max(self._not_before, time.monotonic() + min(pause, _LONGEST_PAUSE))

@@ -1,6 +1,6 @@
-"""Who uses which version: models of scale sets, their instances, and single machines, of whole subscriptions.
+"""What uses which version: models of scale sets, their instances, and single machines, in whole subscriptions.
 
-A list that can't be read whole, or a machine that doesn't say its version, is an error: what nobody knows isn't unused.
+A list that can't be read in full, or a machine that doesn't report its version, is an error: unknown isn't unused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Use:
-    """``owner`` (an id) uses a version, or LATEST: as its model, or as ``machines`` that run it."""
+    """A use by ``owner`` (an id) of a version, or LATEST: as its model, or by ``machines`` that run it."""
 
     owner: str
     kind: Literal["model", "machines"]
@@ -32,15 +32,15 @@ def read(
 ) -> list[Use]:
     """Return every use of the definition's versions in these subscriptions.
 
-    Raises FetchError with everything that can't be read, after the rights that are ``lacking`` already, or PublishError
-    for those alone.
+    Raises FetchError with everything that can't be read, after the rights that are already ``lacking``, or PublishError
+    if there are only those.
     """
     reading = _Reading(service, target)
     for subscription in subscriptions:
         provider = f"/subscriptions/{subscription}/providers/Microsoft.Compute"
         for scale_set in reading.items(f"{provider}/virtualMachineScaleSets"):
             reading.note_scale_set(scale_set)
-        # Those of Flexible scale sets are among them.
+        # These include the machines of Flexible scale sets.
         for machine in reading.items(f"{provider}/virtualMachines"):
             reading.note_machines(machine["id"], [machine])
     if problems := [*lacking, *reading.problems]:
@@ -54,7 +54,7 @@ def read(
 
 @dataclass
 class _Reading:
-    """Uses, and what can't be read."""
+    """The uses found, and what can't be read."""
 
     service: Service
     target: Target
@@ -62,7 +62,7 @@ class _Reading:
     problems: list[str] = field(default_factory=list)
 
     def items(self, path: str) -> list[Mapping[str, Any]]:
-        """Return a whole list; nothing where it can't be read, which is noted."""
+        """Return a whole list; if it can't be read, note that and return an empty one."""
         try:
             return list(self.service.list(path, _API))
         except FetchError as error:
@@ -89,7 +89,7 @@ class _Reading:
 
 
 def _version(target: Target, profile: Mapping[str, Any], *, is_model: bool) -> str:
-    """Return the version of the target's definition that a profile names, LATEST for none, "" for another image."""
+    """Return the version of the target's definition that a profile names, LATEST if none, "" for another image."""
     reference = (profile.get("storageProfile") or {}).get("imageReference") or {}
     image, definition = str(reference.get("id", "")).lower(), target.definition.lower()
     if image != definition and not image.startswith(f"{definition}/versions/"):

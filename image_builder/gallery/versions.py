@@ -1,4 +1,4 @@
-"""The versions of an image definition: what the gallery has, which of them `latest` means, and which are withdrawn."""
+"""The versions of an image definition: those in the gallery, those eligible for `latest`, and those withdrawn."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from image_builder.gallery.tags import (
 )
 from image_builder.text import stamp
 
-# What Azure allows as a tag's value.
+# The longest tag value that Azure allows.
 _LONGEST_TAG = 256
 
 
 @dataclass(frozen=True)
 class Version:
-    """A version. ``build`` is empty where it isn't one of ours; times are as Azure writes them, or empty."""
+    """A version. ``build`` is empty if it isn't one of ours; times are as Azure writes them, or empty."""
 
     name: str
     build: str
@@ -43,7 +43,7 @@ class Version:
 
     @property
     def is_everywhere(self) -> bool:
-        """Tell whether every region has it."""
+        """Return whether every region has it."""
         return self.state == "Succeeded" and all(state == "Completed" for state in self.regions.values())
 
     def as_json(self) -> dict[str, JSON]:
@@ -51,7 +51,7 @@ class Version:
 
 
 def read(service: Service, target: Target) -> list[Version]:
-    """Return all versions, the newest first, each with its replication; raises FetchError."""
+    """Return all versions, newest first, each with its replication. Raises FetchError."""
     listed = [str(version["name"]) for version in service.list(f"{target.definition}/versions", GALLERY_API)]
     answers = [
         service.get(target.version(name), GALLERY_API, **{"$expand": "ReplicationStatus"})
@@ -61,7 +61,7 @@ def read(service: Service, target: Target) -> list[Version]:
 
 
 def parse(answer: Mapping[str, Any]) -> Version:
-    """Return a version of the service's JSON."""
+    """Return a version parsed from the service's JSON."""
     properties = answer["properties"]
     profile, tags = properties.get("publishingProfile") or {}, answer.get("tags") or {}
     summary = (properties.get("replicationStatus") or {}).get("summary") or ()
@@ -81,12 +81,12 @@ def parse(answer: Mapping[str, Any]) -> Version:
 
 
 def find(service: Service, target: Target, name: str) -> Version:
-    """Return a version; raises PublishError where there is none, FetchError."""
+    """Return a version. Raises PublishError if there is none, FetchError."""
     return parse(_get(service, target, name))
 
 
 def promote(service: Service, target: Target, name: str, because: str, now: datetime) -> None:
-    """Let `latest` mean a version, if it is the newest; raises PublishError for one that isn't fit, FetchError."""
+    """Include a version in `latest`, which means the newest. Raises PublishError if it isn't fit, FetchError."""
     answer = _get(service, target, name)
     if problems := list(_unfit(parse(answer), now)):
         raise PublishError(
@@ -103,7 +103,7 @@ def withdraw(service: Service, target: Target, name: str, because: str, now: dat
 
 
 def delete(service: Service, target: Target, name: str) -> None:
-    """Delete a version, which is for its caller to prove unused; raises PublishError."""
+    """Delete a version; the caller must have proved it unused. Raises PublishError."""
     path = target.version(name)
     call = Call("clean", "DELETE", path, GALLERY_API)
     service.change(call, lambda: service.get(path, GALLERY_API) is None)
@@ -140,9 +140,9 @@ def _update(
     profile: Mapping[str, Any],
     tags: Mapping[str, str],
 ) -> None:
-    """Change a version: its profile and its tags are sent whole, since what isn't sent is taken away."""
+    """Change a version: its profile and tags are sent in full, since Azure removes what isn't sent."""
     whole = {**answer["properties"]["publishingProfile"], **profile}
-    whole.pop("publishedDate", None)  # the service's own
+    whole.pop("publishedDate", None)  # set by the service
     short = {name: value[:_LONGEST_TAG] for name, value in tags.items()}
     body = {"tags": (answer.get("tags") or {}) | short, "properties": {"publishingProfile": whole}}
     path = target.version(answer["name"])

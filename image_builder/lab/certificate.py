@@ -1,6 +1,6 @@
-"""A certificate authority and a server certificate, made for every start of a server.
+"""A certificate authority and a server certificate, created at every start of a server.
 
-The authority's private key is never written: once the one certificate is signed, nobody has it any more.
+The authority's private key is never written: once it has signed the one certificate, it is gone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-# A clock that is a little behind (a machine that has just booted) must not reject what was made this minute.
+# A slightly slow clock (a machine that has just booted) must not reject a certificate made this minute.
 _SKEW = datetime.timedelta(hours=1)
-# The longest that no client objects to.
+# The longest lifetime that all clients accept.
 _LIFETIME = datetime.timedelta(days=397)
 
 
@@ -37,16 +37,16 @@ def make(
     not_before: datetime.datetime | None = None,
     not_after: datetime.datetime | None = None,
 ) -> Certificate:
-    """Make an authority and a certificate of it for the name ``host``, and write both to ``directory``.
+    """Create an authority and a certificate signed by it for the name ``host``, and write both to ``directory``.
 
-    Keys are ECDSA P-256. ``not_before`` and ``not_after`` (with a zone) are those of the server's certificate:
-    by default from an hour ago, for 397 days. The authority's own is always valid now.
+    Keys are ECDSA P-256. ``not_before`` and ``not_after`` (with a time zone) are for the server's certificate:
+    by default from an hour ago, for 397 days. The authority's own certificate is always valid now.
     """
     now = datetime.datetime.now(datetime.UTC)
     since, until = now - _SKEW, now + _LIFETIME
     ca_key, server_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     serial = x509.random_serial_number()
-    # Two authorities of one name in one trust store would be told apart by their keys alone: name each.
+    # Two authorities of the same name in one trust store would differ only in their keys, so each gets its own name.
     ca_name = _name(f"image-builder lab CA {serial:040x}")
     identifier = x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key())
     ca = (
@@ -109,6 +109,6 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Write a new file that never has more rights than ``mode``; raises FileExistsError."""
+    """Write a new file whose permissions never exceed ``mode``. Raises FileExistsError."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
         stream.write(content)

@@ -2,7 +2,7 @@
 
 The same files give the same bytes, so an image's digests follow from its locked packages. Everything is owned
 by root; layers are compressed by the ``gzip`` that ``run`` finds (the tools tree's), since zlib's output depends
-on which zlib a host's Python has.
+on the zlib of the host's Python.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ CONFIG_TYPE = "application/vnd.docker.container.image.v1+json"
 LAYER_TYPE = "application/vnd.docker.image.rootfs.diff.tar.gzip"
 _OCTETS = "application/octet-stream"
 _EPOCH = "1970-01-01T00:00:00Z"
-# What Debian's merged /usr makes a link into it: https://wiki.debian.org/UsrMerge
+# The directories that Debian's merged /usr turns into links: https://wiki.debian.org/UsrMerge
 _MERGED = frozenset(("bin", "sbin", "lib", "lib32", "lib64", "libo32", "libx32"))
 _CHUNK = 1 << 20
 
-# Runs a program to its end, with the paths of the caller: process.run, or Root.run of a root that has them.
+# Runs a program to completion, with the caller's paths: process.run, or Root.run of a root that has them.
 Run = Callable[[Sequence[str]], object]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as a gzip file: ``digest`` and ``size`` (bytes) are the file's, the others those of the tar in it."""
+    """A layer as a gzip file: ``digest`` and ``size`` (bytes) are the file's, the other two those of the tar in it."""
 
     path: Path
     digest: str
@@ -63,7 +63,7 @@ class Image:
 
     @property
     def digest(self) -> str:
-        """Return the manifest's digest: what follows the ``@`` of a reference."""
+        """Return the manifest's digest, which follows the ``@`` in a reference."""
         return _digest(self.manifest())
 
     def manifest(self) -> bytes:
@@ -83,7 +83,7 @@ class Image:
 
 
 def make_image(layers: Sequence[Layer], settings: Mapping[str, Any], created_by: Sequence[str]) -> Image:
-    """Return the image of ``layers`` that runs as ``settings`` (Env, Cmd, …) say; a word for each layer's history."""
+    """Return an image of ``layers`` with ``settings`` (Env, Cmd, …) and a ``created_by`` for each layer's history."""
     config = {
         "architecture": "amd64",
         "config": dict(settings),
@@ -98,7 +98,7 @@ def make_image(layers: Sequence[Layer], settings: Mapping[str, Any], created_by:
 
 
 def pause_image(out: Path) -> Image:
-    """Write the layer of the lab's pause image to ``out``; its id is that of the archive of ``pause.py``."""
+    """Write the layer of the lab's pause image to ``out``; the image's id is that of ``pause.py``'s archive."""
     content = pause.layer()
     packed = _stored_gzip(content)
     out.write_bytes(packed)
@@ -107,9 +107,9 @@ def pause_image(out: Path) -> Image:
 
 
 def layer_from_tree(path: Path, out: Path, run: Run) -> Layer:
-    """Write the directory ``path`` as a layer to ``out`` (named ``.gz``); times are 1970, owners root.
+    """Write the directory ``path`` as a layer to ``out`` (named ``.gz``); all times are 1970, all owners root.
 
-    Raises ImageBuilderError for what no layer can hold (a socket).
+    Raises ImageBuilderError for a file that a layer can't hold (a socket).
     """
     with _new_layer(out, run) as layer:
         for file in sorted(_walk(path)):
@@ -125,11 +125,11 @@ def layer_from_tree(path: Path, out: Path, run: Run) -> Layer:
 
 
 def layer_from_debs(debs: Iterable[Path], out: Path, run: Run) -> Layer:
-    """Write the files of Debian packages, in their order, as a layer to ``out`` (named ``.gz``).
+    """Write the files of Debian packages, in order, as a layer to ``out`` (named ``.gz``).
 
-    They are unpacked only: no maintainer script runs. What a package still has in /bin, /lib and so on goes
-    to /usr; the links that lead there are part of base-files. Raises ImageBuilderError for a file that is no
-    package, and for a path that two of them have.
+    They are only unpacked: no maintainer scripts run. Files that a package still has in /bin, /lib and so on go
+    to /usr; the links that lead there are part of base-files. Raises ImageBuilderError for a file that isn't a
+    package, and for a path that two packages contain.
     """
     with _new_layer(out, run) as layer:
         owners: dict[str, str] = {}
@@ -145,10 +145,10 @@ def layer_from_debs(debs: Iterable[Path], out: Path, run: Run) -> Layer:
 
 
 def push(registry: Registry, name: str, tag: str, image: Image) -> str:
-    """Give ``image`` to a registry as ``name:tag`` (without the host); return the manifest's digest.
+    """Push ``image`` to a registry as ``name:tag`` (without the host) and return the manifest's digest.
 
-    Blobs that it has already are not sent again. Raises PublishError naming the request that was refused, and
-    the answer.
+    Blobs that it already has aren't sent again. Raises PublishError naming the request that was refused, and
+    the response.
     """
     config = pause.encode(image.config)
     with registry.connect() as pool:
@@ -172,7 +172,7 @@ def push(registry: Registry, name: str, tag: str, image: Image) -> str:
 
 @dataclass(frozen=True)
 class _Client:
-    """The requests of a push: https://distribution.github.io/distribution/spec/api/."""
+    """The requests that a push makes: https://distribution.github.io/distribution/spec/api/."""
 
     pool: urllib3.HTTPSConnectionPool
     name: str
@@ -182,7 +182,7 @@ class _Client:
 
     def upload(self, content: IO[bytes], size: int, digest: str) -> None:
         begun = self.request("POST", f"/v2/{self.name}/blobs/uploads/", (202,))
-        # The registry names itself as its clients do; the connection is to its address all the same.
+        # The registry calls itself by the name that clients use; the connection still goes to its address.
         place = begun.headers["Location"].removeprefix(f"https://{HOST}")
         url = f"{place}{'&' if '?' in place else '?'}digest={digest}"
         headers = {"Content-Type": _OCTETS, "Content-Length": str(size)}
@@ -213,7 +213,7 @@ class _Client:
 
 
 class _Hashing(io.RawIOBase):
-    """Passes what is written on to ``sink``, and hashes it."""
+    """Forwards everything written to ``sink``, and hashes it."""
 
     def __init__(self, sink: IO[bytes]) -> None:
         self.sink, self.sha256, self.size = sink, hashlib.sha256(), 0
@@ -233,7 +233,7 @@ class _NewLayer:
     def __init__(self, sink: IO[bytes], out: Path) -> None:
         self.out = out
         self.hashing = _Hashing(sink)
-        # A stream: nothing is ever written twice, so the hash is of what lies there.
+        # A stream: nothing is ever rewritten, so the hash is that of the file.
         self.tar = tarfile.open(fileobj=self.hashing, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK)  # noqa: SIM115
 
     def finished(self) -> Layer:
@@ -250,7 +250,7 @@ class _NewLayer:
 
 @contextmanager
 def _new_layer(out: Path, run: Run) -> Iterator[_NewLayer]:
-    """Open a tar beside ``out``, and compress it to ``out`` when the block ends well."""
+    """Open a tar next to ``out``, and compress it to ``out`` if the block succeeds."""
     tar = out.with_suffix("")
     try:
         with tar.open("wb") as sink:
@@ -268,7 +268,7 @@ def _walk(path: Path) -> Iterator[Path]:
 
 
 def _plain(entry: tarfile.TarInfo, *, mtime: int) -> tarfile.TarInfo:
-    """Return the entry without what the place it was made in left on it."""
+    """Return the entry without traces of where it was made."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     entry.mtime = mtime
@@ -277,7 +277,7 @@ def _plain(entry: tarfile.TarInfo, *, mtime: int) -> tarfile.TarInfo:
 
 
 def _package_files(deb: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
-    """Yield a package's entries with names as they are in the image, ``usr/bin/sh``; its root is left out."""
+    """Yield a package's entries with their names in the image, such as ``usr/bin/sh``; its root is left out."""
     with deb.open("rb") as stream:
         kind = _find_data(stream, deb).rpartition(".")[2]
         if kind not in ("tar", "gz", "xz"):
@@ -299,7 +299,7 @@ def _merged(name: str) -> str:
 
 
 def _find_data(stream: IO[bytes], deb: Path) -> str:
-    """Leave ``stream`` at the content of a package's data member (deb(5): the last one); return that one's name.
+    """Leave ``stream`` at the content of a package's data member (deb(5): the last one); return the member's name.
 
     A member of an ar archive has a header of 60 bytes (name 16, … size 10, end 2) and begins at an even offset.
     """

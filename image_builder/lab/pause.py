@@ -1,6 +1,6 @@
-"""The lab's pause image: an archive that ``docker load`` and ``ctr images import`` take, made from nothing.
+"""The lab's pause image: an archive for ``docker load`` and ``ctr images import``, made from scratch.
 
-The lab has no registry to pull a pause image from, and needs none: the program is a static ELF file of some
+The lab has nowhere to pull a pause image from, and doesn't need to: the program is a static ELF file of some
 200 bytes, and the archive is a tar of three small files. The same reference gives the same bytes.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# `lab.internal` is the lab's own domain (.internal is reserved for private use): it resolves to a registry
-# only where the lab's own is written into /etc/hosts. A node that tries to pull instead of having what it
-# needs fails at once.
+# `lab.internal` is the lab's own domain (.internal is reserved for private use): the name resolves only where
+# the lab's registry has been added to /etc/hosts. A node that tries to pull an image instead of already having
+# it fails at once.
 HOST = "registry.lab.internal"
 REFERENCE = f"{HOST}/pause:1.0"
 
@@ -31,8 +31,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 def program() -> bytes:
     """Return the ELF file of the pause program (x86-64 Linux, static, no library).
 
-    It blocks SIGINT, SIGTERM and SIGCHLD and waits for them, one at a time: SIGCHLD reaps every child that
-    ended, the others end the program with status 0. Blocking matters: PID 1 of a namespace does not even get
+    It blocks SIGINT, SIGTERM and SIGCHLD and waits for them, one at a time: on SIGCHLD it reaps every child
+    that has ended, on the others it exits with status 0. Blocking matters: PID 1 of a namespace doesn't even receive
     a signal that is neither blocked nor handled, so a program that only calls pause(2) would have to be
     killed, after the runtime's grace period.
     """
@@ -67,7 +67,7 @@ def _code(mask_address: int) -> bytes:
         (
             b"\x31\xff",  # xor edi, edi           how = SIG_BLOCK
             b"\xbe" + address,  # mov esi, mask
-            b"\x31\xd2",  # xor edx, edx           the old mask is not wanted
+            b"\x31\xd2",  # xor edx, edx           the old mask isn't needed
             b"\x6a\x08\x41\x5a",  # push 8; pop r10        a mask has 8 bytes
             b"\x6a\x0e\x58",  # push 14; pop rax       rt_sigprocmask
             b"\x0f\x05",  # syscall
@@ -93,7 +93,7 @@ def _code(mask_address: int) -> bytes:
     reap = b"".join(
         (
             b"\x6a\xff\x5f",  # push -1; pop rdi       any child
-            b"\x31\xf6",  # xor esi, esi           its status is not wanted
+            b"\x31\xf6",  # xor esi, esi           its status isn't needed
             b"\x6a\x01\x5a",  # push 1; pop rdx        WNOHANG
             b"\x45\x31\xd2",  # xor r10d, r10d         no rusage
             b"\x6a\x3d\x58",  # push 61; pop rax       wait4
@@ -136,7 +136,7 @@ def configuration() -> dict[str, Any]:
 
 
 def archive(reference: str = REFERENCE) -> bytes:
-    """Return the image archive (``manifest.json``, configuration, one layer) that bears ``reference``."""
+    """Return the image archive (``manifest.json``, configuration, one layer) tagged with ``reference``."""
     content = layer()
     layer_digest = hashlib.sha256(content).hexdigest()
     config = encode(configuration())
@@ -153,7 +153,7 @@ def archive(reference: str = REFERENCE) -> bytes:
 
 
 def write_archive(path: Path, reference: str = REFERENCE) -> str:
-    """Write the archive to ``path``; return its sha256 (hex)."""
+    """Write the archive to ``path`` and return its sha256 (hex)."""
     content = archive(reference)
     path.write_bytes(content)
     os.chmod(path, 0o644)
@@ -161,7 +161,7 @@ def write_archive(path: Path, reference: str = REFERENCE) -> str:
 
 
 def encode(value: object) -> bytes:
-    """Return a configuration or a manifest as the bytes that its digest is over."""
+    """Return a configuration or a manifest as the bytes that its digest covers."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 

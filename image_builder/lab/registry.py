@@ -1,8 +1,8 @@
-"""The lab's registry: Debian's ``docker-registry`` on a loopback address of its own, under its real name.
+"""The lab's registry: Debian's ``docker-registry`` on its own loopback address, under its real name.
 
 It runs from the tools tree in a sandbox root, but in the host's network, with a certificate made for this one
-start. Clients reach it by its name: a client puts ``Registry.hosts_line`` in /etc/hosts and trusts
-``Registry.ca``. Nothing listens on 127.0.0.1, so many registries stand side by side, each on port 443.
+start. Clients reach it by name: a client puts ``Registry.hosts_line`` in /etc/hosts and trusts
+``Registry.ca``. Nothing listens on 127.0.0.1, so many registries can run side by side, each on port 443.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _PROGRAM = "usr/bin/docker-registry"
 # In the root's /run, a tmpfs: the private key and the secret never reach a disk.
 _HOME = "/run/registry"
 _STORAGE = f"{_HOME}/storage"
-# Connecting has a deadline, and so has every single read or write; a transfer as a whole has none.
+# Connecting has a timeout, and so does every single read or write; a transfer as a whole has none.
 _TIMEOUT = urllib3.Timeout(connect=10, read=120)
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Registry:
-    """A running registry: ``ca`` is the PEM file of its authority, ``log`` what it wrote, its requests too."""
+    """A running registry: ``ca`` is the PEM file of its authority, ``log`` its output, including its requests."""
 
     address: str
     port: int
@@ -48,11 +48,11 @@ class Registry:
 
     @property
     def hosts_line(self) -> str:
-        """Return the line of /etc/hosts that leads a client here."""
+        """Return the line for /etc/hosts that directs a client here."""
         return f"{self.address} {HOST}"
 
     def connect(self) -> urllib3.HTTPSConnectionPool:
-        """Return connections to it that hold it to its name and its authority; the caller closes them."""
+        """Return a connection pool that verifies its name and its authority; the caller closes it."""
         return urllib3.HTTPSConnectionPool(
             self.address,
             self.port,
@@ -70,13 +70,13 @@ class Registry:
 
 @contextmanager
 def serve(tools: Path, storage: Path, work: Path, *, writable: bool = False) -> Iterator[Registry]:
-    """Run a registry over ``storage`` until the block ends; it serves before the block begins.
+    """Run a registry over ``storage`` until the block ends; it is serving when the block begins.
 
     ``tools`` is a tree with the package docker-registry. ``work`` gets the registry's log, its authority's
-    certificate and the sandbox's scratch; the caller drops it. Without ``writable`` the storage is mounted
-    read-only and a push is refused (405). Callers are in a private mount namespace
-    (``namespace.run_isolated``); the registry dies with the thread that started it. Raises HostError for a
-    tools tree without the program and for missing storage, and CommandError with the end of its log when it
+    certificate and the sandbox's scratch files; the caller deletes it. Without ``writable``, the storage is mounted
+    read-only and a push is refused (405). Callers must be in a private mount namespace
+    (``namespace.run_isolated``); the registry dies with the thread that started it. Raises HostError if the
+    tools tree lacks the program or the storage is missing, and CommandError with the end of its log if it
     doesn't serve, or ends before the block does.
     """
     if not (tools / _PROGRAM).exists():
@@ -116,7 +116,7 @@ def serve(tools: Path, storage: Path, work: Path, *, writable: bool = False) -> 
 
 
 def configuration(address: str, *, writable: bool) -> Mapping[str, JSON]:
-    """Return the registry's configuration (version 0.1 of its format; it is YAML, of which JSON is a part)."""
+    """Return the registry's configuration (version 0.1 of its format, which is YAML, a superset of JSON)."""
     return {
         "version": 0.1,
         "log": {"level": "error", "formatter": "text"},
@@ -137,13 +137,13 @@ def configuration(address: str, *, writable: bool) -> Mapping[str, JSON]:
 
 
 def _random_address() -> str:
-    """Return a loopback address that nobody else has: one of some 16 million, none of 127.0.0."""
+    """Return a loopback address unlikely to be in use: one of some 16 million, none in 127.0.0."""
     second, third, fourth = 1 + secrets.randbelow(254), secrets.randbelow(256), 1 + secrets.randbelow(254)
     return f"127.{second}.{third}.{fourth}"
 
 
 def _await(registry: Registry, status: Callable[[], int | None], argv: list[str]) -> None:
-    """Wait until the registry answers under its name; raises CommandError. ``status`` is its own, once it ended."""
+    """Wait until the registry answers under its name. ``status`` returns its exit status. Raises CommandError."""
     deadline = time.monotonic() + _START_SECONDS
     with registry.connect() as pool:
         while True:

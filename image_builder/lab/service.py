@@ -1,7 +1,7 @@
-"""The lab's registry as a service: one for a host, started by ``lab up``, ended by ``lab down``.
+"""The lab's registry as a service: one per host, started by ``lab up``, ended by ``lab down``.
 
-What runs is recorded in one file below /run, so a reboot forgets it. It names the process by its id and its start
-time: a number that was given to another process since is not taken for it.
+The running lab is recorded in one file below /run, so a reboot forgets it. The file identifies the process by its id
+and its start time: an id that has been reused for another process isn't mistaken for it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from image_builder.system import process
 from image_builder.system.signals import listening
 
 _PLACE = Path("/run/image-builder-lab")
-# The server, in a PID namespace of its own, writes where it serves; its parent adds the process id.
+# The server, in its own PID namespace, records where it serves; its parent adds the process id.
 _SERVING, _STATE, _CA = _PLACE / "serving.json", _PLACE / "state.json", _PLACE / "ca.pem"
-_STARTING = _PLACE.with_suffix(".lock")  # beside it: the server removes its directory
+_STARTING = _PLACE.with_suffix(".lock")  # next to the directory, which the server removes
 _START_SECONDS = 1800.0
 _STOP_SECONDS = 20.0
 
@@ -52,11 +52,11 @@ class State:
     images: tuple[str, ...]
 
     def as_json(self) -> dict[str, JSON]:
-        """Return the state for people's tools."""
+        """Return the state for users' tools."""
         return {**asdict(self), "images": list(self.images)}
 
     def answers(self) -> bool:
-        """Ask it over TLS, under its name."""
+        """Return whether it answers over TLS, under its name."""
         with urllib3.HTTPSConnectionPool(
             self.address,
             self.port,
@@ -73,7 +73,7 @@ class State:
 
 
 def running() -> State | None:
-    """Return the lab that runs; None when there is none."""
+    """Return the running lab, or None."""
     try:
         document = json.loads(_STATE.read_bytes())
         state = State(**{**document, "images": tuple(document["images"])})
@@ -83,9 +83,9 @@ def running() -> State | None:
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process started, in the kernel's ticks; None for one that isn't there, or only in name."""
+    """Return when a process started, in kernel ticks; None if it doesn't exist or is a zombie."""
     try:
-        # The second field may hold blanks and brackets; what follows its last bracket does not (proc(5)).
+        # The second field may contain blanks and parentheses; the fields after its last parenthesis don't (proc(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] == "Z" else int(fields[19])
     except (OSError, ValueError, IndexError):
@@ -93,10 +93,10 @@ def _started(pid: int) -> int | None:
 
 
 def start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
-    """Start ``argv``, which is to serve, in a session of its own, and wait until it does.
+    """Start ``argv``, which is to serve, in its own session, and wait until it does.
 
-    Raises ImageBuilderError with the end of its log when it ends instead, or takes too long. One that nobody waits
-    for any more is killed. Who comes while another one starts it waits, and gets the same one.
+    Raises ImageBuilderError with the end of its log if it ends instead or takes too long. If the wait fails or is
+    interrupted, the server is killed. A caller that arrives while another one starts the lab waits and gets the same.
     """
     with files.lock(_STARTING):
         return running() or _start(argv, store, monitor)
@@ -105,21 +105,21 @@ def start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
 def _start(argv: Sequence[str], store: Path, monitor: Monitor) -> State:
     (store / "logs").mkdir(parents=True, exist_ok=True)
     log = store / "logs" / "lab.log"
-    for path in (log, _SERVING, _STATE):  # of one that was killed
+    for path in (log, _SERVING, _STATE):  # left by one that was killed
         path.unlink(missing_ok=True)
     child = process.detach(argv, log=log)
     with shown_stage(monitor, "lab"):
         try:
             return _await_serving(child.pid, lambda: child.poll() is None, log, monitor)
         except BaseException:
-            # No file names it yet: `lab down` could not find it. Its namespaces go with it.
+            # No file names it yet, so `lab down` couldn't find it. Its namespaces end with it.
             child.kill()
             child.wait()
             raise
 
 
 def _await_serving(pid: int, alive: Callable[[], bool], log: Path, monitor: Monitor) -> State:
-    """Wait until process ``pid`` serves, and write down that it does; raises ImageBuilderError."""
+    """Wait until process ``pid`` serves, and record that. Raises ImageBuilderError."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and alive():
         if _SERVING.exists():
@@ -168,11 +168,11 @@ def serve(definition: ImageDefinition, settings: Settings, monitor: Monitor, ext
 
 
 def stop() -> bool:
-    """End the lab that runs and wait for that; False when there was none."""
+    """End the running lab and wait until it has ended; return False if there was none."""
     state = running()
     if state is None:
         return False
-    with suppress(ProcessLookupError):  # it ended by itself, just now
+    with suppress(ProcessLookupError):  # it has just ended by itself
         os.kill(state.pid, signal.SIGTERM)
     deadline = time.monotonic() + _STOP_SECONDS
     while _started(state.pid) == state.started and time.monotonic() < deadline:

@@ -1,8 +1,8 @@
 """The lab's images of real programs, in six layers each: `software` of 230 MiB, and `large` of more than a gigabyte.
 
-A shell runs in both, and every file is one of Debian's. The lab's nodes preload `software`, which is enough for
-everything but time and size. `large` stands for the 17 GB images of real pools, in which a few files are read and most
-are not; it is made only for who preloads it.
+A shell runs in both, and every file comes from Debian. The lab's nodes preload `software`, which is enough for
+everything except time and size. `large` stands in for the 17 GB images of real pools, in which a few files are read
+and most aren't; it is built only for definitions that preload it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ REFERENCE = f"{HOST}/software:1.0"
 LARGE_REFERENCE = f"{HOST}/large:1.0"
 SUITE = "trixie"
 Layers = tuple[tuple[str, ...], ...]
-# Packages of main, layer by layer, lowest first. Each layer is closed: all that a package depends on, but for
-# what only its maintainer scripts need, is in it or below.
-# A system in which a shell and coreutils run; base-files has the links of the merged /usr.
+# Packages from main, layer by layer, lowest first. Each layer is self-contained: everything that a package depends
+# on, except what only its maintainer scripts need, is in the same layer or below.
+# A system that runs a shell and coreutils; base-files has the links of the merged /usr.
 _SYSTEM = (
     *("base-files", "bash", "coreutils", "dash", "debianutils", "gcc-14-base", "libacl1", "libattr1"),
     *("libc6", "libcap2", "libgcc-s1", "libgmp10", "libpcre2-8-0", "libselinux1", "libssl3t64"),
@@ -51,7 +51,7 @@ _SOFTWARE: Layers = (
 # Installed sizes in MiB: 53, 162, 104, 246, 254, 265.
 _LARGE: Layers = (
     _SYSTEM,
-    # One library of 120 MB with what it needs.
+    # One library of 120 MB with its dependencies.
     (
         *("libbsd0", "libedit2", "libffi8", "libllvm19", "liblzma5", "libmd0", "libstdc++6", "libxml2"),
         *("libz3-4", "llvm-19-linker-tools", "llvm-19-runtime"),
@@ -75,10 +75,10 @@ _SETTINGS = {"Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"], 
 
 
 def build_image(name: str, debs_by_layer: Sequence[Sequence[Path]], out: Path, run: Run) -> Image:
-    """Write the layers of the packages to the directory ``out`` as ``0.tar.gz``, …; return their image.
+    """Write the packages' layers to the directory ``out`` as ``0.tar.gz``, … and return their image.
 
-    Several layers are made at a time; ``out`` needs room for all of them and for the tars of those in work
-    (300 MB each). ``run`` and errors as in ``images.layer_from_debs``.
+    Several layers are built at a time; ``out`` needs room for all of them and for the tars of those in progress
+    (300 MB each). ``run`` and errors are as in ``images.layer_from_debs``.
     """
 
     def build(number: int) -> Layer:

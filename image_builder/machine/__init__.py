@@ -1,1 +1,1 @@
-"""Machines to reach: one in QEMU, started here, or any by SSH."""
+"""Machines to connect to: one started here in QEMU, or any that SSH can reach."""

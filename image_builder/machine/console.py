@@ -1,7 +1,7 @@
 """Trouble on a serial console: patterns as data, and a pure function that looks for them.
 
-The list joins the console checks of CoreOS' kola with the kernel log checks of AKS' node images. A pattern
-matches within one line; ``unless`` excuses lines that are known to be harmless.
+The list combines the console checks of CoreOS's kola with the kernel log checks of AKS node images. A pattern
+matches within one line; ``unless`` exempts lines that are known to be harmless.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 
 @dataclass(frozen=True)
 class Pattern:
-    """One kind of trouble: its name, what shows it, and what excuses a line.
+    """One kind of trouble: its name, what shows it, and what exempts a line.
 
-    ``real_time`` marks what an emulated machine may show only because its host is busy.
+    ``real_time`` marks trouble that an emulated machine may show merely because its host is busy.
     """
 
     name: str
@@ -49,7 +49,7 @@ PATTERNS = (
     Pattern("verity error", r"device-mapper: verity.*(corrupted|mismatch)"),
     Pattern("systemd ordering cycle", r"[Ff]ound ordering cycle|to break ordering cycle|breaking (dependency )?cycle"),
     Pattern("systemd generator", r"generators?/\S+ (failed|terminated)|Failed to start .*generator"),
-    # udev comes to the port later than systemd waits, 90 seconds.
+    # udev gets to the port after systemd's timeout of 90 seconds.
     Pattern("late console", r"\[\s*(TIME|DEPEND)\s*\].*[- ]ttyS\d", real_time=True),
     Pattern("failed unit", r"\[\s*FAILED\s*\]|\[\s*DEPEND\s*\]"),
     Pattern("unit time-out", r"\[\s*TIME\s*\]"),
@@ -58,7 +58,7 @@ PATTERNS = (
     Pattern("go panic", r"^(.*\]: )?panic: |fatal error: (all goroutines|concurrent map|runtime)"),
     Pattern("go panic", r"goroutine \d+ \[running\]"),
     Pattern("python traceback", r"Traceback \(most recent call last\)"),
-    # containerd asks for aufs before it leaves that plugin out; Debian's kernel never had the module.
+    # containerd tries to load aufs before it skips that plugin; Debian's kernel never had the module.
     Pattern("missing module", r"modprobe: FATAL|Failed to find module", unless="Module aufs not found"),
     Pattern("cloud-init", r"cloud-init.*(WARNING|CRITICAL|failed)", unless=r"WARNING\]: (Unhandled|No template)"),
 )  # fmt: skip
@@ -79,14 +79,14 @@ _COMPILED = tuple((p, re.compile(p.shows), re.compile(p.unless) if p.unless else
 
 
 def plain(text: str) -> str:
-    """Return ``text`` without terminal control, each line in its final state, with newlines only as line ends."""
+    """Return ``text`` without terminal control sequences and NULs, with newlines for all line ends."""
     return _CONTROL.sub("", text).replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
 
 
 def problems(text: str, *, emulated: bool = False) -> list[str]:
-    """Return what is wrong on the console, as ``name: line``, in order, each line once.
+    """Return the problems on the console as ``name: line``, in order, each line once.
 
-    With ``emulated`` what is ``real_time`` doesn't count: without KVM the host causes it.
+    With ``emulated``, ``real_time`` patterns don't count: without KVM, the host causes them.
     """
     lines: dict[str, None] = {}
     for line in plain(text).splitlines():
@@ -99,5 +99,5 @@ def problems(text: str, *, emulated: bool = False) -> list[str]:
 
 
 def fatal(text: str) -> str | None:
-    """Return the first problem after which a machine can't come up any more, or None."""
+    """Return the first problem after which a machine can no longer come up, or None."""
     return next((p for p in problems(text) if p.partition(":")[0] in FATAL), None)

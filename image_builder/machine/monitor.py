@@ -1,4 +1,4 @@
-"""QEMU's monitor (QMP): JSON lines over a Unix socket, one connection a command."""
+"""QEMU's monitor (QMP): JSON lines over a Unix socket, one connection per command."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LONGEST_PATH = 107  # of a Unix socket, in bytes, on Linux
 
 
 def socket_path(path: Path) -> Path:
-    """Return ``path`` when a socket can have it; raises BootError."""
+    """Return ``path``. Raises BootError if it is too long for a socket."""
     if len(str(path).encode()) > _LONGEST_PATH:
         raise BootError(f"{path} is too long for a socket ({_LONGEST_PATH} bytes)")
     return path
 
 
 def listens(path: Path) -> bool:
-    """Tell whether QEMU takes commands: its socket's file is there a moment before it is listened to."""
+    """Return whether QEMU accepts commands: its socket file exists a moment before QEMU listens on it."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(path))
@@ -33,7 +33,7 @@ def listens(path: Path) -> bool:
 def execute(
     path: Path, command: str, arguments: Mapping[str, Any] | None = None, *, timeout: float = 20
 ) -> Any:
-    """Run one command; return its result. Raises BootError when QEMU refuses or isn't there."""
+    """Run one command and return its result. Raises BootError if QEMU refuses it or isn't there."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout)
         try:
@@ -47,7 +47,7 @@ def execute(
 
 
 def gave_up(path: Path) -> bool:
-    """Tell whether QEMU stopped its guest because KVM can't go on; False where it doesn't answer (yet)."""
+    """Return whether QEMU stopped its guest because KVM can't continue; False if it doesn't answer (yet)."""
     try:
         return bool(execute(path, "query-status", timeout=1)["status"] == "internal-error")
     except BootError:

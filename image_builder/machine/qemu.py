@@ -19,7 +19,7 @@ from image_builder.system.environment import environment
 
 PROGRAM = "qemu-system-x86_64"
 MEMORY_MIB = 3072
-# By this the verification suite knows such a machine.
+# The verification suite recognizes such a machine by this serial.
 _SEED_SERIAL = "image-builder-seed"
 # Debian 12 and 13, Ubuntu 24.04 (package ovmf).
 _FIRMWARE_DIRECTORY = Path("/usr/share/OVMF")
@@ -28,11 +28,11 @@ _FIRMWARE_FILES = {
     True: ("OVMF_CODE_4M.ms.fd", "OVMF_VARS_4M.ms.fd"),
 }
 
-# QEMU before 8.0 emulates cmpxchg16b with stale condition codes: an interrupt right behind it saves flags that
-# were never set, and Linux, whose memory allocator lives on that instruction, dies in "double fault" or
-# "Fatal exception in interrupt" in about every boot. Without the CPU feature Linux does it another way.
+# QEMU before 8.0 emulates cmpxchg16b with stale condition codes: an interrupt right after it saves flags that
+# were never set, and Linux, whose memory allocator depends on that instruction, dies with "double fault" or
+# "Fatal exception in interrupt" on nearly every boot. Without the CPU feature, Linux doesn't use it.
 _EMULATED_CPU = "max,cx16=off"
-# What the firmware has to come to the console, and how often that is looked at.
+# How long the firmware has to reach the console, and how often to check.
 _PROBE_SECONDS, _LOOK_SECONDS = 20.0, 0.05
 
 DiskBus = Literal["virtio", "nvme", "scsi"]
@@ -52,10 +52,10 @@ class Firmware:
 class Drive:
     """A disk of the machine: a file that QEMU may write to.
 
-    ``serial`` shows in the guest. ``model`` and ``vendor`` show there too, on SCSI only: QEMU's NVMe disk
+    ``serial`` is visible in the guest. So are ``model`` and ``vendor``, but only on SCSI: QEMU's NVMe disk
     always calls itself "QEMU NVMe Ctrl". ``durable`` passes the guest's flushes on to the host's disk; without
     it they are ignored, which is faster and still survives the guest, but not a killed QEMU. ``rate`` limits
-    reads and writes together to so many bytes a second (0: no limit).
+    reads and writes together, in bytes per second (0: no limit).
     """
 
     path: Path
@@ -92,7 +92,7 @@ class Machine:
 def command_line(machine: Machine) -> list[str]:
     """Return the command that starts ``machine``.
 
-    The guest's port 22 is forwarded from a port of 127.0.0.1 that the kernel chooses; ask the monitor for it
+    The guest's port 22 is forwarded from a port on 127.0.0.1 that the kernel chooses; the monitor knows it
     (``forwarded_port``). Raises ValueError for a drive that QEMU can't describe.
     """
     secure = machine.firmware.secure_boot
@@ -122,7 +122,7 @@ def command_line(machine: Machine) -> list[str]:
     for index, drive in enumerate(machine.drives):
         argv += _drive(drive, index)
     if machine.seed:
-        # QEMU itself shows the directory as a FAT volume: no mkisofs or mkfs.vfat is needed on the host.
+        # QEMU itself presents the directory as a FAT volume, so the host needs no mkisofs or mkfs.vfat.
         argv += [
             "-blockdev",
             f"driver=vvfat,node-name=seed,dir={_escaped(machine.seed)},label=CIDATA,read-only=on",
@@ -143,17 +143,17 @@ def _firmware(firmware: Firmware) -> list[str]:
 
 
 def node_name(index: int) -> str:
-    """Return QEMU's name of a drive's content."""
+    """Return QEMU's name for a drive's content."""
     return f"disk{index}"
 
 
 def device_id(index: int) -> str:
-    """Return QEMU's name of a drive as the guest's device."""
+    """Return QEMU's name for a drive as the guest's device."""
     return f"device{index}"
 
 
 def failing(index: int) -> dict[str, Any]:
-    """Return a layer above a drive in which every read and write fails (EIO), as ``blockdev-add`` takes it."""
+    """Return a layer on top of a drive that fails every read and write (EIO), as ``blockdev-add`` expects it."""
     errors = [
         {"event": "none", "iotype": kind, "errno": errno.EIO, "once": False}
         for kind in ("read", "write", "write-zeroes", "flush")
@@ -167,9 +167,10 @@ def failing(index: int) -> dict[str, Any]:
 
 
 def plugged(drive: Drive, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what ``blockdev-add`` and ``device_add`` take for a SCSI disk that comes while the machine runs.
+    """Return the arguments of ``blockdev-add`` and ``device_add`` for a SCSI disk added while the machine runs.
 
-    The machine must have had one from the start: its controller is needed. Raises ValueError for another bus.
+    The machine must have had one from the start, since its controller is needed. Raises ValueError for another bus
+    or a rate limit.
     """
     if drive.bus != "scsi" or drive.rate:
         raise ValueError("only SCSI disks without a limit can be plugged in")
@@ -208,7 +209,7 @@ def _drive(drive: Drive, index: int) -> list[str]:
 
 
 def _content(drive: Drive, index: int) -> list[str]:
-    """Return what is on a drive as the node that its device uses: the file, and a limit above it."""
+    """Return the options for the node that a drive's device uses: the file, and any rate limit above it."""
     flush = "off" if drive.durable else "on"
     name = node_name(index)
     if not drive.rate:
@@ -228,12 +229,12 @@ def _file(drive: Drive, prefix: str) -> str:
 
 
 def _escaped(value: str | Path) -> str:
-    """Return ``value`` for an option list, in which a comma must be doubled."""
+    """Return ``value`` for an option list, in which commas must be doubled."""
     return os.fspath(value).replace(",", ",,")
 
 
 def find_firmware(secure_boot: bool = False, directory: Path = _FIRMWARE_DIRECTORY) -> tuple[Path, Path]:
-    """Return UEFI's code and the template of its variables; raises HostError."""
+    """Return UEFI's code and the template of its variables. Raises HostError if one is missing."""
     code, variables = (directory / name for name in _FIRMWARE_FILES[secure_boot])
     for path in (code, variables):
         if not path.is_file():
@@ -242,7 +243,7 @@ def find_firmware(secure_boot: bool = False, directory: Path = _FIRMWARE_DIRECTO
 
 
 def overlay(backing: Path, format: str, path: Path, size: int = 0) -> None:
-    """Make a qcow2 file that shows ``backing`` and takes all writes; raises CommandError.
+    """Create a qcow2 file on top of ``backing`` that takes all writes. Raises CommandError.
 
     ``size`` (bytes) makes the disk larger than ``backing``, as a cloud does with an image.
     """
@@ -262,7 +263,7 @@ def overlay(backing: Path, format: str, path: Path, size: int = 0) -> None:
 
 
 def disk_format(path: Path) -> Literal["raw", "qcow2"]:
-    """Return a disk file's format by its first bytes; anything that isn't qcow2 is raw (a fixed VHD, too)."""
+    """Return a disk file's format, from its first bytes; anything that isn't qcow2 is raw (including a fixed VHD)."""
     with path.open("rb") as file:
         return "qcow2" if file.read(4) == b"QFI\xfb" else "raw"
 
@@ -270,8 +271,8 @@ def disk_format(path: Path) -> Literal["raw", "qcow2"]:
 def forwarded_port(usernet: str) -> int:
     """Return the host port that leads to the guest's port 22, from the monitor's ``info usernet``.
 
-    A line of it: ``  TCP[HOST_FORWARD]  14       127.0.0.1 45119       10.0.2.15    22   0      0``. Raises
-    BootError when there is none.
+    An example line: ``  TCP[HOST_FORWARD]  14       127.0.0.1 45119       10.0.2.15    22   0      0``. Raises
+    BootError if there is none.
     """
     for line in usernet.splitlines():
         fields = line.split()
@@ -282,9 +283,9 @@ def forwarded_port(usernet: str) -> int:
 
 @functools.cache
 def accelerator() -> Accelerator:
-    """Return ``kvm`` when a guest really runs with it, else ``tcg``.
+    """Return ``kvm`` if a guest really runs with it, else ``tcg``.
 
-    That /dev/kvm can be opened proves nothing, nor does a first instruction: in a VM whose own hypervisor is
+    Being able to open /dev/kvm proves nothing, nor does a first instruction: in a VM whose own hypervisor is
     incomplete, QEMU dies while it sets up the processor, or KVM gives up in the firmware. The probe takes as long as
     the firmware does.
     """
@@ -292,9 +293,9 @@ def accelerator() -> Accelerator:
 
 
 def works(accel: Accelerator, seconds: float = _PROBE_SECONDS) -> bool:
-    """Tell whether the firmware of a machine without a disk comes to where it speaks on the console.
+    """Return whether the firmware of a machine without a disk gets as far as writing to the console.
 
-    Raises HostError when QEMU or the firmware isn't there.
+    Raises HostError if QEMU or the firmware is missing.
     """
     if shutil.which(PROGRAM, path=environment()["PATH"]) is None:
         raise HostError(f"{PROGRAM} is missing", hint="install the package qemu-system-x86")
@@ -316,7 +317,7 @@ def works(accel: Accelerator, seconds: float = _PROBE_SECONDS) -> bool:
         with process.background(command_line(machine), log=folder / "qemu.log") as child:
             deadline = time.monotonic() + seconds
             while child.poll() is None and time.monotonic() < deadline:
-                # It has been through every mode of the processor by then, as a kernel will.
+                # By then it has been through every processor mode, as a kernel will be.
                 if machine.console.exists() and machine.console.stat().st_size:
                     return True
                 if monitor.gave_up(machine.monitor):

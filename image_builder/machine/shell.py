@@ -1,7 +1,7 @@
-"""One shell on a machine, which runs one command after the other.
+"""One shell on a machine, which runs one command after another.
 
-A channel, a login session and a sudo for each of some hundreds of commands cost more than the commands: on an
-emulated machine two thirds of a whole run.
+A channel, a login session and a sudo for each of several hundred commands cost more than the commands: on an
+emulated machine, two thirds of a whole run.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import paramiko
 _LOOK_SECONDS = 0.5
 _BYTES = 1 << 16
 _LONGEST_END = 64
-# A program and its arguments, perhaps behind assignments. Anything else is for eval: there it can't end what is around
-# it, but the shell makes one process more.
+# A program and its arguments, possibly after assignments. Anything else goes to eval, inside which it can't end the
+# construct around it, but the shell then creates one more process.
 _RESERVED = "case|coproc|do|done|elif|else|esac|fi|for|function|if|in|select|then|time|until|while"
 _PLAIN = re.compile(rf"(?!(?:{_RESERVED})\b)[\w/](?:[\w@%+=:,./ -]|'[^'\n]*')*", re.ASCII)
 
 
 class ShellEndedError(OSError):
-    """The shell is gone, or the connection is: what the command did is not known.
+    """The shell or the connection is gone, so the command's effect isn't known.
 
-    ``last_line`` is the last that came of it; ``lost`` tells that it was the connection.
+    ``last_line`` is the last line received from it; ``lost`` means that it was the connection.
     """
 
     def __init__(self, message: str, last_line: str = "", *, lost: bool = False) -> None:
@@ -39,12 +39,12 @@ class ShellEndedError(OSError):
 class Shell:
     """A shell over a connection that others may use too.
 
-    What a command writes ends with a word that it can't know, behind the end of each stream; it
-    reads nothing, and runs in a copy of the shell: what it sets, or where it goes, is gone with it.
+    On each stream, a word that the command can't know marks the end of its output. It has no standard input, and it
+    runs in a subshell: variables that it sets and directories that it changes to are gone afterwards.
     """
 
     def __init__(self, transport: paramiko.Transport, *, sudo: bool, seconds: float) -> None:
-        """Start it, by ``sudo -n`` or as who is logged in.
+        """Start it, through ``sudo -n`` or as the logged-in user.
 
         ``seconds`` is how long the other side may take for that. Raises SSHException.
         """
@@ -59,20 +59,20 @@ class Shell:
             raise
 
     def close(self) -> None:
-        """End it; what still runs in it gets its standard streams closed."""
+        """End it; programs still running in it have their standard streams closed."""
         self._channel.close()
 
     def run(self, command: str, seconds: float, limit: int | None = None) -> tuple[int, bytes, bytes]:
-        """Return a command's status (128 and its number for a signal) and what it wrote to its two streams.
+        """Return a command's status (128 plus the number for a signal) and its output on both streams.
 
-        Of each stream the first ``limit`` bytes are kept. Raises TimeoutError when it takes longer than ``seconds``,
-        ShellEndedError; the shell is closed then.
+        Only the first ``limit`` bytes of each stream are kept. Raises TimeoutError if it takes longer than ``seconds``,
+        ShellEndedError; in both cases the shell is closed.
         """
         out, err = _Stream(limit), _Stream(limit)
         try:
             status = self._run(command, time.monotonic() + seconds, out, err)
         except (OSError, EOFError, paramiko.SSHException) as error:
-            # Before it is closed, which also ends what is read.
+            # Before closing the channel, which also ends its input.
             lost = not self._channel.eof_received
             while self._channel.recv_stderr_ready():
                 err.add(self._channel.recv_stderr(_BYTES))
@@ -92,7 +92,7 @@ class Shell:
         self._channel.sendall(script.encode())
         while (status := out.take_end(self._end)) is None:
             self._read(out, self._channel.recv, deadline)
-            # Unread, it would block the command once the window is full.
+            # If it weren't read, the command would block once the window is full.
             while self._channel.recv_stderr_ready():
                 err.add(self._channel.recv_stderr(_BYTES))
         while err.take_end(self._end) is None:
@@ -100,7 +100,7 @@ class Shell:
         return status
 
     def _read(self, stream: _Stream, receive: Callable[[int], bytes], deadline: float) -> None:
-        """Wait a moment for more of a stream."""
+        """Wait a moment for more output on a stream."""
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise TimeoutError
@@ -113,7 +113,7 @@ class Shell:
 
 
 class _Stream:
-    """What has come of one of a command's streams: its beginning, up to the limit, and its last bytes."""
+    """What has arrived on one of a command's streams: its beginning, up to the limit, and its last bytes."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
@@ -129,12 +129,12 @@ class _Stream:
             del self._bytes[self._limit : -_LONGEST_END]
 
     def take_end(self, end: re.Pattern[bytes]) -> int | None:
-        """Drop the end that it has come to, and return the status in it; None before that."""
+        """Remove the end mark and return the status in it; return None if it hasn't arrived yet."""
         match = end.search(self._bytes, max(0, len(self._bytes) - _LONGEST_END))
         if match is None:
             return None
         start, status = match.start(), int(match[1])
-        del match  # it holds on to the buffer, which can't be cut meanwhile
+        del match  # it holds on to the buffer, which can't be resized until then
         del self._bytes[start:]
         return status
 

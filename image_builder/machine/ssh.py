@@ -1,7 +1,7 @@
 """A machine reached by SSH: ``ssh://USER@HOST:PORT?key=FILE&known_hosts=FILE&jump=[USER@]HOST[:PORT][,…]``.
 
-Keys come from that address alone: no agent, no ``~/.ssh``. A host key that was never seen is pinned for the
-time of the connection object when ``known_hosts`` is missing, and refused when it differs later.
+Keys come only from that address: no agent, no ``~/.ssh``. Without ``known_hosts``, a host key that was never seen is
+pinned for the lifetime of the connection object, and a different one is refused later.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from image_builder.definition.connection import Connection, Hop, parse_jump
 from image_builder.errors import BootError, CommandError, UsageError
 from image_builder.system.process import TAIL_LINES, Completed
 
-# paramiko logs every refused attempt with a traceback; what matters comes as an exception.
+# paramiko logs every refused attempt with a traceback; what matters is raised as an exception.
 logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
 _CONNECT_SECONDS = 10.0
 _BANNER_SECONDS = 30.0  # an emulated machine takes seconds to fork its sshd
 _AUTH_SECONDS = 60.0
 _KEEPALIVE_SECONDS = 15
-# Standard output wakes its reader; standard error, which fills the same window, is looked at this often.
+# Standard output wakes its reader; standard error, which fills the same window, is polled this often.
 _LOOK_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
 class SshAddress:
-    """Where a machine is and how to get in. ``key`` is a private key file without passphrase.
+    """Where a machine is and how to log in. ``key`` is a private key file without a passphrase.
 
-    ``jump`` are bastions on the way, in its order, which let the same key in.
+    ``jump`` lists the bastions on the way, in order, which accept the same key.
     """
 
     user: str
@@ -63,7 +63,7 @@ class SshAddress:
 
     @property
     def command(self) -> list[str]:
-        """Return OpenSSH's command line for people."""
+        """Return the OpenSSH command line for people to use."""
         argv = ["ssh", "-p", str(self.port)]
         if self.key:
             argv += ["-i", str(self.key), "-o", "IdentitiesOnly=yes"]
@@ -73,9 +73,9 @@ class SshAddress:
 
 
 def parse(url: str, inventory: Callable[[str], Connection] = lambda _: Connection()) -> SshAddress:
-    """Return the address in ``url``; raises UsageError with what is wrong.
+    """Return the address in ``url``. Raises UsageError saying what is wrong.
 
-    ``inventory`` returns what is to count for a host where the URL says nothing; it is asked by the URL's host.
+    ``inventory`` returns what applies to a host where the URL says nothing; it is called with the URL's host.
     """
     hint = "an address looks like ssh://user@host:22?key=/path/to/private/key"
     parts = urlsplit(url)
@@ -111,7 +111,7 @@ def parse(url: str, inventory: Callable[[str], Connection] = lambda _: Connectio
 
 
 class _PinFirst(paramiko.MissingHostKeyPolicy):
-    """Accept the first key of a host and keep it; paramiko itself refuses another one later."""
+    """Accepts the first key of a host and keeps it; paramiko itself refuses a different one later."""
 
     def __init__(self, keys: paramiko.HostKeys) -> None:
         self.keys = keys
@@ -123,7 +123,7 @@ class _PinFirst(paramiko.MissingHostKeyPolicy):
 
 
 class SshTarget:
-    """A connection to a booted machine; a context manager. Commands run by sudo unless the user is root."""
+    """A connection to a booted machine; a context manager. Commands run through sudo unless the user is root."""
 
     def __init__(self, address: SshAddress) -> None:
         self.address = address
@@ -149,9 +149,9 @@ class SshTarget:
             self._client = None
 
     def connect(self, *, banner_seconds: float = _BANNER_SECONDS) -> None:
-        """Log in. Raises BootError: not reachable, another host key, or the key is not let in.
+        """Log in. Raises BootError if the host is unreachable, has another host key, or rejects the key.
 
-        ``banner_seconds`` is how long a server may take to show that it is one.
+        ``banner_seconds`` is how long a server may take to send its first byte.
         """
         self.close()
         address = self.address
@@ -212,7 +212,7 @@ class SshTarget:
         timeout: float = 120,
         root: bool = True,
     ) -> Completed:
-        """Run a command, as root unless ``root`` is False; ``timeout`` (seconds) is for the whole of it."""
+        """Run a command, as root unless ``root`` is False; ``timeout`` (seconds) covers the whole run."""
         arguments = list(argv)
         if root and self.address.user != "root":
             arguments = ["sudo", "-n", "--", *arguments]
@@ -252,7 +252,7 @@ class SshTarget:
             channel.close()
 
     def put(self, content: bytes, path: str, *, mode: int = 0o644) -> None:
-        """Write a root-owned file: by SFTP to the user's home, then into its place in one step."""
+        """Write a root-owned file: by SFTP to the user's home, then into place in one step."""
         staging = f".image-builder.{time.monotonic_ns():x}"
         try:
             with self._connected().open_sftp() as sftp:
@@ -266,17 +266,17 @@ class SshTarget:
         except (OSError, EOFError, paramiko.SSHException) as error:
             raise CommandError(f"can't copy {path} to {self.address.host}: {error}") from error
         source = posixpath.join(home, staging)
-        # Written under another name beside the target and renamed: a daemon that watches the directory
-        # (kubelet: static pods, which skips names with a leading dot) never reads half a file.
+        # Written under another name next to the target and renamed: a daemon that watches the directory
+        # (kubelet for static pods, which skips names with a leading dot) never reads half a file.
         partial = posixpath.join(posixpath.dirname(path), f".{posixpath.basename(path)}.partial")
         script = 'install -D -o root -g root -m "$1" "$2" "$3" && mv -f "$3" "$4" && rm -f "$2"'
         self.run(["sh", "-c", script, "put", f"{mode:o}", source, partial, path])
 
 
 def dial(host: str, port: int, connect_seconds: float, banner_seconds: float) -> socket.socket:
-    """Connect and wait for the first byte of the server, which a port forward to nowhere never sends.
+    """Connect and wait for the server's first byte, which a port forward to nowhere never sends.
 
-    Raises OSError: TimeoutError after either time, ConnectionRefusedError also where it hangs up at once.
+    Raises OSError: TimeoutError after either timeout, ConnectionRefusedError also if the server hangs up at once.
     """
     sock = socket.create_connection((host, port), connect_seconds)
     try:
@@ -301,7 +301,7 @@ def drain(channel: paramiko.Channel, deadline: float) -> tuple[bytes, bytes]:
         with contextlib.suppress(TimeoutError):
             part = channel.recv(65536)
             out += part
-        # Both streams end at once: what is left of this one then is here already.
+        # Both streams end at once: by then, the rest of this one has arrived.
         while channel.recv_stderr_ready():
             err += channel.recv_stderr(65536)
         if part == b"":

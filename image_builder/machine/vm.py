@@ -1,16 +1,16 @@
-"""A machine in QEMU that boots an artefact without writing to it.
+"""A machine in QEMU that boots an artifact without writing to it.
 
     with Vm(VmOptions(name="worker", disk=Path("worker.qcow2")), directory) as vm:
         ssh = vm.wait_for_ssh()
         ssh.run(["systemctl", "is-system-running", "--wait"])
         assert not vm.problems()
 
-The machine dies with this process (and with the thread that powered it on), however that ends. All it writes
-lies in ``directory``: overlay, firmware variables, blank disks, keys, console.
+The machine dies with this process (and with the thread that powered it on), however that ends. Everything it writes
+is in ``directory``: overlay, firmware variables, blank disks, keys, console.
 
-While its power is off the machine can be given other disks. So one machine is an instance with its OS disk, whatever
-happens to its local ones: ``set_disks((blank,))`` is what a deallocation does. A new machine that is given a disk of
-an earlier one, by its file, is a reimaged instance.
+While its power is off, the machine can be given other disks. So one machine is an instance with its OS disk, whatever
+happens to its local ones: ``set_disks((blank,))`` does what a deallocation does. A new machine that is given the file
+of an earlier one's disk is a reimaged instance.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from image_builder.machine.qemu import accelerator
 from image_builder.machine.ssh import SshAddress, SshTarget
 from image_builder.system import process
 
-# A machine is given up when its console has been still for this long, or after this long in all (seconds).
+# Give up on a machine once its console has been quiet for this long, or after this long in all (seconds).
 QUIET_SECONDS = 180.0
 TOTAL_SECONDS = 900.0
 _TAIL_LINES = 20
@@ -44,9 +44,9 @@ _BANNER_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class ExtraDisk:
-    """A further disk: blank with ``size`` bytes, or a raw file ``path`` that the machine writes to.
+    """An additional disk: blank with ``size`` bytes, or a raw file ``path`` that the machine writes to.
 
-    A file that is not there yet is made, blank and sparse. ``rate`` as of ``qemu.Drive``.
+    A file that doesn't exist yet is created, blank and sparse. ``rate`` is as in ``qemu.Drive``.
     """
 
     serial: str
@@ -60,10 +60,10 @@ class ExtraDisk:
 
 @dataclass(frozen=True)
 class VmOptions:
-    """What machine to make. ``user`` is the image's default user, the one that cloud-init gives the key to.
+    """What machine to create. ``user`` is the image's default user, to whom cloud-init gives the key.
 
-    ``disk_size`` (bytes, 0: that of ``disk``) is what the platform would give. ``durable`` honours the guest's
-    flushes, which only tests of power loss need: if QEMU is then killed, what it reported as
+    ``disk_size`` (bytes, 0: that of ``disk``) is the size that the platform would give. ``durable`` honors the guest's
+    flushes, which only tests of power loss need: if QEMU is then killed, data that it reported as
     written is in the host's page cache, and the guest's own cache is lost. ``restrict_network`` allows only SSH: the
     machine then has an address, but no default route and no name server.
     """
@@ -82,10 +82,10 @@ class VmOptions:
 
 @dataclass(frozen=True)
 class Seed:
-    """The cloud-init NoCloud seed of a test machine: ``directory`` has what the guest sees, ``key`` is not in it.
+    """The cloud-init NoCloud seed of a test machine: ``directory`` is what the guest sees, ``key`` is outside it.
 
-    The user is the image's own default user (cloud-init's ``default``); the seed only adds a fresh key. Nothing of it
-    is ever part of an image.
+    The user is the image's own default user (cloud-init's ``default``); the seed only adds a new key. No part of it
+    ever goes into an image.
     """
 
     directory: Path
@@ -93,7 +93,7 @@ class Seed:
 
 
 def write_key(path: Path, comment: str) -> str:
-    """Write a new ed25519 private key (OpenSSH's format, mode 0600) to ``path``; return the public line."""
+    """Write a new ed25519 private key (OpenSSH's format, mode 0600) to ``path``; return the public key's line."""
     key = Ed25519PrivateKey.generate()
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -103,7 +103,7 @@ def write_key(path: Path, comment: str) -> str:
 
 
 def user_data(public_key: str) -> str:
-    """Return cloud-init's user data: JSON is YAML, and can't be quoted wrong."""
+    """Return cloud-init's user data as JSON, which is valid YAML and can't be quoted wrong."""
     return "#cloud-config\n" + json.dumps({"ssh_authorized_keys": [public_key]}, indent=1) + "\n"
 
 
@@ -113,7 +113,7 @@ def meta_data(instance_id: str, hostname: str) -> str:
 
 
 def write_seed(directory: Path, *, instance_id: str, hostname: str) -> Seed:
-    """Make a seed below ``directory``: ``seed/`` for the guest and ``id_ed25519`` beside it."""
+    """Create a seed below ``directory``: ``seed/`` for the guest and ``id_ed25519`` next to it."""
     seed = directory / "seed"
     seed.mkdir()
     key = directory / "id_ed25519"
@@ -124,9 +124,9 @@ def write_seed(directory: Path, *, instance_id: str, hostname: str) -> Seed:
 
 
 class Vm:
-    """A context manager: powered on inside the block, killed at its end.
+    """A machine as a context manager: powered on inside the block, killed at its end.
 
-    ``console_kept`` is where who calls keeps a copy of ``console_log``, if ``directory`` goes: errors name it.
+    ``console_kept`` is where the caller keeps a copy of ``console_log`` if ``directory`` is deleted: errors name it.
     """
 
     def __init__(self, options: VmOptions, directory: Path, console_kept: Path | None = None) -> None:
@@ -197,7 +197,7 @@ class Vm:
     # -- disks -------------------------------------------------------------------------------------------
 
     def set_disks(self, disks: Sequence[ExtraDisk]) -> None:
-        """Take all further disks out and put these in; a disk without a path is a new, blank one.
+        """Remove all additional disks and attach these; a disk without a path is a new, blank one.
 
         Raises BootError while the machine is on.
         """
@@ -207,9 +207,9 @@ class Vm:
         self._machine = replace(self._machine, drives=drives)
 
     def plug(self, disk: ExtraDisk) -> None:
-        """Put one more SCSI disk in while the machine runs, until it gets others; raises BootError.
+        """Attach one more SCSI disk while the machine runs, until it is given others. Raises BootError.
 
-        It needs the controller of another SCSI disk that was there at power-on.
+        It needs the controller of another SCSI disk that was attached at power-on.
         """
         index = len(self._machine.drives)
         (drive,) = self._blank_or_given((disk,), index)
@@ -219,7 +219,7 @@ class Vm:
         self._machine = replace(self._machine, drives=(*self._machine.drives, drive))
 
     def break_disk(self, serial: str) -> None:
-        """Let every read and write of a disk fail from now on, until the power is cut; raises BootError.
+        """Make every read and write of a disk fail from now on, until the power is cut. Raises BootError.
 
         The guest sees the same controller, which answers each command with an error.
         """
@@ -237,7 +237,7 @@ class Vm:
     def __enter__(self) -> Self:
         try:
             self.power_on()
-        except BaseException:  # a block that never began has no end
+        except BaseException:  # __exit__ doesn't run for a block that never began
             self.power_off()
             raise
         return self
@@ -252,7 +252,7 @@ class Vm:
         return self._process is not None and self._process.poll() is None
 
     def power_on(self, *, clock: str = "") -> None:
-        """Start the machine; raises BootError when QEMU doesn't. ``clock`` as of ``qemu.Machine``."""
+        """Start the machine. Raises BootError if QEMU doesn't start. ``clock`` is as in ``qemu.Machine``."""
         if self.running:
             return
         self.power_off()
@@ -268,7 +268,7 @@ class Vm:
         self._target = SshTarget(SshAddress(self.options.user, "127.0.0.1", port, self._seed.key))
 
     def power_off(self) -> None:
-        """Cut the power: kill QEMU. What the guest had not yet written is lost, as with a real machine."""
+        """Cut the power: kill QEMU. Anything the guest hasn't written yet is lost, as with a real machine."""
         if self._target is not None:
             self._target.close()
             self._target = None
@@ -278,7 +278,7 @@ class Vm:
         self._process = None
 
     def shutdown(self, seconds: float = 120) -> None:
-        """Press the power button and wait for the end; raises BootError when it doesn't come."""
+        """Press the power button and wait for the machine to power off. Raises BootError if it doesn't."""
         monitor.execute(self._monitor, "system_powerdown")
         deadline = time.monotonic() + seconds
         while self.running:
@@ -317,14 +317,14 @@ class Vm:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def problems(self) -> list[str]:
-        """Return what the console shows and must not show."""
+        """Return the problems that the console shows."""
         return console.problems(self.console(), emulated=self.accelerator == "tcg")
 
     # -- access ------------------------------------------------------------------------------------------
 
     @property
     def target(self) -> SshTarget:
-        """Return the way in; raises BootError when the machine is off."""
+        """Return the SSH connection. Raises BootError if the machine is off."""
         if self._target is None:
             raise BootError(f"{self.options.name} is not powered on")
         return self._target
@@ -338,8 +338,8 @@ class Vm:
     ) -> SshTarget:
         """Wait until a login works, and return the connection.
 
-        A console that grows is progress. ``on_line`` gets its last line as it changes. Raises BootError with
-        the console's last lines: QEMU ended, a fatal line, no progress, or too late.
+        A growing console is progress. ``on_line`` gets its last line as it changes. Raises BootError with the
+        console's last lines if QEMU ends, a fatal line appears, there is no progress, or it takes too long.
         """
         target, size, grown_at, refusal, pause = self.target, -1, time.monotonic(), "", 0.25
         while True:
@@ -355,7 +355,7 @@ class Vm:
                 if (trouble := console.fatal(text)) is not None:
                     raise self._failure(f"it can't come up any more: {trouble}")
             try:
-                # Short: QEMU accepts for a guest that isn't there yet, and the console must be watched.
+                # Short: QEMU accepts connections for a guest that isn't up yet, and the console must be watched.
                 target.connect(banner_seconds=_BANNER_SECONDS)
             except BootError as error:
                 refusal = error.message
@@ -365,7 +365,7 @@ class Vm:
                 raise self._failure(f"no login and a still console for {quiet_seconds:g} s; {refusal}")
             if self.seconds > total_seconds:
                 raise self._failure(f"no login within {total_seconds:g} s; {refusal}")
-            # sshd shuts out an address for a while after several refused logins, so refusals slow us down.
+            # sshd blocks an address for a while after several refused logins, so each refusal lengthens the pause.
             pause = min(pause * 1.5, 10) if "uthentication" in refusal else 0.25
             time.sleep(pause)
         self.seconds_to_ssh = self.seconds
@@ -380,7 +380,7 @@ class Vm:
             time.sleep(0.02)
 
     def _failure(self, failure: str) -> BootError:
-        """Return an error with the last lines of the console, or of QEMU where there are none."""
+        """Return an error with the last lines of the console, or of QEMU's log if the console is empty."""
         text = console.plain(self.console()).strip() or self._read_qemu_log()
         tail = "\n".join(f"  {line}" for line in text.splitlines()[-_TAIL_LINES:])
         return BootError(

@@ -1,1 +1,1 @@
-"""What this machine does for the program: processes, namespaces, sandboxes, files, signals and the host itself."""
+"""What the program needs from this machine: processes, namespaces, sandboxes, files, signals and the host itself."""

@@ -1,7 +1,7 @@
-"""The control groups of a bake's containers: below one of the process's own, taken away afterwards.
+"""The control groups of a bake's containers: below one of the process's own, removed afterwards.
 
-Namespaces don't clean control groups. Those of a killed bake are empty and are removed by the next one. Those that a
-runtime has just made are empty as well, so their process holds a lock, which the kernel releases when it ends.
+Namespaces don't clean up control groups. Those of a killed bake are empty and are removed by the next one. Those that
+a runtime has just created are empty as well, so their process holds a lock, which the kernel releases when it ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from image_builder.node import files
 
 _PREFIX = "image-builder-"
 _NAME = f"{_PREFIX}{uuid.uuid4().hex[:12]}"
-# Of this process, and of those that it forks.
+# For this process and those that it forks.
 PARENT = f"/{_NAME}"
 _MOUNT = Path("/sys/fs/cgroup")
 _LOCKS = Path("/run/image-builder-cgroups")
@@ -26,7 +26,7 @@ _LOCKS = Path("/run/image-builder-cgroups")
 
 @contextmanager
 def held(mount: Path = _MOUNT, locks: Path = _LOCKS) -> Iterator[None]:
-    """Keep what is made below ``PARENT`` from being reaped by any process; reap it at the end."""
+    """Keep any process from reaping the groups below ``PARENT``; reap them at the end."""
     locks.mkdir(mode=0o700, exist_ok=True)
     try:
         with _lock(locks / _NAME):
@@ -54,7 +54,7 @@ def _remove(group: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock that others may hold, too."""
+    """Hold a lock that others may hold too."""
     while True:
         with path.open("ab") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH)
@@ -64,7 +64,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _is(path: Path, stream: IO[bytes]) -> bool:
-    """Tell whether the file was not removed between its opening and its locking."""
+    """Return whether the file wasn't removed between being opened and being locked."""
     try:
         return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def _is(path: Path, stream: IO[bytes]) -> bool:
 
 @contextmanager
 def _unheld(path: Path) -> Iterator[bool]:
-    """Tell whether a lock is free; if so, hold it meanwhile and remove it."""
+    """Yield whether a lock is free; if so, hold it during the block, then remove it."""
     try:
         stream = path.open("rb")
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def _unheld(path: Path) -> Iterator[bool]:
 
 
 def _hierarchies(mount: Path) -> Iterator[Path]:
-    """Yield the one hierarchy of version 2, or each of version 1."""
+    """Yield the single hierarchy of version 2, or each one of version 1."""
     if (mount / "cgroup.controllers").exists():
         yield mount
     elif mount.is_dir():

@@ -1,4 +1,4 @@
-"""The surroundings of every program of a bake: variables, umask, /dev. All of it is in the ids of the stages."""
+"""The environment of every program in a bake: variables, umask, /dev. All of it is part of the stages' ids."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 from image_builder.node import mounts
 
-# A caller's own, such as 077 on hardened hosts, would close trees to the services that run in them.
+# The caller's own, such as 077 on hardened hosts, would make trees inaccessible to the services that run in them.
 UMASK = 0o022
-# Of the caller's variables: how to reach the network, which authorities to trust, where temporary files go.
+# The caller's variables that are passed on: which authorities to trust, where temporary files go.
 _PASSED_ON = ("SSL_CERT_FILE", "SSL_CERT_DIR", "TMPDIR")
-# Programs differ in which of their two spellings they read; all of them read the lower case.
+# Passed on too. Programs differ in which of the two spellings they read; all of them read lower case.
 PROXIES = ("http_proxy", "https_proxy", "no_proxy")
-# Of every program, on the host and in a root.
+# The variables of every program, on the host and in a root.
 BASE: Mapping[str, str] = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LANG": "C.UTF-8",
@@ -51,9 +51,9 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def mount_dev(target: str) -> list[str]:
-    """Mount a /dev of its own at ``target``: a tmpfs with the nodes that programs need, none of the host's.
+    """Mount a private /dev at ``target``: a tmpfs with the nodes that programs need, none of the host's.
 
-    Returns what was mounted, in order.
+    Returns the mount points, in order.
     """
     mounted = [target, f"{target}/pts", f"{target}/shm"]
     mounts.mount("tmpfs", target, "tmpfs", options="mode=755,size=4m")

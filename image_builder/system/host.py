@@ -1,4 +1,4 @@
-"""Checks of this host: what a command needs of it, before it changes anything."""
+"""Checks of this host: what a command needs from it, before it changes anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from image_builder.node import mounts
 from image_builder.node.mounts import Mount
 
 _MIB = 1 << 20
-# Below this no build ends well; what a given build needs is estimated by ``space.py`` once its plan is known.
+# With less than this, no build succeeds; ``space.py`` estimates what a given build needs once its plan is known.
 LEAST_FREE = 1024 * _MIB
 # Filesystems that can't hold the upper layer of an overlay, or lose owners and device nodes.
 _UNSUITABLE = frozenset(
@@ -42,7 +42,7 @@ _UNSUITABLE = frozenset(
         "ecryptfs",
     ]
 )
-# Capabilities by their number (capabilities(7)), and what a bake uses each for.
+# The capabilities that a bake needs, by number (capabilities(7)).
 _CAPABILITIES: Mapping[int, str] = {
     0: "CAP_CHOWN",
     1: "CAP_DAC_OVERRIDE",
@@ -56,14 +56,14 @@ _CAPABILITIES: Mapping[int, str] = {
     27: "CAP_MKNOD",
     31: "CAP_SETFCAP",
 }
-# What /proc/PID/uid_map holds outside of all user namespaces: every user is itself.
+# The content of /proc/PID/uid_map outside all user namespaces: every user maps to itself.
 _ALL_USERS = ["0", "0", "4294967295"]
 RIGHTS = (
     "run it as root; in a container, start it with --cap-add SYS_ADMIN,MKNOD and, where AppArmor is on, "
     "--security-opt apparmor=unconfined; or with --privileged"
 )
 _TABLE = Path(__file__).with_name("host.txt")
-# Python packages of the extra `azure`, which a venv may be without.
+# Python packages of the extra `azure`, which a venv may lack.
 AZURE = (
     "azure-identity",
     "azure-mgmt-compute",
@@ -74,7 +74,7 @@ AZURE = (
 
 
 def check_host(store: Path) -> None:
-    """Check all that a build needs of the host and of its store's place; raises HostError, StoreError, SpaceError."""
+    """Check all that a build needs from the host and the store's location. Raises HostError, StoreError, SpaceError."""
     check_root()
     check_machine()
     check_capabilities()
@@ -105,7 +105,7 @@ def check_machine() -> None:
 
 
 def check_system(release: Mapping[str, str] | None = None, table: Path = _TABLE) -> None:
-    """Raise HostError for an operating system that this program is not made for, by the fields of its os-release."""
+    """Raise HostError for an operating system that this program doesn't support, by the fields of its os-release."""
     release = platform.freedesktop_os_release() if release is None else release
     supported = [" ".join(fields) for kind, *fields in _requirements(table) if kind == "system"]
     if f"{release.get('ID')} {release.get('VERSION_ID')}" not in supported:
@@ -114,7 +114,7 @@ def check_system(release: Mapping[str, str] | None = None, table: Path = _TABLE)
 
 
 def check_packages(command: str, table: Path = _TABLE) -> None:
-    """Raise HostError that names the Debian packages which a command needs and this host lacks."""
+    """Raise HostError naming the Debian packages that a command needs and this host lacks."""
     missing = [
         name
         for kind, name, *rest in _requirements(table)
@@ -129,7 +129,7 @@ def check_packages(command: str, table: Path = _TABLE) -> None:
 
 
 def check_azure(packages: Iterable[str] = AZURE) -> None:
-    """Raise HostError that names the Python packages of the extra `azure` which this program's venv lacks."""
+    """Raise HostError naming the Python packages of the extra `azure` that this program's venv lacks."""
     missing = [name for name in packages if not list(metadata.distributions(name=name))]
     if missing:
         raise HostError(
@@ -139,14 +139,14 @@ def check_azure(packages: Iterable[str] = AZURE) -> None:
 
 
 def _requirements(table: Path) -> Iterator[list[str]]:
-    """Yield the lines of the table of what a host must have, each as its fields."""
+    """Yield the lines of the table of host requirements, each split into fields."""
     for line in table.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             yield line.split()
 
 
 def check_capabilities(status: Path = Path("/proc/self/status")) -> None:
-    """Raise HostError that names the capabilities which a bake needs and this process lacks, as in a container."""
+    """Raise HostError naming the capabilities that a bake needs and this process lacks, as in a container."""
     match = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text(encoding="ascii"), re.MULTILINE)
     held = int(match[1], 16) if match else 0
     lacking = [name for number, name in _CAPABILITIES.items() if not held >> number & 1]
@@ -169,7 +169,7 @@ def check_kernel(
 
 
 def check_writable(store: Path) -> None:
-    """Raise HostError where this user can't write to the store, nor make it."""
+    """Raise HostError if this user can neither write to the store nor create it."""
     if not os.access(nearest_existing(store), os.W_OK):
         raise HostError(
             f"the store {store} is not writable for this user",
@@ -178,7 +178,7 @@ def check_writable(store: Path) -> None:
 
 
 def check_cgroups(groups: Path = Path("/sys/fs/cgroup")) -> None:
-    """Raise HostError where container engines can't make control groups, as a preload's do."""
+    """Raise HostError if container engines can't create control groups, which a preload needs."""
     if os.statvfs(groups).f_flag & os.ST_RDONLY:
         raise HostError(
             f"{groups} is read-only here: an image with preloaded container images can't be built",
@@ -187,7 +187,7 @@ def check_cgroups(groups: Path = Path("/sys/fs/cgroup")) -> None:
 
 
 def check_store(store: Path, proc: Path = Path("/proc")) -> None:
-    """Raise StoreError for a store on an unsuitable filesystem, SpaceError where almost nothing is free."""
+    """Raise StoreError if the store is on an unsuitable filesystem, SpaceError if almost no space is free."""
     below = nearest_existing(store)
     kind = filesystem_of(below, mounts.listed(proc))
     if kind in _UNSUITABLE or kind.startswith("fuse"):
@@ -217,7 +217,7 @@ def filesystem_of(path: Path, mounted: Iterable[Mount]) -> str:
     best, kind = "", ""
     for mount in mounted:
         holds = mount.target == "/" or path.is_relative_to(mount.target)
-        # The last of several mounts at one place is the one in sight.
+        # Of several mounts at one place, the last one is visible.
         if holds and len(mount.target) >= len(best):
             best, kind = mount.target, mount.filesystem
     return kind

@@ -1,7 +1,7 @@
 """A journal: JSON lines that are only ever appended, by one process at a time.
 
 Each line is a record with its number. A process that is killed leaves a torn last line at worst, which the next
-one takes away; a line that is missing or damaged anywhere else is an error, since what followed can't be trusted.
+one removes; a line that is missing or damaged anywhere else is an error, since what follows can't be trusted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from image_builder.errors import ImageBuilderError, SpaceError
 from image_builder.node import files
 
-# A look at a lock takes some microseconds.
+# A process that only looks at a lock holds it for a few microseconds.
 _LOOK_SECONDS = 0.5
 _LOCKS = Path("/proc/locks")
 
@@ -31,10 +31,10 @@ R = TypeVar("R", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Format(Generic[R]):
-    """The records of a kind of journal: how a line is read, and which have to be on the disk before work goes on.
+    """The records of a kind of journal: how a line is read, and which must be on the disk before work goes on.
 
-    ``full``, ``damaged`` and ``busy`` are the hints for a full disk, a line that is no record, and a journal that
-    another process writes.
+    ``full``, ``damaged`` and ``busy`` are the hints for a full disk, a line that isn't a record, and a journal that
+    another process is writing.
     """
 
     record: TypeAdapter[R]
@@ -46,7 +46,7 @@ class Format(Generic[R]):
 
 @dataclass
 class Journal(Generic[R]):
-    """An open journal. ``records`` are those that were there when it was opened."""
+    """An open journal. ``records`` are those that it had when it was opened."""
 
     path: Path
     records: tuple[R, ...]
@@ -56,7 +56,7 @@ class Journal(Generic[R]):
     _size: int = field(repr=False)
 
     def append(self, record: R) -> None:
-        """Write a record, durably where it has to be; raises SpaceError or OSError, and the journal is as before."""
+        """Write a record, durably if it must last. Raises SpaceError or OSError; the journal is then as before."""
         line = _line(self._next, record)
         try:
             _write(self._fd, line)
@@ -75,11 +75,11 @@ class Journal(Generic[R]):
 def open_journal(
     path: Path, format: Format[R], on_wait: Callable[[list[int]], None] | None = None
 ) -> Iterator[Journal[R]]:
-    """Open a journal to append to it, made if it isn't there; nobody else can until the block ends.
+    """Open a journal for appending, creating it if needed; no other process can until the block ends.
 
-    Where another process has it, ``on_wait`` is called with those that can be seen, and the journal opened when they
-    let go of it; without ``on_wait`` that is an error. Raises ImageBuilderError for it, and where a line is damaged,
-    and OSError.
+    If another process has it open, ``on_wait`` is called with the holders that can be seen, and the journal is opened
+    once they release it; without ``on_wait``, that is an error. Raises ImageBuilderError for that error or a damaged
+    line, and OSError.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
@@ -100,12 +100,12 @@ def open_journal(
 
 
 def read_journal(path: Path, format: Format[R]) -> list[R]:
-    """Return what a journal tells, of a run that may still go on; raises ImageBuilderError, OSError."""
+    """Return the records of a journal, whose run may still be going on. Raises ImageBuilderError, OSError."""
     return parse(path.read_bytes(), str(path), format)[0]
 
 
 def in_use(path: Path) -> bool:
-    """Tell whether a process holds the lock of a journal, or of a slice's directory; raises OSError."""
+    """Return whether a process holds the lock of a journal, or of a slice's directory. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -118,9 +118,9 @@ def in_use(path: Path) -> bool:
 
 
 def parse(data: bytes, where: str, format: Format[R]) -> tuple[list[R], int]:
-    """Return the records in a journal's bytes, and how many bytes they are: a torn last line is left out.
+    """Return the records in a journal's bytes, and their size in bytes; a torn last line is left out.
 
-    Raises ImageBuilderError for any other line that is no record, or not the next one.
+    Raises ImageBuilderError for any other line that isn't a record, or isn't the next one.
     """
     records: list[R] = []
     size = 0
@@ -150,7 +150,7 @@ def _record(line: bytes, number: int, format: Format[R]) -> R | None:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Tell whether a line isn't whole. After a power cut it can be zeros in part, and still end in a line break."""
+    """Return whether a line is incomplete. After a power cut it can be partly zeros and still end in a line break."""
     try:
         json.loads(line)
     except ValueError:
@@ -164,7 +164,7 @@ def _line(number: int, record: BaseModel) -> bytes:
 
 
 def _write(fd: int, line: bytes) -> None:
-    # A full disk takes what fits, and says so only the next time.
+    # A full disk takes what fits, and reports an error only on the next write.
     while line:
         line = line[os.write(fd, line) :]
 
@@ -176,7 +176,7 @@ def _read(fd: int) -> bytes:
 
 
 def _lock(fd: int) -> bool:
-    """Take the lock, unless another process keeps it; who only looks at it (``in_use``) is waited for."""
+    """Take the lock, unless another process keeps it; wait for one that only looks at it (``in_use``)."""
     deadline = time.monotonic() + _LOOK_SECONDS
     while True:
         try:
@@ -192,7 +192,7 @@ def _lock(fd: int) -> bool:
 
 
 def holders(path: Path) -> list[int]:
-    """Return the processes that hold flock(2) on a file for themselves, as far as they can be seen from here."""
+    """Return the processes that hold an exclusive flock(2) on a file, as far as they are visible from here."""
     identity = path.stat()
     return [
         pid
@@ -210,8 +210,8 @@ def _locks(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _has_open(pid: int, identity: os.stat_result) -> bool:
-    """Tell whether a process has a file open: an inode's number is unique in its filesystem alone."""
-    with suppress(OSError):  # it ended, or is somebody else's
+    """Return whether a process has a file open: an inode's number is unique only in its filesystem."""
+    with suppress(OSError):  # it has ended, or belongs to another user
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 if os.path.samestat(entry.stat(), identity):

@@ -1,13 +1,13 @@
 """Run work in a private mount, PID, IPC and UTS namespace that nothing outlives.
 
-The outermost process only waits and forwards signals; so does its child, which makes the namespaces. Next comes
-PID 1 of the new PID namespace: it mounts a /proc and a /dev of its own (no host device is in reach) and reaps
-orphans. The kernel kills each of them when its parent ends, however that ends (``PR_SET_PDEATHSIG``). With PID 1
-the kernel kills every process of the namespace, and with the last process the mount namespace and all its
-mounts are gone. The last process does the work.
+The outermost process only waits and forwards signals; so does its child, which creates the namespaces. Next comes
+PID 1 of the new PID namespace: it mounts its own /proc and /dev (no host device is in reach) and reaps
+orphans. The kernel kills each of them when its parent ends, however it ends (``PR_SET_PDEATHSIG``). When PID 1 ends,
+the kernel kills every process in the namespace, and when the last process is gone, so are the mount namespace and all
+its mounts. The innermost process does the work.
 
 ``unshare(1) --kill-child`` does the same but blocks SIGTERM in the outermost process until util-linux 2.40,
-and Python's ``os.unshare`` came with 3.12; hence the four system calls here.
+and Python's ``os.unshare`` only came with 3.12; hence the four system calls here.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _MS_REC, _MS_PRIVATE, _MS_REMOUNT = 16384, 1 << 18, 32
 _MNT_DETACH = 2
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SI_KERNEL = 0x80  # siginfo's code of a signal that no process sent: here, a key at the terminal
-# The time that a worker has to clean up after a signal; the kernel and the command clean up the rest. A build's
-# programs end within five seconds, and with more of them than processors the kernel has taken two for its part.
+_SI_KERNEL = 0x80  # siginfo's code for a signal that no process sent: here, a key press at the terminal
+# How long a worker may clean up after a signal; the kernel and the command clean up the rest. A build's programs
+# end within five seconds, of which the kernel has needed two when there were more of them than processors.
 _GRACE_SECONDS = 2.0
-# A signal to the whole group comes twice, by itself and passed on. One that comes later than this is a second one.
+# A signal to the whole group arrives twice, directly and forwarded. One that arrives later than this is a second one.
 _ECHO_SECONDS = 1.0
 _ERROR, _HINT = "error: ", "\nhint: "
 _Mask = set[signal.Signals | int]
@@ -52,12 +52,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount(kind: str, source: str, target: str, options: str = "") -> None:
-    """Mount a filesystem of ``kind``; raises OSError with the target's name."""
+    """Mount a filesystem of ``kind``. Raises OSError with the target's name."""
     mounts.mount(source, target, kind, mounts.NOSUID if kind in ("proc", "sysfs") else 0, options)
 
 
 def bind(source: str, target: str, *, read_only: bool) -> None:
-    """Bind ``source`` (a directory or a file, not what is mounted below it) onto ``target``."""
+    """Bind ``source`` (a directory or a file, without the mounts below it) onto ``target``."""
     mounts.bind(source, target)
     if read_only:
         make_read_only(target)
@@ -69,9 +69,9 @@ def make_read_only(target: str) -> None:
 
 
 def unmount(target: str) -> None:
-    """Unmount; raises OSError (EBUSY when something still uses it).
+    """Unmount ``target``. Raises OSError (EBUSY if something still uses it).
 
-    While the work is being ended, what a killed program left mounted below is unmounted too.
+    While the work is being ended, anything that a killed program left mounted below it is unmounted too.
     """
     if _end.number is None:
         mounts.unmount(target)
@@ -81,7 +81,7 @@ def unmount(target: str) -> None:
 
 
 def show_cgroups(target: str, *, read_only: bool = True) -> list[str]:
-    """Bind the host's cgroup mounts onto ``target``, a directory of sysfs; return what was mounted.
+    """Bind the host's cgroup mounts onto ``target``, a directory in sysfs, and return the mount points.
 
     A host has one cgroup2 mount there, or a tmpfs with a mount for each controller of version 1.
     """
@@ -96,14 +96,14 @@ def show_cgroups(target: str, *, read_only: bool = True) -> list[str]:
 
 
 def run_isolated(work: Callable[[], int]) -> int:
-    """Run ``work`` in fresh namespaces and return its exit status (128 + n when a signal n ended it).
+    """Run ``work`` in new namespaces and return its exit status (128 + n if signal n ended it).
 
-    Needs root. Must be called before any thread was started, since it forks. The calling process itself stays
-    in its namespaces, so it may call this again. Where the kernel refuses, that is reported on standard error and
+    Needs root. Must be called before any thread is started, since it forks. The calling process itself stays
+    in its namespaces, so it may call this again. If the kernel refuses, that is reported on standard error and
     the status is HostError's.
 
-    The signals are blocked from before the first fork on, in the worker until it is ready for them: none comes
-    while no process would pass it on (PID 1 of a namespace never sees a signal that it neither blocks nor handles).
+    Signals are blocked from before the first fork (in the worker, until it is ready for them), so that none arrives
+    while no process would forward it (PID 1 of a namespace never sees a signal that it neither blocks nor handles).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -123,7 +123,7 @@ def run_isolated(work: Callable[[], int]) -> int:
 
 
 def check() -> None:
-    """Raise HostError where ``run_isolated`` is refused, as in a container without the rights; tries it."""
+    """Try ``run_isolated``. Raises HostError if it is refused, as in a container without the rights."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         child = os.fork()
         if child == 0:
@@ -137,16 +137,16 @@ def check() -> None:
 
 
 def _refused(reason: str) -> int:
-    """Say that the kernel refuses the namespaces or what they hold; return the status for it."""
+    """Report that the kernel refuses the namespaces or their mounts; return the exit status for that."""
     sys.stderr.write(f"{_ERROR}private namespaces are refused: {reason}{_HINT}{host.RIGHTS}\n")
     sys.stderr.flush()
     return HostError.exit_code
 
 
 def _parent_is_gone(alive: tuple[int, int]) -> bool:
-    """Tell whether the parent ended before it could be asked to take us along: its end of the pipe is closed.
+    """Return whether the parent ended before ``die_with_parent`` took effect: its end of the pipe is then closed.
 
-    Closes this process' own copy of that end, which it got by fork.
+    Closes this process's own copy of that end, which it inherited through fork.
     """
     os.close(alive[1])
     readable, _, _ = select.select([alive[0]], [], [], 0)
@@ -154,7 +154,7 @@ def _parent_is_gone(alive: tuple[int, int]) -> bool:
 
 
 def _make_namespaces(work: Callable[[], int], alive: tuple[int, int], mask: _Mask) -> NoReturn:
-    """Between the caller and PID 1: a process that unshared a PID namespace can't fork once that namespace is gone."""
+    """Run between the caller and PID 1: a process that unshared a PID namespace can't fork once that is gone."""
     die_with_parent()
     code = EXIT_BUG
     try:
@@ -177,14 +177,14 @@ def _make_namespaces(work: Callable[[], int], alive: tuple[int, int], mask: _Mas
 
 
 def _wait_for(child: int, *, orphans: bool = False) -> int:
-    """Pass SIGINT, SIGTERM and SIGHUP on to ``child`` and return its exit status; reap ``orphans`` on the way.
+    """Forward SIGINT, SIGTERM and SIGHUP to ``child`` and return its exit status; reap ``orphans`` meanwhile.
 
-    A Ctrl-C comes from the terminal to every process of the foreground group, the worker among them, and is not
-    passed on. A child that took too long to end (``_end_work``) has the status of the signal that it was sent.
+    The terminal sends a Ctrl-C to every process of the foreground group, including the worker, so it isn't forwarded.
+    A child that took too long to end (``_end_work``) gets the status of the signal that it was sent.
     """
     last = signal.SIGALRM
     while True:
-        # The time limit is for a caller with threads after all: one of them may swallow the SIGCHLD.
+        # The timeout is for a caller that has threads after all: one of them may swallow the SIGCHLD.
         caught = signal.sigtimedwait({*_FORWARDED, signal.SIGCHLD}, 1)
         if caught and caught.si_signo != signal.SIGCHLD:
             last = signal.Signals(caught.si_signo)
@@ -200,7 +200,7 @@ def _wait_for(child: int, *, orphans: bool = False) -> int:
 
 
 def _become_init(work: Callable[[], int], alive: tuple[int, int], mask: _Mask) -> NoReturn:
-    """PID 1: set up the mounts, start the worker, reap until it ends. Never returns."""
+    """Act as PID 1: set up the mounts, start the worker, reap until it ends. Never returns."""
     die_with_parent()
     code = EXIT_BUG
     try:
@@ -212,7 +212,7 @@ def _become_init(work: Callable[[], int], alive: tuple[int, int], mask: _Mask) -
             environment.mount_dev("/dev")
         except OSError as error:
             os._exit(_refused(f"{error.filename or 'a device in /dev'}: {error.strerror}"))
-        assert os.getpid() == 1  # the worker may kill all that it sees
+        assert os.getpid() == 1  # the worker may kill every process that it sees
         worker = os.fork()
         if worker == 0:
             _run_worker(work, mask)
@@ -235,10 +235,10 @@ _end = _End()
 
 
 def _end_work(number: int, _frame: FrameType | None) -> None:
-    """End the work within ``_GRACE_SECONDS``: its programs at once, itself by unwinding; at once when asked again.
+    """End the work within ``_GRACE_SECONDS``: kill its programs, then unwind; a second signal ends it immediately.
 
-    Threads and what they wait for don't hear of a signal, so all processes of this PID namespace are killed (all but
-    its PID 1 and this one), and the kernel's SIGALRM, which nothing here handles, ends what goes on nevertheless.
+    Threads and what they wait for don't notice a signal, so all processes in this PID namespace are killed (except
+    PID 1 and this one), and the kernel's SIGALRM, which nothing here handles, ends whatever goes on nevertheless.
     """
     if _end.number is not None:
         if time.monotonic() - _end.when > _ECHO_SECONDS:

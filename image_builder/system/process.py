@@ -1,7 +1,7 @@
-"""The only door to other programs.
+"""The only way to run other programs.
 
-Argument lists only, standard input closed unless given, an environment built from nothing, and a
-failure that carries the command and the last lines of its output.
+Argument lists only, standard input closed unless given, an environment built from scratch, and errors
+that carry the command and the last lines of its output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from image_builder.errors import CommandError
 from image_builder.system.environment import environment
 
 TAIL_LINES = 20
-# What a program gets to end by itself before it is killed.
+# How long a program has to end by itself before it is killed.
 _STOP_SECONDS = 10.0
 _TEXT: Mapping[str, Any] = {"text": True, "encoding": "utf-8", "errors": "replace"}
 _PR_SET_PDEATHSIG = 1
@@ -41,13 +41,13 @@ _STOP_POLL_SECONDS = 0.2
 
 
 def refuse_new() -> None:
-    """Start no more programs, since this process is about to end: from now on that raises CommandError."""
+    """Refuse to start any more programs (CommandError), since this process is about to end."""
     _refusing.set()
 
 
 @contextmanager
 def stopped_by(stop: threading.Event) -> Iterator[None]:
-    """Within the block ``run``, called by this thread, ends its program once ``stop`` is set, and starts none."""
+    """Within the block, make ``run`` in this thread end its program once ``stop`` is set, and start no more."""
     token = _stop.set(stop)
     try:
         yield
@@ -57,7 +57,7 @@ def stopped_by(stop: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def _stoppable(child: subprocess.Popen[Any]) -> Iterator[None]:
-    """End a program with everything that it started as soon as the thread's ``stop`` is set."""
+    """Kill a program and everything that it started as soon as the thread's ``stop`` is set."""
     stop, ended = _stop.get(), threading.Event()
     if stop is None:
         yield
@@ -81,7 +81,7 @@ def _stoppable(child: subprocess.Popen[Any]) -> Iterator[None]:
 def _start(
     argv: Sequence[Arg], *, env: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Start a program with an environment built from nothing; raises CommandError."""
+    """Start a program with an environment built from scratch. Raises CommandError."""
     args = _strings(argv)
     stop = _stop.get()
     if _refusing.is_set() or (stop and stop.is_set()):
@@ -98,7 +98,7 @@ def _strings(argv: Sequence[Arg]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Completed:
-    """A program that ended: its output as text, its wall time in seconds."""
+    """A program that has ended: its output as text, its wall time in seconds."""
 
     argv: tuple[str, ...]
     returncode: int
@@ -108,7 +108,7 @@ class Completed:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to SIGKILL this process when its parent ends (``PR_SET_PDEATHSIG``)."""
+    """Make the kernel SIGKILL this process when its parent ends (``PR_SET_PDEATHSIG``)."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -123,12 +123,12 @@ def run(
     log: Path | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> Completed:
-    """Run ``argv`` to its end.
+    """Run ``argv`` to completion.
 
-    ``log`` gets the command and its whole output appended; ``on_line`` sees each line as it comes.
-    With either, standard error is merged into standard output. ``timeout`` is in seconds; it and an interrupt
-    end the program with everything that it started. Raises CommandError for a status outside ``ok``, a
-    program that isn't there, or a timeout.
+    The command and its whole output are appended to ``log``; ``on_line`` gets each line as it arrives.
+    With either, standard error is merged into standard output. ``timeout`` is in seconds; a timeout or an interrupt
+    kills the program and everything that it started. Raises CommandError for a status outside ``ok``, a
+    program that doesn't exist, or a timeout.
     """
     args = _strings(argv)
     shown = shlex.join(args)
@@ -176,7 +176,7 @@ def _stream(
     log: Path | None,
     on_line: Callable[[str], None] | None,
 ) -> str:
-    """Copy the child's lines to the log and the callback; return the last of them."""
+    """Copy the child's lines to the log and the callback, and return the last of them."""
     assert child.stdout is not None
     expired = threading.Event()
 
@@ -223,10 +223,10 @@ def background(
     stop_seconds: float = _STOP_SECONDS,
     with_all: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a daemon beside the caller; SIGTERM, then SIGKILL it at the end, or when we die.
+    """Run a daemon alongside the caller; at the end, send it SIGTERM, then SIGKILL. It is also killed if we die.
 
-    ``with_all`` is for a program that starts others: it gets SIGINT, as from a terminal, and then everything that it
-    left in its process group is killed.
+    ``with_all`` is for a program that starts others: it gets SIGINT, as from a terminal, and then everything left in
+    its process group is killed.
     """
     with log.open("ab") as sink:
         child = _start(
@@ -263,8 +263,8 @@ def conversation(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program that talks over ``stdin``, a socket; ``log`` gets its output.
 
-    It ends at the end of its input, which the caller has brought about when it leaves; one that doesn't is killed.
-    Raises CommandError for a program that isn't there.
+    It ends at the end of its input, which the caller must bring about before leaving the block; one that doesn't end
+    is killed. Raises CommandError for a program that doesn't exist.
     """
     with log.open("ab") as sink:
         child = _start(argv, stdin=stdin, stdout=sink, stderr=subprocess.STDOUT, env=env, process_group=0)
@@ -279,13 +279,13 @@ def conversation(
 
 
 def tail(log: Path) -> str:
-    """Return the last lines of a program's log, indented; empty when there is none."""
+    """Return the last lines of a program's log, indented; empty if there is none."""
     lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []
     return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:])
 
 
 def detach(argv: Sequence[Arg], *, log: Path) -> subprocess.Popen[bytes]:
-    """Start a program that outlives its caller, in a session of its own; its output goes to ``log``."""
+    """Start a program that outlives its caller, in its own session; its output goes to ``log``."""
     with log.open("ab") as sink:
         return _start(
             argv,
@@ -303,6 +303,6 @@ def shell(argv: Sequence[Arg]) -> int:
 
 
 def _kill_group(child: subprocess.Popen[Any]) -> None:
-    """SIGKILL a child and what it started: a grandchild may hold the output open."""
+    """SIGKILL a child and everything it started: a grandchild may hold the output open."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Azure Resource Manager through Azure's own SDK: its client, its credentials, its handling of limits.
 
-Requests and answers are the service's JSON, not the SDK's models. What reads is repeated by the SDK; what changes
-something is sent once, since whether an answer that was lost meant success can only be read from the resource.
+Requests and responses are the service's JSON, not the SDK's models. The SDK retries reads; a request that changes
+something is sent once, since only the resource can show whether a lost response meant success.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Json = dict[str, Any]
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 _READ_REPETITIONS = 8
 _FORBIDDEN, _MISSING = 403, 404
-# With fewer requests left before Azure refuses them, each one waits: the rest is for others.
+# With fewer requests than this left before Azure refuses them, each one waits and leaves the rest to others.
 _FEW_REQUESTS, _PACE_SECONDS = 5, 1.0
 _REMAINING = "x-ms-ratelimit-remaining-"
 _SECRET = re.compile(r"(?i)\b(sig=|bearer\s+)[^&\s\"']+")
 
 
 class ResourceManager:
-    """One subscription of Azure; a context manager.
+    """One Azure subscription; a context manager.
 
-    ``endpoint`` is the address of Resource Manager; without it that of the cloud that AZURE_SDK_CLOUD_CONF names.
+    ``endpoint`` is the address of Resource Manager, by default that of the cloud that AZURE_SDK_CLOUD_CONF names.
     """
 
-    # The page that has a role with all the rights that are needed.
+    # The page that has a role with all the rights needed.
     rights = "docs/how-to/publish.md"
 
     def __init__(self, subscription: str, *, endpoint: str | None = None) -> None:
-        """Raises HostError where the SDK isn't installed."""
+        """Raises HostError if the SDK isn't installed."""
         host.check_azure()
         from azure.identity import DefaultAzureCredential
         from azure.mgmt.compute import ComputeManagementClient
@@ -69,14 +69,14 @@ class ResourceManager:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def get(self, path: str, api: str, **query: str) -> Json | None:
-        """Return a resource, None where there is none; raises FetchError for any other answer, or none."""
+        """Return a resource, None if it doesn't exist. Raises FetchError for any other error, or no response."""
         answer = self._read(path, {"api-version": api, **query})
         if answer.status_code == _MISSING:
             return None
         return self._content(path, answer)
 
     def list(self, path: str, api: str, **query: str) -> Iterator[Json]:
-        """Yield the items of all pages; raises FetchError for an incomplete list."""
+        """Yield the items of all pages. Raises FetchError if the list is incomplete."""
         answer = self._content(path, self._read(path, {"api-version": api, **query}))
         while True:
             yield from answer["value"]
@@ -115,7 +115,7 @@ class ResourceManager:
         *,
         if_match: str | None = None,
     ) -> tuple[Any, str]:
-        """Send a request once; return the answer, None where it was lost, and what it says is wrong."""
+        """Send a request once; return the response, None if it was lost, and the status and error as text."""
         from azure.core.exceptions import AzureError
 
         headers = {} if if_match is None else {"If-Match": if_match}
@@ -150,19 +150,19 @@ class ResourceManager:
 
 
 def remaining(headers: Mapping[str, str]) -> list[int]:
-    """Return how many requests an answer says that are left: of a subscription, and of each policy of Compute's."""
+    """Return how many requests are left according to a response: for the subscription, and for each Compute policy."""
     values = [value for name, value in headers.items() if name.lower().startswith(_REMAINING)]
     numbers = [part.rpartition(";")[2].strip() for value in values for part in value.split(",")]
     return [int(number) for number in numbers if number.isdigit()]
 
 
 def readable(error: BaseException) -> str:
-    """Return an error of the SDK in one line, without addresses that are secrets."""
+    """Return an SDK error on one line, without secret signatures and tokens."""
     return _SECRET.sub(r"\1…", " ".join(str(error).split()))[:300]
 
 
 def reason(answer: Any) -> str:
-    """Return an answer's status and error in one line."""
+    """Return a response's status and error on one line."""
     try:
         text = error_text(answer.json())
     except ValueError:
@@ -171,6 +171,6 @@ def reason(answer: Any) -> str:
 
 
 def error_text(content: Any) -> str:
-    """Return the code and message of an error of the service, empty for anything else."""
+    """Return the code and message of a service error, empty for anything else."""
     error = content.get("error") if isinstance(content, dict) else None
     return f"{error.get('code')}: {error.get('message')}" if isinstance(error, dict) else ""

@@ -1,8 +1,8 @@
-"""A root that commands are run in: an overlay of stage trees with its own /proc, /dev, /run and /tmp.
+"""A root in which commands run: an overlay of stage trees with its own /proc, /dev, /run and /tmp.
 
 Callers are already in a private mount namespace (``namespace.run_isolated``), so whatever happens, the
-kernel takes every mount away. Nothing of the host's /dev is bound: the few nodes that programs need are
-made on a tmpfs.
+kernel removes every mount. Nothing of the host's /dev is bound: the few nodes that programs need are
+created on a tmpfs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from image_builder.errors import StoreError
 from image_builder.system import environment, namespace, process
 from image_builder.system.process import Arg, Completed
 
-# Stage trees are moved, hashed and mounted on other hosts: no feature that ties a layer to its neighbours.
+# Stage trees are moved, hashed and mounted on other hosts: use no feature that ties a layer to its neighbors.
 # `volatile` drops every fsync below the mount; the store's commit does one syncfs instead.
 _OVERLAY = "index=off,metacopy=off,redirect_dir=off,xino=off,volatile"
-# Mount points that a root must offer; made in the upper layer when a tree lacks them.
+# Mount points that a root must have; created in the upper layer if a tree lacks them.
 _MOUNT_POINTS = ("proc", "sys", "dev", "run", "tmp")
 
 # A role that sets sysctls live would set the build host's.
@@ -29,7 +29,7 @@ _READ_ONLY_PROC = ("sys", "sysrq-trigger")
 
 # A killed program that waits for a disk ends when the disk answers.
 _KILL_SECONDS = 30.0
-# What nothing in a bake needs: the host's modules, memory and ports, clock, power. Root in a bake is root nevertheless.
+# Drops what no bake needs: the host's modules, memory and ports, clock, power. Root in a bake is still root.
 BOUNDED = ("setpriv", "--bounding-set", "-sys_module,-sys_rawio,-sys_time,-sys_boot", "--")
 
 ENVIRONMENT = {
@@ -52,8 +52,8 @@ class Root:
     ) -> list[str]:
         """Return the command that runs ``argv`` in this root: a clean environment, no network by default.
 
-        ``env`` is in the argument list, where all of the host can read it. With ``proxies`` the program keeps the
-        proxies' addresses, which may hold a password, from the environment that ``process`` gives it.
+        ``env`` goes into the argument list, which every user of the host can read. With ``proxies``, the program keeps
+        the proxies' addresses, which may contain a password, from the environment that ``process`` gives it.
         """
         variables = {**self.environment, **(env or {})}
         passed = {*environment.PROXIES, *variables}
@@ -78,7 +78,7 @@ class Root:
         log: Path | None = None,
         on_line: Callable[[str], None] | None = None,
     ) -> Completed:
-        """Run ``argv`` in this root; parameters and errors as in ``process.run``."""
+        """Run ``argv`` in this root; parameters and errors are as in ``process.run``."""
         return process.run(
             self.argv(argv, env), ok=ok, input=input, timeout=timeout, log=log, on_line=on_line
         )
@@ -96,14 +96,14 @@ def open_root(
     network: bool = False,
     writable_cgroups: bool = False,
 ) -> Iterator[Root]:
-    """Mount a root and unmount it at the end; what still runs in it then is killed.
+    """Mount a root and unmount it at the end, killing whatever still runs in it.
 
     ``lowers`` are stage trees, topmost first. Changes go to ``upper``, or to a directory in ``work`` that the
-    caller drops. ``work`` lies on the same filesystem as ``upper``. ``binds`` and ``writable_binds`` map paths
-    in the root to directories or files outside; the ones below /run and /tmp leave no trace in the upper.
-    With ``network`` its programs have the host's network and see the host's cgroups, as container engines
-    want them, but can't change those, unless ``writable_cgroups``: who starts containers takes their groups away
-    again (``cgroups.reap``). Raises StoreError when the overlay can't be mounted.
+    caller deletes. ``work`` must be on the same filesystem as ``upper``. ``binds`` and ``writable_binds`` map paths
+    in the root to directories or files outside; those below /run and /tmp leave no trace in the upper layer.
+    With ``network``, its programs have the host's network and see the host's cgroups, as container engines
+    require, but can't change the cgroups unless ``writable_cgroups``: a caller that starts containers removes their
+    groups again (``cgroups.reap``). Raises StoreError if the overlay can't be mounted.
     """
     with ExitStack() as mounts:
         merged = mounts.enter_context(open_overlay(lowers, work, upper=upper))
@@ -111,7 +111,7 @@ def open_root(
             (merged / name).mkdir(mode=0o1777 if name == "tmp" else 0o755, exist_ok=True)
         _mount(mounts, "proc", merged / "proc")
         for path in (merged / "proc" / name for name in _READ_ONLY_PROC):
-            # A container engine sets those of its containers' networks; and not every kernel has a SysRq key.
+            # A container engine sets the sysctls of its containers' networks; and not every kernel has a SysRq key.
             if not network and path.exists():
                 mounts.enter_context(bound(path, path, read_only=True))
         _mount(mounts, "sysfs", merged / "sys")
@@ -135,9 +135,9 @@ def open_root(
 
 @contextmanager
 def open_overlay(lowers: Sequence[Path], work: Path, *, upper: Path | None = None) -> Iterator[Path]:
-    """Mount the stage trees ``lowers`` (topmost first), bare: for programs that read or fill a tree.
+    """Mount just the stage trees ``lowers`` (topmost first), for programs that read or fill a tree.
 
-    Parameters and errors as in ``open_root``; no ``lowers`` at all makes an empty tree to be filled.
+    Parameters and errors are as in ``open_root``; without any ``lowers``, the tree is empty, to be filled.
     """
     work.mkdir(parents=True, exist_ok=True)
     merged = _fresh(work, "root")
@@ -153,7 +153,7 @@ def open_overlay(lowers: Sequence[Path], work: Path, *, upper: Path | None = Non
 
 
 def _fresh(work: Path, name: str) -> Path:
-    """Make a new empty directory in ``work``; several roots may be opened on one work directory."""
+    """Create a new empty directory in ``work``; several roots may be opened in one work directory."""
     for number in range(1000):
         path = work / (name if number == 0 else f"{name}.{number}")
         try:
@@ -188,7 +188,7 @@ def _mount_overlay(
 
 @contextmanager
 def bound(source: Path, target: Path, *, read_only: bool) -> Iterator[None]:
-    """Bind a directory or a file onto a path, which is made where there is none; unmount it at the end."""
+    """Bind a directory or a file onto a path, creating the path if needed; unmount it at the end."""
     if source.is_dir():
         target.mkdir(parents=True, exist_ok=True)
     else:
@@ -202,10 +202,10 @@ def bound(source: Path, target: Path, *, read_only: bool) -> Iterator[None]:
 
 
 def _kill_inhabitants(root: Path) -> None:
-    """End every process whose root is ``root``: a package's postinst may have left a daemon.
+    """Kill every process whose root is ``root``: a package's postinst may have left a daemon.
 
-    Returns when their last threads are gone: until then their files are open, and the root can't be unmounted.
-    Only this PID namespace is visible here, so nothing of the host can be met.
+    Returns once their last threads are gone, or after ``_KILL_SECONDS``: until then their files are open, and the
+    root can't be unmounted. Only this PID namespace is visible here, so no process of the host can be killed.
     """
     where = os.stat(root)
     deadline = time.monotonic() + _KILL_SECONDS
@@ -222,10 +222,10 @@ def _kill_inhabitants(root: Path) -> None:
 
 
 def _inhabitants(root: os.stat_result) -> tuple[set[int], bool]:
-    """Return the processes with a thread in ``root``, and whether a thread is ending that may have been in it.
+    """Return the processes with a thread in ``root``, and whether a thread that may have been in it is ending.
 
-    The first thread of a process may be gone while others run, and a thread that ends leaves its root before it
-    closes its files (do_exit of the kernel).
+    The first thread of a process may be gone while others run, and an ending thread leaves its root before it
+    closes its files (the kernel's do_exit).
     """
     inhabitants: set[int] = set()
     ending = False
@@ -242,7 +242,7 @@ def _inhabitants(root: os.stat_result) -> tuple[set[int], bool]:
 
 
 def _is_gone(thread: Path) -> bool:
-    """Tell whether a thread (its directory of /proc) has ended, whether or not it was waited for."""
+    """Return whether a thread (its directory in /proc) has ended, whether or not it has been waited for."""
     try:
         return (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
     except OSError:

@@ -1,9 +1,9 @@
 """Waiting for a signal without missing one.
 
-Python's own handlers can't wake a thread that waits: they run between two instructions of the main thread. It may
-hold the lock of the event that they are to set, and one that comes right before it goes to sleep doesn't wake it. So
-the interpreter writes each signal's number to a pipe, at once. Nothing is blocked: what is started meanwhile would
-inherit that.
+Python's own handlers can't wake a waiting thread: they run between two instructions of the main thread. That thread
+may hold the lock of the event that a handler is to set, and a signal that arrives just before the thread goes to sleep
+doesn't wake it. So the interpreter writes each signal's number to a pipe immediately. No signals are blocked, since
+programs started meanwhile would inherit that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Pipe(NamedTuple):
 
 @contextmanager
 def listening(*numbers: signal.Signals) -> Iterator[Callable[[], None]]:
-    """Yield what waits until one of these signals has come, from now on. For the main thread."""
+    """Yield a function that waits until one of these signals has arrived, from now on. For the main thread."""
     with _written(numbers) as pipe:
 
         def wait() -> None:
@@ -37,10 +37,10 @@ def listening(*numbers: signal.Signals) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def waking(wake: Callable[[], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Call ``wake`` in a thread of its own after each of these signals. For the main thread.
+    """Call ``wake`` in a separate thread after each of these signals. For the main thread.
 
-    So it is after each other one that Python has a handler for: where ``wake`` lets the main thread go on, that handler
-    runs before anything else there.
+    It is also called after every other signal that has a Python handler: if ``wake`` lets the main thread continue,
+    that handler runs there before anything else.
     """
     with _written(numbers) as pipe:
 
@@ -59,9 +59,9 @@ def waking(wake: Callable[[], None], *numbers: signal.Signals) -> Iterator[None]
 
 @contextmanager
 def _written(numbers: Iterable[signal.Signals]) -> Iterator[_Pipe]:
-    """Let the interpreter write the numbers of signals to a pipe, each a byte; these do nothing else."""
+    """Make the interpreter write signals' numbers to a pipe, a byte each; the given signals do nothing else."""
     pipe = _Pipe(*os.pipe2(os.O_CLOEXEC))
-    os.set_blocking(pipe.writer, False)  # as the interpreter demands
+    os.set_blocking(pipe.writer, False)  # as the interpreter requires
     unheard = signal.set_wakeup_fd(pipe.writer)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:

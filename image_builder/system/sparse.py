@@ -1,11 +1,11 @@
 """Copying and hashing big files that are mostly holes.
 
-A hole stays one in the copy: the bytes of a disk image are few beside its size. Progress is reported as
-``progress(done, total)`` in bytes of the file's size, some times a second.
+A hole stays a hole in the copy: a disk image contains little data for its size. Progress is reported as
+``progress(done, total)`` in bytes of the file's size, several times a second.
 
-``direct`` is O_DIRECT, past the page cache: what is written is on the disk, what is read comes from there, and no
-memory is taken for pages that nobody reads again, which costs more than the disk does. Where a filesystem has no such
-thing (open(2): EINVAL) the page cache is used.
+``direct`` is O_DIRECT, bypassing the page cache: what is written is on the disk, what is read comes from there, and no
+memory is used for pages that are never read again, which costs more than the disk does. If a filesystem doesn't
+support it (open(2): EINVAL), the page cache is used.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Progress = Callable[[int, int], None]
 _CHUNK = 8 << 20
 _BUFFER = 1 << 20
 _SECONDS_BETWEEN = 0.2
-# What direct transfers start and end at, on any disk; memory that mmap gives is aligned to it as well.
+# The alignment of direct transfers on any disk; memory from mmap is aligned to it as well.
 _ALIGNED = 4096
 _FICLONE = 0x40049409  # linux/fs.h
-# Answers of copy_file_range(2) to files that it can't copy between, such as ones of other filesystems.
+# Errors of copy_file_range(2) for files that it can't copy between, such as ones on different filesystems.
 _NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def copy(source: Path, target: Path, progress: Progress | None = None, *, direct: bool = False) -> int:
     """Copy a regular file to a new one and return its size in bytes; holes stay holes.
 
-    On filesystems that can, the copy shares the source's blocks. The copy is not synced. Raises OSError,
-    FileExistsError when ``target`` is there.
+    On filesystems that support it, the copy shares the source's blocks. The copy isn't synced. Raises OSError,
+    FileExistsError if ``target`` exists.
     """
     teller = _Teller(progress)
     with source.open("rb") as reader, target.open("xb") as writer:
@@ -61,7 +61,7 @@ def copy(source: Path, target: Path, progress: Progress | None = None, *, direct
 
 
 def sha256(path: Path, progress: Progress | None = None, *, direct: bool = False) -> str:
-    """Return the SHA-256 of a file, in hex. Holes are not read, but count as the zeros they are."""
+    """Return the SHA-256 of a file, in hex. Holes aren't read, but count as zeros."""
     teller = _Teller(progress)
     digest = hashlib.sha256()
     # One piece is hashed while the next one is read.
@@ -74,7 +74,7 @@ def sha256(path: Path, progress: Progress | None = None, *, direct: bool = False
             hasher.submit(_update_zeros, digest.update, start - at)
             at = start
             while at < end:
-                # What is behind the end is read too, since a direct read is of whole blocks.
+                # Data beyond the end is read too, since a direct read covers whole blocks.
                 count = min(os.preadv(fd, [buffers[0]], at), end - at)
                 if count <= 0:
                     raise OSError(errno.EIO, f"{path} became shorter while it was read")
@@ -120,7 +120,7 @@ def _closing_fd(fd: int) -> Iterator[int]:
 
 
 def _open(path: Path, flags: int, *, direct: bool) -> int:
-    """Open a file, past the page cache when that is wanted and the filesystem can."""
+    """Open a file, bypassing the page cache if ``direct`` and the filesystem supports it."""
     if direct:
         try:
             return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
@@ -132,7 +132,7 @@ def _open(path: Path, flags: int, *, direct: bool) -> int:
 
 @contextmanager
 def _copier(reader: int, writer: int, target: Path, *, direct: bool) -> Iterator[Callable[[int, int], int]]:
-    """Yield what copies a range (offset, bytes) and returns how many bytes it copied, 0 at the source's end."""
+    """Yield a function that copies a range (offset, bytes) and returns the bytes copied, 0 at the source's end."""
     if not direct:
         yield lambda offset, length: _copy_range(reader, writer, offset, length)
         return
@@ -144,7 +144,7 @@ def _copier(reader: int, writer: int, target: Path, *, direct: bool) -> Iterator
 
 
 def _cloned(reader: int, writer: int) -> bool:
-    """Let the copy share all blocks of the source; return whether the filesystem can."""
+    """Make the copy share all blocks of the source; return whether the filesystem supports that."""
     try:
         fcntl.ioctl(writer, _FICLONE, reader)
     except OSError as error:
@@ -155,7 +155,7 @@ def _cloned(reader: int, writer: int) -> bool:
 
 
 def _write_range(reader: int, writer: int, buffer: mmap.mmap, offset: int, length: int) -> int:
-    """Copy through a buffer, in whole blocks: what is written behind the file's end has to be cut off."""
+    """Copy through a buffer, in whole blocks; anything written beyond the file's end has to be truncated."""
     with memoryview(buffer) as whole, whole[:length] as part:
         count = os.preadv(reader, [part], offset)
         blocks = -(-count // _ALIGNED) * _ALIGNED
@@ -186,7 +186,7 @@ def _update_zeros(update: Callable[[bytes], object], count: int) -> None:
 
 
 class _Teller:
-    """Passes progress on, but not more often than people can read it."""
+    """Reports progress, but no more often than people can read it."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress

@@ -1,4 +1,4 @@
-"""Directory trees on this machine: their files, the digests of these, and deletion with care for mounts."""
+"""Directory trees on this machine: their files, the files' digests, and deletion that respects mounts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _IGNORED_SUFFIXES = (".pyc", ".swp", "~")
 
 
 def _literal(quote: str) -> str:
-    """Return the pattern of a string as Python 3.11 reads it, between three of ``quote`` or between two."""
+    """Return the pattern of a string as Python 3.11 reads it, enclosed in three of ``quote`` or in one."""
     long = rf"{quote}{{3}}[^{quote}\\]*(?:(?:\\.|{quote}(?!{quote}{{2}}))[^{quote}\\]*)*{quote}{{3}}"
     return rf"{long}|{quote}[^{quote}\\\n]*(?:\\.[^{quote}\\\n]*)*{quote}"
 
 
-# Whichever begins first: a string may hold what looks like a comment.
+# Whichever begins first matches: a string may contain what looks like a comment.
 _STRINGS = f"({_literal(chr(34))}|{_literal(chr(39))})"
 _COMMENT = re.compile(rf"{_STRINGS}|#[^\n]*", re.DOTALL)
 _EMPTY_LINES = re.compile(rf"{_STRINGS}|(?:[ ]*\n)+", re.DOTALL)
-# A string that is a statement, first in a module, a class or a function.
+# A string that is the first statement of a module, a class or a function.
 _DOCSTRING = re.compile(
     rf"(\A\s*|^[ ]*(?:class|def|async[ ]def|\))[^\n]*:\n\s*)(?:{_literal(chr(34))})[ ]*$",
     re.DOTALL | re.MULTILINE,
@@ -37,9 +37,9 @@ _DOCSTRING = re.compile(
 
 
 def code_digests(root: Path, sources: Iterable[Path]) -> dict[str, str]:
-    """Return what ``file_digests`` does; of a Python file only what it does counts, no comment and no docstring.
+    """Return what ``file_digests`` does, except that comments and docstrings in Python files don't count.
 
-    For programs that run here. What goes into an image goes there with its comments.
+    For programs that run here. Files that go into an image go there with their comments.
     """
     digests = file_digests(root, sources)
     for name in digests:
@@ -50,9 +50,9 @@ def code_digests(root: Path, sources: Iterable[Path]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1024)
 def executed(source: str) -> str:
-    """Return Python source without comments and blank lines, its docstrings empty; the rest unchanged.
+    """Return Python source without comments and blank lines, its docstrings empty, the rest unchanged.
 
-    The interpreter's own parser differs from version to version.
+    This doesn't use the interpreter's own parser, which differs from version to version.
     """
     bare = _COMMENT.sub(lambda match: match[1] or "", source)
     bare = _DOCSTRING.sub(r'\1""', bare)
@@ -78,9 +78,9 @@ def named_digests(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, ``+x`` appended when its owner may execute it.
+    """Return the SHA-256 of a file's bytes, with ``+x`` appended if its owner may execute it.
 
-    A link counts by where it leads, ``+l``, and by what is read there.
+    A link counts by its target path, with ``+l``, and by the content of the file that it leads to.
     """
     if path.is_symlink() and not path.is_file():
         return _link_digest(path)
@@ -89,7 +89,7 @@ def file_digest(path: Path) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hex; a disk image is for ``sparse.sha256``."""
+    """Return the SHA-256 of a file's bytes, in hex. For disk images, use ``sparse.sha256``."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -99,7 +99,7 @@ def _link_digest(path: Path) -> str:
 
 
 def files_in(source: Path, *, whole: bool = False) -> Iterator[Path]:
-    """Yield a file itself, or a directory's files, each linked directory once; only a ``whole`` one has leftovers."""
+    """Yield a file itself, or a directory's files, each linked directory once; leftovers only if ``whole``."""
     if not source.is_dir():
         yield source
         return
@@ -113,7 +113,7 @@ def files_in(source: Path, *, whole: bool = False) -> Iterator[Path]:
 
 
 def _is_new(folder: Path, linked: set[str]) -> bool:
-    """Note a linked directory; return False for one that was met before."""
+    """Note a linked directory; return False for one that was seen before."""
     if not folder.is_symlink():
         return True
     target = os.path.realpath(folder)
@@ -124,7 +124,7 @@ def _is_new(folder: Path, linked: set[str]) -> bool:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory tree. Refuses, before it touches anything, when something is mounted in it."""
+    """Delete a directory tree. Raises StoreError, before touching anything, if something is mounted in it."""
     if not os.path.lexists(path):
         return
     mounted = mounts.below(path)

@@ -1,6 +1,6 @@
-"""Access to servers outside: through the environment's proxy, and by the authorities that this host trusts.
+"""Access to outside servers: through the environment's proxy, with the authorities that this host trusts.
 
-What a bake fetches itself and what the engines in its sandbox pull go the same way.
+A bake's own downloads and the pulls of the engines in its sandbox go the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import urllib3
 
 from image_builder.system.environment import PROXIES, environment
 
-# Where Debian keeps all authorities that its administrator trusts, a company's own among them.
+# Where Debian keeps all authorities that its administrator trusts, including a company's own.
 _HOST_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
@@ -24,14 +24,14 @@ _HOST_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 class Outbound:
     """The way out that a definition declares: ``proxies`` by variable (``https_proxy``), ``authorities`` (PEM).
 
-    A variable of this host's environment comes before one of ``proxies``; all authorities count.
+    A variable of this host's environment takes precedence over one of ``proxies``; all authorities count.
     """
 
     proxies: Mapping[str, str] = field(default_factory=dict)
     authorities: bytes = b""
 
     def variables(self) -> dict[str, str]:
-        """Return the variables for proxies that count."""
+        """Return the proxy variables that apply."""
         here = environment()
         return {**self.proxies, **{name: here[name] for name in PROXIES if name in here}}
 
@@ -40,7 +40,7 @@ NOTHING_DECLARED = Outbound()
 
 
 def pool(url: str, outbound: Outbound = NOTHING_DECLARED, **options: Any) -> urllib3.PoolManager:
-    """Return what fetches from the server of ``url``; ``options`` are urllib3's."""
+    """Return a pool for requests to the server of ``url``; ``options`` are urllib3's."""
     for variable, option in (("SSL_CERT_FILE", "ca_certs"), ("SSL_CERT_DIR", "ca_cert_dir")):
         if path := environment().get(variable):
             options.setdefault(option, path)
@@ -51,7 +51,7 @@ def pool(url: str, outbound: Outbound = NOTHING_DECLARED, **options: Any) -> url
     proxy = proxies.get(parts.scheme)
     if not proxy or urllib.request.proxy_bypass_environment(parts.hostname or "", proxies):  # type: ignore[attr-defined]
         return urllib3.PoolManager(**options)
-    # Others take an address without a scheme, and a password in it.
+    # Other programs accept an address without a scheme, and with a password in it.
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     url, credentials = split_credentials(proxy)
     if credentials:
@@ -60,7 +60,7 @@ def pool(url: str, outbound: Outbound = NOTHING_DECLARED, **options: Any) -> url
 
 
 def split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
-    """Return an address without the user and the password in it, and these."""
+    """Return an address without its user and password, and these two, or None if there are none."""
     parts = urllib.parse.urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
     if not at:
@@ -71,7 +71,7 @@ def split_credentials(url: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def trusted_authorities() -> bytes:
-    """Return the certificates (PEM) by which this host knows servers: SSL_CERT_FILE and SSL_CERT_DIR, or its own."""
+    """Return the certificates (PEM) that this host trusts: those of SSL_CERT_FILE and SSL_CERT_DIR, or its own."""
     variables = environment()
     files = [Path(variables["SSL_CERT_FILE"])] if "SSL_CERT_FILE" in variables else []
     for folder in filter(None, variables.get("SSL_CERT_DIR", "").split(":")):

@@ -1,1 +1,1 @@
-"""The verification of images: one suite for an unpacked tree, a booted machine and a host reached by SSH."""
+"""The verification of images: one suite for an unpacked tree, a booted machine and a host reached over SSH."""

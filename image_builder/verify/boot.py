@@ -1,4 +1,4 @@
-"""Boot an artefact in a machine of its own: to look at it, or to verify it."""
+"""Boot an artifact in its own machine, to look at it or to verify it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from image_builder.verify.runner import clear_records, observe_suite, require_re
 # An emulated machine unpacks preloaded images at a tenth of a real one's speed.
 SYSTEM_SECONDS = 1200.0
 _SYSTEM_STEP = 5.0
-# Where such a machine shares its processors a pod took 288 s.
+# On such a machine with shared processors, a pod took 288 s.
 POD_SECONDS = 900.0
 SUITE_SECONDS = 3600.0
-# What a cloud gives is larger than the image, and the root must grow into it. Loading an archive takes three times
-# its size: the archive, what Docker unpacks it to first, and the layers.
+# A cloud's disk is larger than the image, and the root must grow into it. Loading an archive takes three times its
+# size: the archive, what Docker first unpacks it to, and the layers.
 GROWTH_BYTES = 8 << 30
-# A blank disk for an image that wants one, as a cloud gives it: every image of the lab fits.
+# A blank disk for an image that wants one, as a cloud provides it: every image of the lab fits.
 LOCAL_DISK = ExtraDisk("local0", size=16 << 30)
 POD_NAME = "lab-probe"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -42,9 +42,9 @@ DISK_SUFFIXES = (".qcow2", ".raw", ".vhd")
 
 @dataclass(frozen=True)
 class BootResult:
-    """What happened. Seconds count from power-on; ``pod_seconds`` is None where the image runs no pods.
+    """The result of a boot. Seconds count from power-on; ``pod_seconds`` is None if the image runs no pods.
 
-    ``build_id`` is that of the facts which the machine was held to, empty without any.
+    ``build_id`` is that of the facts that the machine was checked against, empty without any.
     """
 
     image: str
@@ -59,7 +59,7 @@ class BootResult:
     console_problems: tuple[str, ...]
 
     def as_json(self) -> dict[str, JSON]:
-        """Return the result as it stands in boot.json."""
+        """Return the result as stored in boot.json."""
         return {
             "image": self.image,
             "build_id": self.build_id,
@@ -89,7 +89,7 @@ class BootResult:
 
 
 def find_disk(artefact: Path) -> Path:
-    """Return the disk of a directory of artefacts, or the file itself; raises BootError."""
+    """Return the disk in a directory of artifacts, or the file itself. Raises BootError if there is none."""
     if artefact.is_file():
         return artefact
     for suffix in DISK_SUFFIXES:
@@ -102,12 +102,12 @@ def find_disk(artefact: Path) -> Path:
 
 
 def local_disks(sizes: Sequence[str]) -> tuple[ExtraDisk, ...]:
-    """Return blank NVMe disks ``local0``, ``local1``, … of sizes such as ``16G``; raises UsageError."""
+    """Return blank NVMe disks ``local0``, ``local1``, … with sizes such as ``16G``. Raises UsageError."""
     return tuple(ExtraDisk(f"local{number}", size=parse_size(size)) for number, size in enumerate(sizes))
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that a number with K, M, G or T (powers of 1024) means; raises UsageError."""
+    """Return the bytes that a number with K, M, G or T (powers of 1024) stands for. Raises UsageError."""
     size = re.fullmatch(r"([1-9]\d{0,14})([KMGT]?)", text.upper())
     if size is None:
         raise UsageError(f"not a disk size: {text}", hint="write 16G, 512M or a number of bytes")
@@ -128,16 +128,17 @@ def boot(
     extra_disks: tuple[ExtraDisk, ...] | None = None,
     then: Callable[[SshTarget], None] | None = None,
 ) -> BootResult:
-    """Boot ``artefact`` (a disk, or the directory of one build) and end the machine again.
+    """Boot ``artefact`` (a disk, or the directory of one build), then end the machine.
 
-    With ``verify`` the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``, ``boot.json``
-    and ``console.log``; failed checks are part of the result (``require_passed``). Where all passed, the machine is
-    then broken to show that the user's own can fail, unless it is to be kept. Without ``verify``, or with ``keep``, the
-    machine stays until it powers itself off or KeyboardInterrupt comes.
-    ``facts`` is the suite's facts.json, by default the one beside the disk; ``pause_archive`` gives the pod's image to
-    one that doesn't preload it. ``secure_boot`` None: as the image declares; ``extra_disks`` None: a blank local disk
-    where it has the layer ``node``. ``then`` is called with the machine before it is switched off. Raises BootError,
-    CommandError, HostError, and VerifyError for a run of the suite, or a check of the user's own, that proves nothing.
+    With ``verify``, the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``, ``boot.json``
+    and ``console.log``; failed checks are part of the result (``require_passed``). If all passed, the machine is then
+    broken to show that the user's own checks can fail, unless it is to be kept. Without ``verify``, or with ``keep``,
+    the machine stays up until it powers itself off or KeyboardInterrupt is raised.
+    ``facts`` is the suite's facts.json, by default the one next to the disk; ``pause_archive`` provides the pod's image
+    if the machine's image doesn't preload it. ``secure_boot`` None means as the image declares; ``extra_disks`` None
+    means a blank local disk if the image has the layer ``node``. ``then`` is called with the machine before it is
+    switched off. Raises BootError, CommandError, HostError, and VerifyError if the suite's run, or a check of the
+    user's own, proves nothing.
     """
     disk = find_disk(artefact)
     facts = facts or disk.parent / "facts.json"
@@ -177,7 +178,7 @@ def boot(
 
 
 def _specification(facts: Path, disk: Path, *, needed: bool) -> dict[str, Any]:
-    """Return the content of facts.json; empty without one. Raises BootError where it is ``needed``."""
+    """Return the content of facts.json, empty if there is none. Raises BootError if it is ``needed``."""
     if facts.is_file():
         specification: dict[str, Any] = json.loads(facts.read_bytes())
         return specification
@@ -192,7 +193,7 @@ def _options(
     secure_boot: bool | None,
     extra_disks: tuple[ExtraDisk, ...] | None,
 ) -> VmOptions:
-    """Return the machine for an image; where a choice is None, the image's own variables make it."""
+    """Return the machine for an image; if a choice is None, the image's own variables make it."""
     variables = specification.get("variables", {})
     if extra_disks is None:
         extra_disks = (LOCAL_DISK,) if "node" in variables.get("image_layers", []) else ()
@@ -229,16 +230,16 @@ def _result(
 
 
 def virtual_size(disk: Path) -> int:
-    """Return the size of a disk in bytes: a raw file's own, or what a qcow2 header says (offset 24)."""
+    """Return the size of a disk in bytes: a raw file's own, or the one in a qcow2 header (offset 24)."""
     with disk.open("rb") as file:
         header = file.read(32)
     return int.from_bytes(header[24:32], "big") if header[:4] == b"QFI\xfb" else disk.stat().st_size
 
 
 def _require_secure_boot(ssh: SshTarget, expected: bool) -> None:
-    """Raise BootError unless the firmware says what was asked for.
+    """Raise BootError unless the firmware reports Secure Boot as expected.
 
-    The variable's file holds four bytes of attributes and one of value (UEFI specification 2.10, 3.3).
+    The variable's file has four bytes of attributes and one byte of value (UEFI specification 2.10, 3.3).
     """
     variable = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
     value = ssh.run(["od", "-An", "-t", "u1", variable], ok=(0, 1)).stdout.split()
@@ -250,11 +251,11 @@ def _require_secure_boot(ssh: SshTarget, expected: bool) -> None:
 
 
 def wait_for_system(ssh: SshTarget, on_wait: Callable[[], None] | None = None) -> str:
-    """Wait until systemd has started everything; return its state (``running``, ``degraded``, …).
+    """Wait until systemd has started everything, and return its state (``running``, ``degraded``, …).
 
     ``on_wait`` is called every few seconds.
     """
-    # What timeout(1) ends says nothing: systemd is still starting things.
+    # If timeout(1) ends the command, it prints nothing: systemd is still starting units.
     argv = ["timeout", f"{_SYSTEM_STEP:g}", "systemctl", "is-system-running", "--wait"]
     deadline = time.monotonic() + SYSTEM_SECONDS
     while not (state := ssh.run(argv, ok=range(256)).stdout.strip()):
@@ -268,10 +269,10 @@ def wait_for_system(ssh: SshTarget, on_wait: Callable[[], None] | None = None) -
 def start_pod(
     vm: Vm, ssh: SshTarget, variables: Mapping[str, Any], monitor: Monitor, pause_archive: PauseArchive
 ) -> float | None:
-    """Give the node a static pod of its pause image; return the seconds when it runs.
+    """Give the node a static pod with its pause image; return the seconds until the pod runs.
 
-    Nothing is pulled: an image that doesn't preload its pause image is given ``pause_archive`` of that reference.
-    Returns None where the image has no kubelet. Raises BootError when the pod doesn't run in time.
+    Nothing is pulled: if the image doesn't preload its pause image, it is given the ``pause_archive`` of that
+    reference. Returns None if the image has no kubelet. Raises BootError if the pod doesn't run in time.
     """
     layers = variables.get("image_layers", [])
     if "container_runtime" not in layers:
@@ -291,7 +292,7 @@ def start_pod(
     ssh.put(static_pod(reference).encode(), f"{manifests}/{POD_NAME}.json", mode=0o600)
     monitor.stage_doing("verify", "waiting for the static pod")
     deadline = time.monotonic() + POD_SECONDS
-    # Two processes: the sandbox's and the container's. Counting them works alike with every engine.
+    # Two processes: the sandbox's and the container's. Counting them works the same with every engine.
     while len(ssh.run(["pgrep", "-x", "pause"], ok=(0, 1)).stdout.split()) < 2:
         if time.monotonic() > deadline:
             tail = ssh.run(
@@ -303,7 +304,7 @@ def start_pod(
 
 
 def import_command(engine: str, archive: str) -> list[str]:
-    """Return the command that gives a node's engine an image archive, without any registry."""
+    """Return the command that loads an image archive into a node's engine, without any registry."""
     if engine == "docker":
         return ["docker", "image", "load", "--quiet", "--input", archive]
     return ["ctr", "--namespace", "k8s.io", "images", "import", archive]
@@ -316,7 +317,7 @@ def static_pod(reference: str) -> str:
         "kind": "Pod",
         "metadata": {"name": POD_NAME, "namespace": "default"},
         "spec": {
-            # No pod network is part of an image: a CNI comes with the cluster.
+            # An image has no pod network: a CNI comes with the cluster.
             "hostNetwork": True,
             "containers": [{"name": "pause", "image": reference, "imagePullPolicy": "Never"}],
         },
@@ -344,9 +345,9 @@ def _run_suite(
 def _prove(
     ssh: SshTarget, suite: SuiteResult, facts: Path, out_dir: Path, settings: Settings, monitor: Monitor
 ) -> None:
-    """Break the machine, which nobody needs any more, in each way that must turn a check of the user's own red.
+    """Break the machine, which is no longer needed, in each way that must turn one of the user's own checks red.
 
-    The sealed tree was broken for the others by the build. Raises VerifyError if one stays green.
+    For the other checks, the build has broken the sealed tree. Raises VerifyError if one stays green.
     """
     if settings.checks is None or suite.not_passed or not any(c.only_booted for c in suite.own):
         return

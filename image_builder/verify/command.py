@@ -1,6 +1,6 @@
-"""Verify what is there already: an unpacked image, a published build, a live machine.
+"""Verify something that already exists: an unpacked image, a published build, a live machine.
 
-The suite is the one that every build runs; what the target must be stands in a facts.json.
+The suite is the one that every build runs; a facts.json says what the target must be.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 
 
 def is_remote(target: str) -> bool:
-    """Tell whether ``target`` is a machine to be reached, rather than a directory here."""
+    """Return whether ``target`` is a machine to connect to, rather than a local directory."""
     return target.startswith(_REMOTE)
 
 
@@ -40,12 +40,12 @@ def verify(
     monitor: Monitor,
     inventory: Callable[[str], Connection] = lambda _: Connection(),
 ) -> SuiteResult:
-    """Run the suite on ``target`` and return what it found, failed checks included.
+    """Run the suite on ``target`` and return its results, including failed checks.
 
     ``target`` is ``ssh://user@host:port?key=FILE&known_hosts=FILE``, the root directory of an unpacked image, or the
-    directory of a published build; for the directories the caller is in namespaces of its own. ``facts`` defaults to
-    the facts.json in or beside the directory. ``inventory`` returns how a machine of this name is connected to, where
-    the URL doesn't say it. Reports go to ``out_dir``. Raises VerifyError, UsageError.
+    directory of a published build; for a directory, the caller must be in its own namespaces. ``facts`` defaults to
+    the facts.json in or next to the directory. ``inventory`` returns how to connect to a machine of this name, where
+    the URL doesn't say. Reports go to ``out_dir``. Raises VerifyError, UsageError.
     """
     if facts is not None and not facts.is_file():
         raise UsageError(f"no such file: {facts}")
@@ -71,7 +71,7 @@ def verify(
 
 
 def _address(target: str, inventory: Callable[[str], Connection]) -> ssh.SshAddress:
-    """Return the address of a machine with its files as the suite needs them; raises UsageError."""
+    """Return the address of a machine, with its files as the suite needs them. Raises UsageError."""
     address = ssh.parse(target, inventory)
     if any(hop.key for hop in address.jump):
         raise UsageError(f"{target}: its bastion has a key of its own", hint="image-builder pool verify")
@@ -104,7 +104,7 @@ def _run(url: str, facts: Path, out_dir: Path, settings: Settings, monitor: Moni
 
 
 def _unpack(build: Path, tree: Path, monitor: Monitor) -> Path:
-    """Hash every file of a published build and unpack its tar into ``tree``."""
+    """Check the hash of every file of a published build, and unpack its tar into ``tree``."""
     published = manifest.load((build / MANIFEST).read_bytes())
     with shown_stage(monitor, "hash"):
         for file in (*published.artefacts, *published.documents):

@@ -1,9 +1,9 @@
 """The outcome of one run of the verification suite (``image_builder/suite``).
 
-Two records of a run by pytest are read and must agree: its JUnit XML, and the JSON lines that the suite writes itself
-as each check ends; where it calls the checks itself, on the hosts of a pool, there are only the lines. A check that
-is in one of two records, an outcome other than passed, failed or error, a run without an end or without a check: each
-makes the whole run worthless and raises VerifyError.
+A run by pytest leaves two records, which must agree: its JUnit XML, and the JSON lines that the suite itself writes
+as each check ends; where the suite calls the checks itself, on the hosts of a pool, there are only the lines. A check
+in only one of two records, an outcome other than passed, failed or error, a run without an end or without checks: any
+of these makes the whole run worthless and raises VerifyError.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Outcomes = Mapping[tuple[str, str], str]
 class Check:
     """One check that ran.
 
-    ``name`` is its node id below ``image_builder/suite`` (``test_kernel.py::test_held``) or the user's ``checks``,
-    which ``is_own`` tells; ``title`` the first line of its docstring, ``message`` why it isn't green, ``exception`` the
-    class of what it raised, ``seconds`` its wall time with setup and teardown. ``only_booted`` is one that no sealed
-    tree is asked.
+    ``name`` is its node id below ``image_builder/suite`` (``test_kernel.py::test_held``) or, if ``is_own``, below the
+    user's ``checks``; ``title`` is the first line of its docstring, ``message`` why it isn't green, ``exception`` the
+    class of the exception it raised, ``seconds`` its wall time with setup and teardown. ``only_booted`` marks one that
+    isn't run on sealed trees.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Check:
 
 @dataclass(frozen=True)
 class NotApplicable:
-    """A check that the image's definition leaves out, and the condition that left it out."""
+    """A check that the image's definition excludes, and the condition that excluded it."""
 
     name: str
     reason: str
@@ -90,7 +90,7 @@ class SuiteResult:
         return f"{text}; {len(self.not_applicable)} not applicable" if self.not_applicable else text
 
     def as_json(self) -> dict[str, JSON]:
-        """Return the result as it stands in verify.json."""
+        """Return the result as stored in verify.json."""
         return {
             "target": self.target,
             "marker": self.marker,
@@ -107,7 +107,7 @@ class SuiteResult:
 
 
 def from_json(data: dict[str, Any]) -> SuiteResult:
-    """Rebuild a result from verify.json; raises VerifyError when it isn't one."""
+    """Rebuild a result from verify.json. Raises VerifyError if it isn't one."""
     try:
         checks = data["checks"]
         for check in checks:
@@ -132,9 +132,9 @@ def read_run(
     marker: str,
     seconds: float,
 ) -> SuiteResult:
-    """Return the result of a run from the suite's lines, what pytest ``recorded`` itself, and its exit status.
+    """Return the result of a run from the suite's lines, the outcomes pytest itself ``recorded``, and its exit status.
 
-    Failed checks are part of a result; what makes the result untrustworthy raises VerifyError.
+    Failed checks are part of a result; anything that makes the result untrustworthy raises VerifyError.
     """
     collected: dict[str, Any] | None = None
     finished: dict[str, Any] | None = None
@@ -203,7 +203,7 @@ def _known_outcome(name: str, outcome: str) -> Outcome:
 def _require_consistent(
     result: SuiteResult, selected: Sequence[str], recorded: Outcomes, statuses: tuple[int, int]
 ) -> None:
-    """Raise VerifyError unless selection, reported checks, pytest's record and exit statuses tell the same story."""
+    """Raise VerifyError unless the selection, the reported checks, pytest's record and the exit statuses agree."""
     if not selected:
         raise VerifyError("the suite collected no check, so nothing was verified")
     ran = {check.name: check.outcome for check in result.checks}
@@ -221,7 +221,7 @@ def _require_consistent(
 
 
 def _require_same(ran: Mapping[str, str], recorded: Outcomes) -> None:
-    """Raise VerifyError unless the checks that ran ended as pytest has recorded it."""
+    """Raise VerifyError unless the checks that ran ended as pytest recorded."""
     reported: dict[tuple[str, str], set[str]] = {}
     for name, outcome in ran.items():
         reported.setdefault(_key(name), set()).add(outcome)
@@ -241,7 +241,7 @@ def _key(name: str) -> tuple[str, str]:
 
 
 def junit_outcomes(junit: str) -> Outcomes:
-    """Return the outcomes in a JUnit file; raises VerifyError where it can't be read."""
+    """Return the outcomes in a JUnit file. Raises VerifyError if it can't be parsed."""
     try:
         root = ElementTree.fromstring(junit)  # noqa: S314 (our own child wrote it)
     except ElementTree.ParseError as error:
@@ -260,7 +260,7 @@ def junit_outcomes(junit: str) -> Outcomes:
 
 
 def require_passed(result: SuiteResult) -> None:
-    """Raise VerifyError, naming what failed, unless checks ran and all of them passed."""
+    """Raise VerifyError, naming the failed checks, unless checks ran and all of them passed."""
     bad = result.not_passed
     if not result.checks:
         raise VerifyError("the suite collected no check, so nothing was verified")
@@ -276,10 +276,10 @@ def require_passed(result: SuiteResult) -> None:
 
 
 def blind(mutants: SuiteResult) -> dict[str, str]:
-    """Return the checks that did not turn red by their own assertion, with what they said instead.
+    """Return the checks that didn't turn red through their own assertion, with what they reported instead.
 
-    An error in a mutation, or a check that trips over it, proves nothing. On a machine, which one mutation after the
-    other breaks, each check must also pass before its own (suite/broken_fixtures.py).
+    An error in a mutation, or a check that trips over it, proves nothing. On a machine, which is broken by one mutation
+    after another, each check must also pass before its own mutation (suite/broken_fixtures.py).
     """
     return {
         check.name: f"{check.outcome}: {check.message}" if check.message else check.outcome

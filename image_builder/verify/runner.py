@@ -1,4 +1,4 @@
-"""The runner of ``image_builder/suite`` on a tree or a machine; nothing but a full, green run is believed."""
+"""Runs ``image_builder/suite`` on a tree or a machine; only a complete, green run is trusted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _JUNIT, _REPORT = "junit.xml", "suite.jsonl"
 _PROGRESS = re.compile(r"^(\S+::\S.*?) (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) *\[ *(\d+)/(\d+)\]")
-# Any end of pytest is judged here, also by a signal.
+# Every exit of pytest is judged here, including one by a signal.
 _ANY_STATUS = range(-64, 256)
 
 OnProgress = Callable[[str, int, int], None]
@@ -33,11 +33,11 @@ OnProgress = Callable[[str, int, int], None]
 def definition_facts(
     definition: ImageDefinition, build_id: str, packages: JSON, preload: JSON
 ) -> dict[str, JSON]:
-    """Return what the suite is driven by, for an image that was built with ``build_id``.
+    """Return the facts that drive the suite, for an image that was built as ``build_id``.
 
-    ``packages`` are those of the lock, as objects with name, version and architecture; ``preload`` are the items
-    of ``image_preload`` that the lock has; others were left out. Of the variables only those that a role or the
-    builder owns are in it, and nothing secret: the file is published.
+    ``packages`` are those of the lock, as objects with name, version and architecture; ``preload`` has the items
+    of ``image_preload`` that are in the lock; others were left out. The facts contain only variables that a role or
+    the builder owns, and nothing secret: the file is published.
     """
     from image_builder.definition import published_variables
 
@@ -62,12 +62,12 @@ def write_facts(path: Path, facts: Mapping[str, JSON]) -> None:
 
 
 ENVIRONMENT = {
-    # No plugin but pytest's own: what else is installed must not change a verdict.
+    # No plugins except pytest's own: whatever else is installed must not change a verdict.
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
     # The plugin is imported before pytest adds the suite's folder.
     "PYTHONPATH": f"{REPO_ROOT}:{SUITE}",
-    # Commands in the tree get it too, and there is no staging area in there.
+    # Commands in the tree get it too, and the tree has no staging area.
     "TMPDIR": "/tmp",
 }
 
@@ -88,13 +88,13 @@ def observe_suite(
     niceness: int = 0,
     on_progress: OnProgress | None = None,
 ) -> SuiteResult:
-    """Run the suite in a child process and return what it found, failed checks included.
+    """Run the suite in a child process and return its results, including failed checks.
 
-    ``marker`` is ``offline`` or ``booted``, ``python`` the interpreter that has pytest and testinfra. ``checks`` is the
-    folder of the user's own checks, ``mutations`` what breaks the checks of a mutant (suite/mutant_fixtures.py),
-    ``select`` limits the run to checks by name. ``timeout`` is in seconds for the whole run, ``niceness`` says how far
-    other programs come first (nice(1)). Writes ``junit.xml`` and ``verify.json`` to ``out_dir``. Raises VerifyError for
-    a run that proves nothing.
+    ``marker`` is ``offline`` or ``booted``; ``python`` is the interpreter that has pytest and testinfra. ``checks`` is
+    the folder of the user's own checks, ``mutations`` what breaks the checks of a mutant (suite/mutant_fixtures.py);
+    ``select`` limits the run to checks by name. ``timeout`` is in seconds for the whole run; ``niceness`` is how far
+    it yields to other programs (nice(1)). Writes ``junit.xml`` and ``verify.json`` to ``out_dir``. Raises VerifyError
+    if the run proves nothing.
     """
     out_dir = out_dir.resolve()
     clear_records(out_dir)
@@ -129,7 +129,7 @@ def require_red(
     timeout: float,
     niceness: int = 0,
 ) -> None:
-    """Break ``target`` in each way that is recorded for the user's own checks; raises VerifyError if one stays green.
+    """Break ``target`` in each way recorded for the user's own checks. Raises VerifyError if one stays green.
 
     ``target`` is a ``mutant:`` or a ``broken:`` machine (suite/targets.py); the records in ``work`` are of no use.
     """
@@ -154,7 +154,7 @@ def require_red(
 
 
 def clear_records(out_dir: Path) -> None:
-    """Remove the records of an earlier run: they must not pass for those of the next one."""
+    """Remove the records of an earlier run, so that they can't pass for those of the next one."""
     for name in (_JUNIT, _REPORT):
         (out_dir / name).unlink(missing_ok=True)
 
@@ -162,7 +162,7 @@ def clear_records(out_dir: Path) -> None:
 def suite_arguments(
     suite: Path, facts: Path, target: str, marker: str, *options: process.Arg
 ) -> list[process.Arg]:
-    """Return pytest's arguments for the suite; the checks' files are to follow."""
+    """Return pytest's arguments for the suite; the check files must follow."""
     return [
         *("-p", "image_builder.suite.plugin", "-v", "--tb=short", "-m", marker, *options),
         f"--target={target}",
@@ -171,7 +171,7 @@ def suite_arguments(
 
 
 def record_options(out_dir: Path) -> tuple[str, ...]:
-    """Return pytest's arguments by which the records of a run go to ``out_dir``."""
+    """Return pytest's arguments that send the records of a run to ``out_dir``."""
     return f"--junitxml={out_dir / _JUNIT}", f"--report={out_dir / _REPORT}"
 
 
@@ -185,9 +185,9 @@ def read_results(
     output: str,
     log: Path,
 ) -> SuiteResult:
-    """Return what a run found that ended with ``status``, by its records in ``out_dir``; write ``verify.json``.
+    """Return the results of a run that ended with ``status`` from its records in ``out_dir``; write ``verify.json``.
 
-    ``output`` is what pytest printed, which is in ``log`` too. Raises VerifyError for a run that proves nothing.
+    ``output`` is what pytest printed, which is also in ``log``. Raises VerifyError if the run proves nothing.
     """
     junit, report = out_dir / _JUNIT, out_dir / _REPORT
     if not report.exists() or not junit.exists():
@@ -213,7 +213,7 @@ def read_results(
 def _run_pytest(
     argv: list[process.Arg], cwd: Path, log: Path, timeout: float | None, on_progress: OnProgress | None
 ) -> process.Completed:
-    """Run the suite's process to its end, whatever its status. Raises VerifyError when it does not end in time."""
+    """Run the suite's process to completion, whatever its status. Raises VerifyError if it doesn't end in time."""
     try:
         return process.run(
             argv,
@@ -236,7 +236,7 @@ def _tail(text: str) -> str:
 
 
 def _shown(target: str) -> str:
-    """Return a target as people read it, without this run's paths."""
+    """Return a target for people to read, without this run's paths."""
     return "sealed tree" if target.startswith(("sandbox:", "mutant:")) else target.partition("?")[0]
 
 

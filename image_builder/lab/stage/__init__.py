@@ -1,4 +1,4 @@
-"""The lab as a supplier of images: the plan of the stage that makes them, and the registry that serves them."""
+"""The lab as a supplier of images: the plan of the stage that builds them, and the registry that serves them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMPRESSED = 1.6
 
 
 def _references(definition: ImageDefinition) -> tuple[str, ...]:
-    """Return the images of packages that are made for a definition: `software`, and others that it preloads."""
+    """Return the package-based images built for a definition: `software`, and any others that it preloads."""
     preloaded = {image.ref for image in definition.preload}
     return tuple(ref for ref in software.IMAGES if ref == software.REFERENCE or ref in preloaded)
 

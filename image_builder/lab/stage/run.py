@@ -1,6 +1,6 @@
 """The lab's images: built from locked packages, pushed to the lab's own registry, whose storage is the product.
 
-Product: ``registry/``, what ``image_builder.lab.registry.serve`` serves.
+Product: ``registry/``, which ``image_builder.lab.registry.serve`` serves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from image_builder.system.sandbox import open_root
 
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
-    """Make and push the pause image and those that the options name; return their digests and sizes."""
+    """Build and push the pause image and those that the options name; return their digests and sizes."""
     assert ctx.repo is not None
     tools = ctx.inputs["tools"] / "tree"
     storage = ctx.product / "registry"
@@ -28,7 +28,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     layers.mkdir()
     by_reference = {pause.REFERENCE: images.pause_image(layers / "pause.tar.gz")}
     debs = _debs(ctx.repo)
-    # Under the same path in the root, so that the caller's file names hold there.
+    # Under the same path in the root, so that the caller's file names are valid there.
     with open_root([tools], ctx.work / "tools", writable_binds={os.fspath(layers): layers}) as root:
         for reference in _references(ctx.plan.options):
             name = _name_and_tag(reference)[0]
@@ -64,7 +64,7 @@ def _name_and_tag(reference: str) -> tuple[str, str]:
 
 
 def _debs(repo: Path) -> dict[str, Path]:
-    """Return the packages of a flat repository by name."""
+    """Return the packages of a flat repository, by name."""
     return {path.name.partition("_")[0]: path for path in sorted(repo.rglob("*.deb"))}
 
 

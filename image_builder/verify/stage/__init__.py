@@ -1,4 +1,4 @@
-"""The plan of the stage that verifies: the sealed tree, what must be in it, and the suite that looks."""
+"""The plan of the verification stage: the sealed tree, what must be in it, and the suite that checks it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _own_checks(definition: ImageDefinition) -> dict[str, JSON]:
 
 
 def _packages(draft: Draft) -> list[dict[str, JSON]]:
-    """Return what must be installed in the image: every package that the lock has for its stages."""
+    """Return the packages that must be installed in the image: all that the lock has for its stages."""
     packages = [p for name in ("base", *draft.definition.layers) for p in draft.lock.group(name).packages]
     return [
         {"name": p.name, "version": p.version, "architecture": p.architecture}

@@ -1,6 +1,6 @@
-"""Verify the sealed tree before any disk is made of it.
+"""Verify the sealed tree, while the disk is made from it.
 
-Product: ``facts.json`` (what the suite is driven by), ``junit.xml``, ``verify.json``, and the verdict that
+Product: ``facts.json`` (the facts that drive the suite), ``junit.xml``, ``verify.json``, and the verdict that
 publishing reads.
 """
 
@@ -18,12 +18,12 @@ from image_builder.verify.result import require_passed
 from image_builder.verify.runner import definition_facts, observe_suite, require_red, write_facts
 
 _TIMEOUT = 600.0
-# The checks run beside the disk and the conversion, which take longer and get the processors first.
+# The checks run alongside the disk and convert stages, which take longer and get the processors first.
 _NICENESS = 10
 
 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
-    """Verify the sealed tree; raises VerifyError unless every check ran and passed."""
+    """Verify the sealed tree. Raises VerifyError unless every check ran and passed."""
     with open_root(ctx.lowers, ctx.work) as root:
         path = ctx.product / "facts.json"
         options = ctx.plan.options
@@ -58,7 +58,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
 
 
 def _prove(ctx: StageContext, checks: Path) -> None:
-    """Break the image in each way that is recorded for the user's own checks; raises VerifyError if one stays green."""
+    """Break the image in each way recorded for the user's own checks. Raises VerifyError if one stays green."""
     ctx.doing("showing that the checks of your own can fail")
     work = ctx.work / "mutants"
     work.mkdir()
