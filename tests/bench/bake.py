@@ -1,18 +1,18 @@
-"""How long a bake takes, beside one mmdebstrap of the same packages and the same disk tools.
+"""How long a bake takes, compared with one mmdebstrap of the same packages and the same disk tools.
 
     .venv/bin/python tests/bench/bake.py [--image worker] [--store DIR] [--json]
 
 Needs root, and a store in which the image was built once: packages, tools tree and the kubelet's build are
-taken from there (they are cached in daily use), everything else is built anew in a store beside it.
+taken from there (they are cached in daily use); everything else is built from scratch in a second store next to it.
 
-Of the image without its preloads, since one mmdebstrap has none:
+For the image without its preloads, since mmdebstrap has none:
 
     cold_ratio       our cold build / (mmdebstrap of all packages in one go + systemd-repart + qemu-img), goal <= 2
     warm_seconds     a build in which nothing changed, the whole command, goal <= 2
     last_role_ratio  a build after one byte of the last layer's role changed / the cold build, goal <= 1/5
     peak_mib         the builder's own largest resident size, goal <= 300
 
-Of the image as its inventory defines it, the images that it preloads served by the lab's registry:
+For the image as its inventory defines it, with the images that it preloads served by the lab's registry:
 
     preload_role_ratio  the same as last_role_ratio
 """
@@ -48,13 +48,13 @@ from image_builder.system import namespace, process  # noqa: E402
 from image_builder.system.sandbox import open_overlay, open_root  # noqa: E402
 from image_builder.system.trees import remove_tree  # noqa: E402
 
-# The lab's own images are what some registry has, not what is baked.
+# The lab's own images stand for those in some registry; they aren't part of the bake.
 _KEPT = ("tools", "build_root", "kubelet_build", "lab_images")
 _GOALS = {"cold_ratio": 2.0, "warm_seconds": 2.0, "last_role_ratio": 0.2, "peak_mib": 300.0}
 
 
 def write_inventory(folder: Path, *, preload: bool) -> None:
-    """Copy the lab's inventory to ``folder``/inventory, on request with images that preload nothing."""
+    """Copy the lab's inventory to ``folder``/inventory; unless ``preload``, its images preload nothing."""
     inventory = folder / "inventory"
     shutil.copytree(REPO / "inventories/lab", inventory)
     if not preload:
@@ -84,7 +84,7 @@ def build(repo: Path, image: str, work: Path) -> tuple[float, dict[str, Any]]:
 
 
 def seed_store(source: Path, image: str, work: Path) -> Lock:
-    """Fill a new store with what daily use has cached, by hard links; return the image's lock."""
+    """Fill a new store, by hard links, with what daily use would have cached; return the image's lock."""
     kept = Store(source)
     target = work / "store"
     store = Store(target)
@@ -104,7 +104,7 @@ def seed_store(source: Path, image: str, work: Path) -> Lock:
 
 
 def reference(lock: Lock, store: Store, definition_formats: list[str], work: Path) -> float:
-    """Make a disk of the same packages with the tools alone; return the wall seconds."""
+    """Make a disk of the same packages with only the tools; return the wall-clock seconds."""
     tools = next(store.product(i) for i in store.ids() if store.meta(i)["name"] == "tools") / "tree"
     groups = [g for name, g in lock.groups.items() if name not in ("tools", "build_root")]
     packages = [p for group in groups for p in group.packages]
@@ -186,7 +186,7 @@ def changed_checkout(work: Path) -> Path:
 
 @contextmanager
 def workplace(image: str, source: Path, *, preload: bool) -> Iterator[tuple[Path, Lock]]:
-    """Yield a directory with a store and an inventory, and the image's lock; it is gone afterwards."""
+    """Yield a directory with a store and an inventory, and the image's lock; the directory is removed afterwards."""
     work = Path(tempfile.mkdtemp(prefix="bench-bake-", dir=source.parent))
     try:
         write_inventory(work, preload=preload)

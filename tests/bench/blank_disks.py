@@ -1,4 +1,4 @@
-"""Blank disks for measurements: loop devices with a filesystem, their reads throttled where that is measured."""
+"""Blank disks for measurements: loop devices with a filesystem, with throttled reads where a measurement needs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLKIO = Path("/sys/fs/cgroup/blkio")
 
 @dataclass(frozen=True)
 class Disk:
-    """A mounted loop device: where, its number as the kernel writes it (``7:3``), and its name."""
+    """A mounted loop device: its mount point, its number as the kernel writes it (``7:3``), and its name."""
 
     path: Path
     number: str
@@ -33,9 +33,9 @@ class Disk:
 
 @contextmanager
 def blank_disk(folder: Path, gigabytes: float) -> Iterator[Disk]:
-    """Make and mount a blank disk on a loop device of its own; nothing of it is left afterwards.
+    """Make and mount a blank disk on a loop device of its own; all of it is removed afterwards.
 
-    XFS as ``roles/local_disk`` makes it by default, ext4 on a host without ``mkfs.xfs``.
+    It has XFS, as ``roles/local_disk`` makes by default, or ext4 on a host without ``mkfs.xfs``.
     """
     where = folder / "mnt"
     where.mkdir()
@@ -58,7 +58,7 @@ def blank_disk(folder: Path, gigabytes: float) -> Iterator[Disk]:
 
 @contextmanager
 def blank_device(folder: Path, gigabytes: float) -> Iterator[Path]:
-    """Make a loop device of so many bytes, all of them holes; neither it nor its file is left afterwards."""
+    """Make a loop device of the given size, backed by a sparse file; both are removed afterwards."""
     file = folder / "disk.img"
     with file.open("wb") as sink:
         sink.truncate(int(gigabytes * 1e9) // 4096 * 4096)
@@ -71,7 +71,7 @@ def blank_device(folder: Path, gigabytes: float) -> Iterator[Path]:
 
 @contextmanager
 def loop_device(file: Path) -> Iterator[Path]:
-    """Attach a file to a loop device that passes the host's cache by."""
+    """Attach a file to a loop device that bypasses the host's page cache."""
     device = _attach(file)
     try:
         yield device
@@ -80,16 +80,16 @@ def loop_device(file: Path) -> Iterator[Path]:
 
 
 def filesystem() -> str:
-    """Return what ``blank_disk`` makes on this host."""
+    """Return the filesystem that ``blank_disk`` makes on this host."""
     return "xfs" if shutil.which("mkfs.xfs", path=environment()["PATH"]) else "ext4"
 
 
 def _attach(file: Path) -> Path:
-    """Return a loop device for a file; /dev is this namespace's own, so its nodes are made here."""
+    """Return a loop device for a file; /dev belongs to this namespace, so its device nodes are created here."""
     control = Path("/dev/loop-control")
     if not control.exists():
         os.mknod(control, 0o20600, os.makedev(10, 237))
-    for _ in range(20):  # somebody else may take it meanwhile
+    for _ in range(20):  # another process may take it in the meantime
         with control.open("rb") as stream:
             number = fcntl.ioctl(stream, _LOOP_CTL_GET_FREE)
         device = Path(f"/dev/loop{number}")
@@ -102,7 +102,7 @@ def _attach(file: Path) -> Path:
 
 @contextmanager
 def throttled(disk: Disk, bytes_per_second: int) -> Iterator[None]:
-    """Let this process and all that it starts read so fast from a disk, and no faster."""
+    """Limit how fast this process and all that it starts can read from a disk."""
     group = _BLKIO / f"image-builder-bench-{os.getpid()}"
     group.mkdir()
     try:
@@ -115,7 +115,7 @@ def throttled(disk: Disk, bytes_per_second: int) -> Iterator[None]:
 
 
 def _leave(group: Path) -> None:
-    """Remove a control group when the last of its processes has ended."""
+    """Remove a control group once the last of its processes has exited."""
     for _ in range(100):
         try:
             group.rmdir()

@@ -1,4 +1,4 @@
-"""A throwaway root of Debian 13, from the host's own mirror: for programs and machines to compare ours with."""
+"""A throwaway Debian 13 root from the host's own mirror, for programs and machines to compare ours with."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SUITE = "trixie"
 
 @contextmanager
 def debian_root(parent: Path, packages: Sequence[str]) -> Iterator[Path]:
-    """Make a root with these packages below ``parent``; needs root and a network. It is gone afterwards."""
+    """Make a root with these packages below ``parent``; needs root and a network. It is removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="bench-debian-", dir=parent))
     tree = folder / "tree"
     tree.mkdir(mode=0o755)
-    folder.chmod(0o755)  # apt fetches as a user of its own
+    folder.chmod(0o755)  # apt downloads as a user of its own
     mirror = host_mirrors().get(DEBIAN) or default_mirrors()[DEBIAN]
     argv = ["mmdebstrap", "--mode=root", "--variant=apt", f"--include={','.join(packages)}"]
     argv += ["--aptopt=APT::Install-Recommends false", "--dpkgopt=force-unsafe-io", SUITE]

@@ -1,14 +1,14 @@
-"""What a runner without a disk of its own pays for a warm build: export, import, and the build itself.
+"""The cost of a warm build on a runner without a disk of its own: export, import, and the build itself.
 
     .venv/bin/python tests/bench/exported.py [--image minimal] [--store DIR] [--json]
 
-Needs root, and a store in which the image was built. A blank store beside it takes the place of the next runner's.
+Needs root, and a store in which the image was built. A blank store next to it stands in for the next runner's.
 
     export_seconds   `store export` into an empty directory
-    again_seconds    the same once more: nothing is new
+    again_seconds    the same once more, with nothing new
     import_seconds   `store import` into a blank store
-    copy_seconds     `cp -a` of the same stages from store to store, and a sync: what no import can do without
-    warm_seconds     `build` there, nothing changed, without the copy of its artifacts to the output; goal <= 5
+    copy_seconds     `cp -a` of the same stages from store to store, and a sync: the least that any import has to do
+    warm_seconds     `build` there with nothing changed, without copying its artifacts to the output; goal <= 5
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def measure(image: str, source: Path) -> dict[str, Any]:
         objects = [Store(source).object(archive.id) for archive in index.objects]
         figures["copy_seconds"] = _timed("cp", "-a", *objects, work / "copy") + _timed("sync")
         figures["import_seconds"] = _timed(program, "store", "import", export, "--store", blank)
-        # The artifacts are copied once, whatever was built; then they are there already.
+        # The first build copies the artifacts, even if nothing was built; after that they are already there.
         figures["published_seconds"] = _timed(program, "build", image, *places)
         figures["warm_seconds"] = _timed(program, "build", image, *places)
     finally:

@@ -1,8 +1,8 @@
-"""Ways from a blank disk to a running container of an image that is on the OS disk: ours, and those of others.
+"""Ways to get from a blank disk to a running container whose image is on the OS disk: ours and those of others.
 
-Each is measured by a function without parameters that returns what it took. The engine is stopped and all caches are
-dropped before. What is prepared once (a data root, a seed device, a store of podman's) is made by a context manager,
-outside of the time.
+Each is measured by a function without parameters that returns the time it took. Before that the engine is stopped and
+all caches are dropped. Whatever is prepared once (a data root, a seed device, a podman store) is made by a context
+manager, outside the measured time.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tests.support.stores.seeds import Baked, Node, node
 
 ROUNDS = 3
 ARCHIVE = "/opt/preloaded_docker_images.tar"
-# What a Debian root needs for the ways that aren't the engine's own. crun, which comes with podman, refuses a host that
-# has both versions of control groups.
+# What a Debian root needs for the ways that don't use the engine. crun, which comes with podman, refuses to run on a
+# host that has both versions of control groups.
 PACKAGES = ("btrfs-progs", "podman", "runc")
 _PODMAN = ("podman", "--runtime", "runc", "--cgroup-manager", "cgroupfs", "--storage-driver", "overlay")
 
 
 @dataclass(frozen=True)
 class Took:
-    """Seconds: until the disk had the image, and until the container ran, the daemon's start included."""
+    """Seconds until the disk had the image, and until the container ran, including the daemon's start."""
 
     fill: float
     total: float
@@ -44,7 +44,7 @@ Then = Callable[[Node, Any], None]
 
 
 def ours(lab: Lab, baked: Baked, then: Then | None = None) -> Took:
-    """``node-agent seed``, the whole process."""
+    """Run ``node-agent seed``; time the whole process."""
 
     def seed(here: Node) -> None:
         section = here.seed()
@@ -55,7 +55,7 @@ def ours(lab: Lab, baked: Baked, then: Then | None = None) -> Took:
 
 
 def loaded(lab: Lab, baked: Baked, then: Then | None = None) -> Took:
-    """``docker image load`` or ``ctr images import`` of the archive, which needs the daemon."""
+    """Run ``docker image load`` or ``ctr images import`` on the archive, which needs the daemon."""
     command = {
         "docker": ["docker", "image", "load", "--quiet", "--input", ARCHIVE],
         "containerd": ["ctr", "-n", "k8s.io", "images", "import", ARCHIVE],
@@ -66,7 +66,7 @@ def loaded(lab: Lab, baked: Baked, then: Then | None = None) -> Took:
 
 @contextmanager
 def copied(lab: Lab, baked: Baked, _programs: Path) -> Iterator[Way]:
-    """``cp -a`` of a populated data root. Nothing waits until it is on the disk."""
+    """Copy a populated data root with ``cp -a``, without waiting until it is on the disk."""
 
     def way() -> Took:
         with _blank_node(lab, baked) as here:
@@ -79,7 +79,7 @@ def copied(lab: Lab, baked: Baked, _programs: Path) -> Iterator[Way]:
 
 @contextmanager
 def in_place(lab: Lab, baked: Baked, _programs: Path) -> Iterator[Way]:
-    """A populated data root on the OS disk; there is no local disk."""
+    """Use a populated data root on the OS disk; there is no local disk."""
     folder = lab.folder("os")
     data = folder / "data"
 
@@ -96,7 +96,7 @@ def in_place(lab: Lab, baked: Baked, _programs: Path) -> Iterator[Way]:
 
 @contextmanager
 def btrfs_seed(lab: Lab, baked: Baked, programs: Path) -> Iterator[Way]:
-    """A populated data root as btrfs' seed device, to which the blank disk is added."""
+    """Use a populated data root as a btrfs seed device, to which the blank disk is added."""
     folder, tree = lab.folder("btrfs"), lab.folder("tree")
     baked.state.rename(tree / "data")
     try:
@@ -120,7 +120,7 @@ def _sprout(lab: Lab, baked: Baked, root: Root, seed: Path) -> Took:
     def fill(_: Node) -> None:
         process.run(["mount", "-t", "btrfs", "-o", "ro", old, where])
         root.run(["btrfs", "device", "add", "-f", new, "/mnt/disk"])
-        # Mounted again, not remounted: the manual warns that this leaks space.
+        # Unmount and mount again: the manual warns that a remount leaks space.
         process.run(["umount", where])
         process.run(["mount", "-t", "btrfs", "-o", f"device={old}", new, where])
 
@@ -138,7 +138,7 @@ def _sprout(lab: Lab, baked: Baked, root: Root, seed: Path) -> Took:
 
 @contextmanager
 def additional_store(lab: Lab, baked: Baked, programs: Path) -> Iterator[Way]:
-    """Podman with an additional image store on the OS disk; there is no daemon."""
+    """Use podman with an additional image store on the OS disk; there is no daemon."""
     store = lab.folder("store")
     image = baked.images[0]
 
@@ -185,7 +185,7 @@ def _podman_root(lab: Lab, programs: Path, binds: dict[str, Path]) -> Iterator[R
     ):
         (root.path / "var/tmp").mkdir(parents=True, exist_ok=True)
         yield root
-        # What podman leaves cleans up behind its back, and holds the root's /dev.
+        # Processes that podman leaves behind still clean up in the background, and keep the root's /dev busy.
         last = ["pgrep", "--exact", "conmon|podman|runc|pause"]
         assert wait_until(lambda: process.run(last, ok=(0, 1)).returncode == 1), "podman's programs don't end"
 
@@ -211,7 +211,7 @@ def _blank_node(lab: Lab, baked: Baked) -> Iterator[Node]:
 
 
 def _gigabytes(baked: Baked) -> float:
-    """Return the size of a local disk. Loading takes the layers twice; what isn't written takes no room."""
+    """Return the size of a local disk. Loading needs room for the layers twice; unwritten space takes no room."""
     return 1 + 4 * _bytes(baked) / 1e9
 
 
@@ -227,7 +227,7 @@ def _run(
     load: Callable[[], object] = lambda: None,
     then: Then | None = None,
 ) -> Took:
-    """Fill the disk, start the engine, let it load, run a container, and ``then``."""
+    """Fill the disk, start the engine, let it load, run a container, and call ``then``."""
     wanted: LockedImage = baked.images[0]
     drop_caches()
     started = time.monotonic()
@@ -244,7 +244,7 @@ def _run(
 
 
 def in_turn(**ways: Way) -> dict[str, Took]:
-    """Measure all ways back to back, as often as there are rounds; return the medians of each."""
+    """Measure all ways back to back, once per round; return the medians of each."""
     found: dict[str, list[Took]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():

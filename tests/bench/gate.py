@@ -1,16 +1,17 @@
-"""Count what a pool of thousands asks of the API server, by the server's own audit log.
+"""Count the requests that a pool of thousands of nodes sends to the API server, from the server's own audit log.
 
     .venv/bin/python tests/bench/gate.py [--nodes 7500] [--json]
 
-Every node is simulated with an identity of its own, and reports by the agent's own client; the API server, etcd and the
-controller are real. Two transitions of each node are counted: it registers and is let in; it was started again (its
-kubelet tells another boot id), is gated, reports, and is let in again. What a kubelet asks anyway (registering,
-telling its boot id) is not counted. Goal: at most 2 requests a node a transition. Leaving jitter and rate limit out,
-the seconds say how fast an API server on this machine takes it, and nothing about a real one.
+Every node is simulated with an identity of its own, and reports through the agent's own client; the API server, etcd
+and the controller are real. Two transitions of each node are counted: it registers and is admitted; it is rebooted (its
+kubelet reports another boot id), is gated, reports, and is admitted again. Requests that a kubelet sends anyway
+(registering, reporting its boot id) aren't counted. Goal: at most 2 requests per node and transition. Without jitter
+and rate limit, the seconds show how fast an API server on this machine handles the load; they say nothing about a real
+one.
 
-At the end the waves of a pool read the control plane (image_builder/pool/steps/control_plane.py): seconds of a
-reading, and the nodes' part of it in bytes beside what the nodes themselves are. Real ones have annotations and
-lists of images besides, which would be in the other figure alone.
+At the end the control plane is read as the waves of a pool do (image_builder/pool/steps/control_plane.py): the seconds
+of one reading, and the size of its part about the nodes, compared with that of the complete nodes. Real nodes also have
+annotations and lists of images, which would only add to the latter figure.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CONTROLLER, AGENT = "gate-bench", "node-agent"
 
 
 def report(cluster: Cluster, name: str, kubeconfig: Path, boot: str) -> None:
-    """Say what a node's agent says after a boot that passed."""
+    """Report what a node's agent reports after a boot that passed."""
     found = {"boot_id": boot, "image_build": "b" * 64, "state": model.PASSED, "seconds": 41.0, "code": ""}
     with Client.from_kubeconfig(kubeconfig) as client:
         client.patch_condition(
@@ -64,16 +65,16 @@ class Pool:
         self.boots: dict[str, str] = {}
 
     def each(self, work: Callable[[Sequence[str]], None]) -> None:
-        """Do something for all nodes, in a few threads."""
+        """Process all nodes, in a few threads."""
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(work, [self.names[start::THREADS] for start in range(THREADS)]))
 
     def start(self, *, known: bool) -> None:
-        """Let all kubelets say that their nodes were started."""
+        """Let all kubelets report that their nodes have booted."""
         self.boots = {name: str(uuid.uuid4()) for name in self.names}
 
         def work(names: Sequence[str]) -> None:
-            # An administrator's connection in place of thousands of kubelets': not what is counted.
+            # One administrator's connection replaces those of thousands of kubelets: these requests aren't counted.
             with Client.from_kubeconfig(self.admin, agent="kubelet") as client:
                 for name in names:
                     (become_ready if known else register)(client, name, self.boots[name])
@@ -88,7 +89,7 @@ class Pool:
         self.each(work)
 
     def settle(self, controller: Controller, *, out: int) -> None:
-        """Wait until so many nodes have the taint, by what the controller was told."""
+        """Wait until the controller sees the given number of nodes with the taint."""
 
         def there() -> bool:
             nodes = list(controller.informer.objects.values())
@@ -130,7 +131,7 @@ def measure(count: int) -> dict[str, float]:
     return {
         "nodes": count,
         "requests_a_node_registered_and_let_in": after_first[0] / count,
-        # Two transitions: gated again, and let in again.
+        # Two transitions: gated again, and admitted again.
         "requests_a_node_a_transition_after_a_reboot": (after_second[0] - after_first[0]) / count / 2,
         "largest": max(after_first[0] / count, (after_second[0] - after_first[0]) / count / 2),
         "lists_and_watches": after_second[1],
@@ -141,7 +142,7 @@ def measure(count: int) -> dict[str, float]:
 
 
 def _read(kubeconfig: Path) -> dict[str, float]:
-    """Read the control plane as the waves of a pool do."""
+    """Time a reading of the control plane as the waves of a pool do it."""
     with closing(Kubernetes(kubeconfig)) as plane:
         plane.read()
         began = time.monotonic()
@@ -154,7 +155,7 @@ def _read(kubeconfig: Path) -> dict[str, float]:
 
 
 def _counted(cluster: Cluster) -> tuple[int, int, int]:
-    """Return the requests that are of a node, those for all nodes, and those of the lease."""
+    """Return the number of requests for single nodes, for all nodes, and for the lease."""
     agents = cluster.requests(agent=AGENT)
     gate = cluster.requests(agent=CONTROLLER)
     leases = sum(number for (_, resource), number in gate.items() if resource == "leases")

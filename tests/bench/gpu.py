@@ -1,22 +1,22 @@
-"""How near the GPU smoke test comes to what a GPU can do, and whether it catches what goes wrong.
+"""How close the GPU smoke test gets to what a GPU can do, and whether it catches faults.
 
     .venv/bin/python tests/bench/gpu.py [--rounds N] [--json]
     python3 tests/bench/gpu.py --first-contact OUT | --propose OUT | --pack FILE
 
-``--first-contact`` learns all that a machine with GPUs can teach in nine minutes; it needs Python 3.11 and the driver
-(``first_contact``; more options: ``--first-contact --help``). What follows is about the first line.
+``--first-contact`` learns in nine minutes all that a machine with GPUs can teach; it needs Python 3.11 and the driver
+(``first_contact``; more options: ``--first-contact --help``). The rest of this text is about the first command line.
 
-Needs a GPU and its driver; where there is none it says so, measures nothing and ends with 4. Everything is measured
-on the first GPU that CUDA shows, in one run, beside the GPU's own ceiling.
+Needs a GPU and its driver; without them it says so, measures nothing and exits with 4. Everything is measured
+on the first GPU that CUDA lists, in one run, and compared with the GPU's own ceiling.
 
     hbm_ratio          bw.hbm / a device-to-device copy by the driver of the same size; goal >= 0.85
     h2d_ratio          bw.h2d / a pinned copy of 1 GiB; goal >= 0.9
     d2h_ratio          likewise, to the host; goal >= 0.9
-    mma_ratio          perf.mma / cuBLAS's product of fp16 matrices, 8192 by 8192; goal >= 0.5. Left out, and said so,
-                       where libcublas is not found
+    mma_ratio          perf.mma / cuBLAS's product of fp16 matrices, 8192 by 8192; goal >= 0.5. Left out, with a note,
+                       if libcublas isn't found
     boot_quick_seconds the workers of `boot-quick`, all GPUs; goal <= 30
-    caught_KIND        of `--rounds` runs each: a corrupted result, memory and copy, a crashed and a killed worker, a
-                       hung kernel; goal: all
+    caught_KIND        how many of `--rounds` runs each were caught: a corrupted result, memory and copy, a crashed and
+                       a killed worker, a hung kernel; goal: all
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from image_builder.node.errors import NodeError  # noqa: E402
 from image_builder.node.gpu.model import Tier, Worker  # noqa: E402
 from image_builder.node.gpu.smoke import bandwidth, cuda, fleet, known_answer, program, tensor  # noqa: E402
 
-NO_GPU = 4  # the smoke test's own status for what this machine can't do
+NO_GPU = 4  # the smoke test's own status for a machine that can't run it
 COPIES = 20
 LARGE = 1 << 30
 SIDE = 8192
@@ -59,7 +59,7 @@ GOALS = {
     "mma_ratio": (">=", 0.5),
     "boot_quick_seconds": ("<=", 30.0),
 }
-# What must be seen of each kind of drill.
+# What must be detected for each kind of drill.
 CAUGHT: dict[str, Callable[[Worker], bool]] = {
     "result": lambda worker: _failed(worker) >= {"kat.int", "kat.ffma", "kat.dfma", "det.fp32", "kat.mma"},
     "memory": lambda worker: "mem.pattern" in _failed(worker),
@@ -79,7 +79,7 @@ def _failed(worker: Worker) -> set[str]:
 
 
 def speeds(device: cuda.Device, large: int = LARGE) -> Report:
-    """Measure ours and the ceiling of each copy, in GB/s; the pinned one of ``large`` bytes."""
+    """Measure our rate and the ceiling of each copy, in GB/s; the pinned copies are of ``large`` bytes."""
     ours = {
         "hbm": bandwidth.hbm(device, 1, COPIES),
         "h2d": bandwidth.to_device(device, 1, COPIES, size=min(bandwidth.LINK_BYTES, large)),
@@ -163,7 +163,7 @@ def _product(device: cuda.Device, library: ctypes.CDLL) -> float:
     unit, nothing = ctypes.c_float(1), ctypes.c_float(0)
     side = ctypes.c_int(SIDE)
     with _memory(device, size, size, size) as (a, b, c):
-        # fp16 numbers between 1 and 2: as many bits change as with any others.
+        # fp16 numbers between 1 and 2: as many bits toggle as with any others.
         row = b"".join((0x3C00 | n * 37 % 1024).to_bytes(2, "little") for n in range(SIDE))
         for address in (a, b):
             device.upload(address, row * SIDE)
@@ -188,11 +188,11 @@ def _done(function: str, status: int) -> None:
         raise RuntimeError(f"{function}: status {status}")
 
 
-# -- the whole, and what goes wrong ----------------------------------------------------------------------------
+# -- the complete run, and drills ------------------------------------------------------------------------------
 
 
 def boot_quick(uuids: Sequence[str]) -> Report:
-    """Run all workers as at boot; each must end well."""
+    """Run all workers as at boot; raise RuntimeError unless each succeeds."""
     began = time.monotonic()
     workers = fleet.run(uuids, "boot-quick", 1, DEADLINE)
     seconds = time.monotonic() - began
@@ -207,7 +207,7 @@ def boot_quick(uuids: Sequence[str]) -> Report:
 
 
 def drills(uuid: str, rounds: int) -> Report:
-    """Let each kind of thing go wrong so many times; count how often it was caught."""
+    """Cause each kind of fault ``rounds`` times; count how often it was caught."""
     report: Report = {}
     for kind, is_caught in CAUGHT.items():
         deadline = HUNG_DEADLINE if kind == "hang" else DEADLINE
@@ -225,7 +225,7 @@ def drill(
     command: fleet.Argv = program.worker_argv,
     kill_after: float = KILL_AFTER_SECONDS,
 ) -> Worker:
-    """Let one kind of thing go wrong in a GPU's worker; return what became of it."""
+    """Cause one kind of fault in a GPU's worker; return the worker's result."""
 
     def argv(gpu: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
         more = [] if kind == "killed" else ["--drill", kind]
@@ -237,7 +237,7 @@ def drill(
 
 
 def _kill_workers(uuid: str) -> None:
-    """Kill this process's worker for a GPU from outside, as the kernel does where memory runs out."""
+    """Kill this process's worker for a GPU from outside, as the kernel does when memory runs out."""
     for task in Path("/proc/self/task").iterdir():
         for pid in (task / "children").read_text().split():
             if uuid in Path("/proc", pid, "cmdline").read_text():
@@ -248,7 +248,7 @@ def _kill_workers(uuid: str) -> None:
 
 
 def find() -> tuple[cuda.Driver, list[cuda.Device]]:
-    """Return the driver and its GPUs. Raises NodeError where there is none."""
+    """Return the driver and its GPUs. Raises NodeError if there is none."""
     driver = cuda.Driver()
     devices = cuda.devices(driver)
     if not devices:

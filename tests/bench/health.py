@@ -1,14 +1,14 @@
-"""What a look at the node's health costs: the archive as the node compiles and starts it, with every check due.
+"""The cost of a node health check: the archive as the node compiles and starts it, with every check due.
 
     .venv/bin/python tests/bench/health.py [--json]
 
-Needs root: `node-agent health` runs in a namespace of its own, where its settings and results are. There are a
+Needs root: `node-agent health` runs in a namespace of its own, where its settings and results are. There is a
 registry that answers, the metadata service's recorded answer, the kernel's whole log, and, in every second run,
-something to tell an API server, over TLS. No GPU: what NVML costs is not in these figures.
+something to report to an API server, over TLS. There is no GPU: the cost of NVML isn't in these figures.
 
-    cpu_ratio      processor seconds of a run / the timer's 60 seconds, the dearest of the runs, goal <= 0.01
-    memory_ratio   the most memory that a run had / 30 MB, goal <= 1
-    start_ratio    processor seconds of the cheapest run / those of `python3 -I -c pass`, no goal
+    cpu_ratio      CPU seconds of a run / the timer's 60 seconds, for the most expensive run, goal <= 0.01
+    memory_ratio   the peak memory of all runs / 30 MB, goal <= 1
+    start_ratio    CPU seconds of the cheapest run / those of `python3 -I -c pass`, no goal
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.support.servers import running  # noqa: E402
 INTERVAL_SECONDS, MEMORY_BYTES = 60.0, 30_000_000
 RUNS = 10
 _GOALS = {"cpu_ratio": 0.01, "memory_ratio": 1.0}
-# As Microsoft's documentation shows it for a machine that is about to be taken away.
+# As in Microsoft's documentation, for a machine that is about to be preempted.
 EVENTS = (
     b'{"DocumentIncarnation":1,"Events":[{"EventId":"A123BC45-1234-5678-AB90-ABCDEF123456","EventStatus":"Scheduled",'
     b'"EventType":"Preempt","ResourceType":"VirtualMachine","Resources":["myspotvm"],'
@@ -67,7 +67,7 @@ class Metadata(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(certificate: Certificate | None = None) -> Iterator[int]:
-    """Answer as the metadata service and, with a certificate, as an API server; yields the port."""
+    """Answer as the metadata service or, with a certificate, as an API server; yield the port."""
     server = HTTPServer(("127.0.0.1", 0), Metadata)
     if certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -78,7 +78,7 @@ def serving(certificate: Certificate | None = None) -> Iterator[int]:
 
 
 def run(argv: list[str]) -> float:
-    """Run a program; return its processor seconds, children included."""
+    """Run a program; return its CPU seconds, including its children's."""
     pid = os.posix_spawn(argv[0], argv, {"PATH": "/usr/bin", "LC_ALL": "C.UTF-8"})
     _, status, used = os.wait4(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0, argv
@@ -86,16 +86,16 @@ def run(argv: list[str]) -> float:
 
 
 def peak(metrics: Path) -> int:
-    """Return what a run says of its memory, in bytes.
+    """Return the peak memory that a run reports, in bytes.
 
-    What wait4(2) says includes the memory of the process that started it, this benchmark.
+    The value from wait4(2) would include the memory of the process that started it, this benchmark.
     """
     text = (metrics / "node_health.prom").read_text()
     return int(text.partition("\nnode_health_run_peak_memory_bytes ")[2].split()[0])
 
 
 def isolate(place: Path) -> None:
-    """Give this namespace an /etc and a /run of its own, and the kernel's log, which its /dev has not."""
+    """Give this namespace its own /etc and /run, and the kernel's log, which its /dev lacks."""
     mounts.mount("tmpfs", "/run", "tmpfs")
     for name in ("upper", "work"):
         (Path("/run") / name).mkdir()
@@ -106,7 +106,7 @@ def isolate(place: Path) -> None:
 
 
 def measure_runs(place: Path) -> list[tuple[float, int]]:
-    """Run the agent; returns processor seconds and bytes of each run."""
+    """Run the agent; return the CPU seconds and peak memory in bytes of each run."""
     isolate(place)
     interpreter, agent = os.path.realpath(sys.executable), place / "node-agent"
     agent.write_bytes(zipapp.compiled(zipapp.archive()))
@@ -126,7 +126,7 @@ def measure_runs(place: Path) -> list[tuple[float, int]]:
         }
         Path("/etc/node-agent/health.json").write_text(json.dumps(settings))
         for number in range(RUNS):
-            # Every second run knows nothing: it reads the whole log, and has something to tell.
+            # Every second run has no saved state: it reads the whole log, and has something to report.
             if number % 2:
                 Path("/run/node/health-state.json").unlink()
             seconds = run([interpreter, "-I", str(agent), "health"])
@@ -144,7 +144,7 @@ def measure() -> dict[str, Any]:
         place = Path(folder)
 
         def work() -> int:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the agent says
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard the agent's output
             (place / "runs.json").write_text(json.dumps(measure_runs(place)))
             return 0
 

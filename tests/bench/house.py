@@ -1,15 +1,15 @@
-"""The house in figures: where modules are, who imports whom, how much there is, and how it reads.
+"""The codebase in figures: where modules are, which imports which, how much code there is, and how it reads.
 
     .venv/bin/python tests/bench/house.py [--json]
 
 root_modules     modules at the root of image_builder, goal <= 8
 layers           layers of the import contract between packages, goal <= 9
-ignored_imports  imports that this contract excuses, goal 0; other contracts have their own lists
+ignored_imports  imports that this contract ignores, goal 0; other contracts have their own lists
 import_circles   groups of modules that import each other, goal 0; imports for type checking don't count
 python_files     Python files of image_builder without the suite, goal <= 220
 python_lines     their lines, goal <= 46,200: 40,000 and what trust added (from 45,989 to 52,189)
-suite_lines      the lines of the suite, which is counted apart
-vague_share      variables, fields and parameters whose name says how a value came to be, goal <= 0.01
+suite_lines      the lines of the suite, which is counted separately
+vague_share      variables, fields and parameters whose name says how the value was obtained, goal <= 0.01
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def lines(paths: Iterator[Path]) -> tuple[int, int]:
 
 
 def figures() -> dict[str, float]:
-    """Return each figure by its name."""
+    """Return the figures by name."""
     contract = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
     graph = grimp.build_graph("image_builder", exclude_type_checking_imports=True, cache_dir=None)
     suite = PACKAGE / "suite"
@@ -76,7 +76,7 @@ def figures() -> dict[str, float]:
 
 
 def main() -> int:
-    """Print the figures; return 1 where one misses its goal."""
+    """Print the figures; return 1 if one misses its goal."""
     measured = figures()
     if "--json" in sys.argv[1:]:
         print(json.dumps(measured))

@@ -1,6 +1,6 @@
-"""What verifying, bootstrapping and resuming on real hosts take, for the bench: ``tests/bench/pools.py``.
+"""Measurements of verifying, bootstrapping and resuming on real hosts, for the benchmark ``tests/bench/pools.py``.
 
-The hosts are those of fleet.py: their sshds, and all that the checks run there, share the processors with who asks.
+The hosts are those of fleet.py: their sshds, and all that the checks run there, share the processors with the client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.pools.rollouts import (
     write_plan,
 )
 
-# Files of checks some of which can't hold on hosts that have not booted.
+# Files with checks that can't all pass on hosts that haven't booted.
 NOT_BOOTED = frozenset(
     f"test_{name}.py"
     for name in (
@@ -44,19 +44,19 @@ NOT_BOOTED = frozenset(
 )
 _NEVER = "#!/bin/sh\nexit 1\n"
 _ROUNDS = 5
-# Hosts beside one and all, to see what each further one costs.
+# A number of hosts between one and all, to see the cost of each additional one.
 _SOME = 8
-# These hosts have no init: who reaps what a check leaves behind, and when, is chance.
+# These hosts have no init: when the processes that a check leaves behind are reaped, and by which process, is chance.
 _OF_AN_INIT = "test_boot.py::test_no_zombies"
 _JOIN_SECONDS = 20
-# The stand-in's: more than the real agent takes without emulation, which is about a second and a half.
+# For the stand-in: more than the real agent takes without emulation, which is about a second and a half.
 _BAKED_JOIN_SECONDS = 2
 
 
 def be_quick(pool: Fleet, numbers: Iterable[int]) -> None:
-    """Let hosts say at once that they never joined, and that cloud-init is not done: they have not booted.
+    """Make hosts report at once that they never joined and that cloud-init isn't done: they haven't booted.
 
-    Its client would wait for that for minutes.
+    The real cloud-init command would wait for minutes.
     """
     numbers = list(numbers)
     install(pool, numbers, _NEVER)
@@ -65,7 +65,7 @@ def be_quick(pool: Fleet, numbers: Iterable[int]) -> None:
 
 
 class Took(NamedTuple):
-    """Seconds of a run: on the clock, of a processor where it was asked from, and of one for all hosts."""
+    """Seconds of a run: wall-clock time, CPU time of the client, and CPU time of all hosts."""
 
     wall: float
     client: float
@@ -73,10 +73,10 @@ class Took(NamedTuple):
 
 
 def verify(place: Workplace, folder: Path, count: int) -> dict[str, Any]:
-    """Time `pool verify`, the whole command with the real suite, on one host, on some, and on so many.
+    """Time `pool verify`, the whole command with the real suite, on one host, on some, and on ``count``.
 
-    The ratio is the median of those of some rounds: in each, one host is verified right before and right after all,
-    since what a machine does in a second may differ by half from one minute to the next.
+    The ratio is the median of several rounds: in each, one host is verified right before and right after all of them,
+    since a machine's speed may differ by half from one minute to the next.
     """
     rounds: list[dict[int, list[Took]]] = []
     with fleet(place, folder, count) as pool:
@@ -116,14 +116,14 @@ def _middle(runs: Sequence[Took]) -> Took:
 
 
 def _verify(pool: Fleet, facts: Path, work: Path, hosts: int) -> tuple[Took, int]:
-    """Verify the first hosts of a fleet; return what that took, and the number of checks on each."""
+    """Verify the first hosts of a fleet; return the time that took, and the number of checks on each."""
     login = ("--user", USER, "--key", pool.key, "--known-hosts", pool.pinned.path)
     plan = write_plan(pool, work, range(hosts), POLICY)
     before, began = (_of_children(), pool.cpu_seconds()), time.monotonic()
     done = command("verify", plan, *login, "--facts", facts, "--reports", work / "r", "--json")
     wall = time.monotonic() - began
     seconds = Took(wall, _of_children() - before[0], pool.cpu_seconds() - before[1])
-    # Some checks fail on hosts that have not booted: the same on each.
+    # Some checks fail on hosts that haven't booted, the same ones on each.
     assert json.loads(done.stdout)["counts"]["failed"] == hosts, done.stderr
     figures = {
         tuple(
@@ -143,10 +143,10 @@ def _of_children() -> float:
 
 
 def resume(place: Workplace, folder: Path, count: int) -> dict[str, Any]:
-    """Time a rollout that nobody disturbs, and one whose driver is killed when half of its hosts have joined.
+    """Time an undisturbed rollout, and one whose driver is killed when half of its hosts have joined.
 
-    A host takes 20 s to join, as the stand-in for its agent does. ``resume_overhead`` is how much longer both parts
-    of the killed one took, as a share of the other.
+    A host takes 20 s to join, since the stand-in for its agent does. ``resume_overhead`` is how much longer both parts
+    of the killed rollout took together, as a share of the undisturbed one.
     """
     policy = {"waves": ["25%", "100%"], "verify": "100%"}
     agent = f"seconds={_JOIN_SECONDS}\n"
@@ -177,10 +177,10 @@ def resume(place: Workplace, folder: Path, count: int) -> dict[str, Any]:
 
 
 def bootstrap(place: Workplace, folder: Path, count: int) -> dict[str, Any]:
-    """Time a rollout of hosts with the image, and the push of the same layers to as many with its base alone.
+    """Time a rollout of hosts with the image, and the push of the same layers to as many hosts with only its base.
 
-    The rollout is one slice, with all that goes with it: hosts are probed, told to join, waited for, and one check runs
-    on each. The push has no join after it. Afterwards the pushed hosts have what the image has.
+    The rollout is one slice, with all its steps: hosts are probed, told to join, waited for, and one check runs on
+    each. The push isn't followed by a join. Afterwards the pushed hosts must match the image.
     """
     for name in ("baked", "pushed"):
         (folder / name).mkdir()
@@ -188,7 +188,7 @@ def bootstrap(place: Workplace, folder: Path, count: int) -> dict[str, Any]:
     with pushed.plain_hosts(place, folder / "pushed", count, definition) as pool:
         plain = pushed.push(pool, folder / "pushed", definition)
         states = [pushed.what_is_there(pool, number) for number in range(count)]
-    # As the roles have left it: what sealing does to an image is nothing that they push.
+    # The tree as the roles left it: the roles don't push what sealing does to an image.
     with fleet(place, folder / "baked", count, trees=place.trees("system")) as pool:
         baked = _roll_out(pool, folder / "baked", count)
         image = pushed.what_is_there(pool, 0)
@@ -203,10 +203,10 @@ def bootstrap(place: Workplace, folder: Path, count: int) -> dict[str, Any]:
 
 
 def _roll_out(pool: Fleet, folder: Path, count: int) -> float:
-    """Bring all hosts up in one slice; return the seconds that took."""
+    """Bring up all hosts in one slice; return the seconds that took."""
     numbers = range(count)
     install(pool, numbers)
-    # Each host a canary: one wave, and no host is waited for before the others may begin.
+    # Each host is a canary: there is one wave, and no host has to wait for another.
     policy = {"canaries": count}
     agent = f"seconds={_BAKED_JOIN_SECONDS}\n"
     rollout = make(pool, folder, numbers, policy=policy, agent=agent, sound=numbers, check=JOINED)

@@ -1,44 +1,44 @@
-"""How long a rollout of 7,500 hosts takes to plan, and what such a rollout comes to.
+"""How long a rollout of 7,500 hosts takes to plan, and the figures of such a rollout.
 
     .venv/bin/python tests/bench/pools.py [--hosts 7500] [--real 200] [--verified 60] [--resumed 24]
         [--bootstrapped 8] [--rejoined 5] [--only probe|verify|resume|bootstrap|rejoin] [--json]
 
-The inventory is made here (75 scale sets of 100 hosts), each measurement has a process of its own. As root it also
-reaches real hosts (tests/support/pools/fleet.py: an sshd in a network namespace each), ours and Ansible in turn, and
-lets a node join; it needs the small image and `worker_join`, which it builds when they aren't there. The hosts' sshds
-run on the same processors, which both pay for.
+The inventory is generated here (75 scale sets of 100 hosts), and each measurement has a process of its own. As root it
+also reaches real hosts (tests/support/pools/fleet.py: each an sshd in a network namespace) with our program and Ansible
+in turn, and lets a node join; it needs the small image and `worker_join`, which it builds if they don't exist. The
+hosts' sshds run on the same processors, which slows down both.
 
     plan_seconds     `pool plan` of all hosts, the whole command, goal <= 10
     plan_gib         its largest resident size, goal <= 1
-    plan_ratio       CPU seconds of `pool plan` / of reading the same inventory and each host's variables by
+    plan_ratio       CPU seconds of `pool plan` / of reading the same inventory and each host's variables through
                      Ansible's own API
     probe_ratio      wall time to connect to each real host, log in and run one command / of `ansible -m raw -f 50`
-                     on the same ones (both check pinned host keys; Ansible without ControlPersist, which costs
-                     time and does nothing for one command), goal <= 0.5
+                     on the same hosts (both check pinned host keys; Ansible without ControlPersist, which costs
+                     time and is useless for a single command), goal <= 0.5
     verify_ratio     `pool verify`, the whole command with the real suite of the small image: wall time on 60 hosts /
                      on one of them, goal <= 12; the median of some rounds, in each of which one host is verified before
-                     and after all. The hosts' side of it, most of the work, is on the same processors; `verify_runs`
-                     has the seconds of a processor of both sides, for 1, 8 and 60 hosts. Checks of
-                     what only a booted machine has fail, on each host the same ones
-    resume_overhead  how much longer a rollout takes whose driver is killed halfway and resumed than one that is not,
-                     as a share of that; joining takes 20 s on each host; goal <= 0.1
+                     and after all of them. The hosts' share, most of the work, runs on the same processors;
+                     `verify_runs` has the CPU seconds of both sides, for 1, 8 and 60 hosts. Checks that need a booted
+                     machine fail, the same ones on each host
+    resume_overhead  how much longer a rollout takes if its driver is killed halfway and resumed, as a share of one
+                     that isn't killed; joining takes 20 s on each host; goal <= 0.1
     bootstrap_ratio  wall time until 8 hosts with the small image have joined / until the playbooks of the same image
-                     were pushed by Ansible to 8 hosts that have its base alone, goal <= 0.3. Ours is a whole run of
+                     were pushed by Ansible to 8 hosts that have only its base, goal <= 0.3. Ours is a whole run of
                      one slice, with its probe and one check on each host; the agent is a stand-in that takes 2 s to
                      join. The push is one ansible-playbook with a fork for each host, pipelined, connections kept
-                     open. Not in its time, all in its favour: downloads (each host has the packages, their index
-                     read), a disk (memory, without fsync), sshd and sudo (there already), starting services and a
-                     reboot into the kernel (the hosts have not booted), the join. Afterwards all hosts have the same
-                     packages, files of the roles, kernel and enabled units
+                     open. Excluded from its time, all in its favor: downloads (each host has the packages, with
+                     their index read), a disk (memory, without fsync), sshd and sudo (already installed), starting
+                     services and a reboot into the kernel (the hosts haven't booted), the join. Afterwards all hosts
+                     have the same packages, files of the roles, kernel and enabled units
     rejoin_seconds   `node-agent join` on a node that has joined, the slowest of five runs of the agent of `worker_join`
-                     in that image's own tree with its own Docker (tests/bench/rejoin.py), beside the first one, which
-                     waits for a certificate; nothing is emulated, and nothing else of a booted machine runs beside
-                     it; goal <= 10
-    rejoin_changed   files that these runs changed of what the node has written (bytes, mode, inode, times), beside
-                     those that the first one did, goal 0
+                     in that image's own tree with its own Docker (tests/bench/rejoin.py), compared with the first one,
+                     which waits for a certificate; nothing is emulated, and nothing else of a booted machine runs at
+                     the same time; goal <= 10
+    rejoin_changed   files written by the node that these runs changed (bytes, mode, inode, times), compared with
+                     those that the first one changed, goal 0
 
-Below it: the arithmetic of such a rollout, by hand and by driving it in simulated time (tests/unit/pool/simulation.py;
-no real host or control plane is part of these figures).
+After that: the arithmetic of such a rollout, by hand and by driving it in simulated time
+(tests/unit/pool/simulation.py; no real host or control plane is part of these figures).
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ _GOALS = {
     "rejoin_seconds": 10.0,
     "rejoin_changed": 0.0,
 }
-# Of the ratios in the table.
+# Limits for the ratios in the table.
 _LIMITS = {
     "probe_seconds": 0.5,
     "verify_many_seconds": 6.0,
     "resume_killed_seconds": 1.1,
     "bootstrap_baked_seconds": 0.3,
 }
-_PROBES = 3  # each: the fewest seconds of so many runs count
+_PROBES = 3  # runs of each; the fastest counts
 _IMAGE_BYTES, _REGISTRY_BITS = 17e9, 100e9
 _LEASE_SECONDS, _STATUS_SECONDS = 10, 300
 _READ = """
@@ -115,7 +115,7 @@ class Took(NamedTuple):
 
 
 def write_inventory(folder: Path, count: int) -> Path:
-    """Write an inventory of so many hosts; return it."""
+    """Write an inventory of ``count`` hosts; return its path."""
     lines, current = ["all: {children: {pools: {children: {"], ""
     for host in make_hosts(count):
         if host.scale_set != current:
@@ -131,7 +131,7 @@ def write_inventory(folder: Path, count: int) -> Path:
 
 
 def child(argv: list[str], **extra: str) -> Took:
-    """Run this Python in a process of its own; what its children use counts too."""
+    """Run this Python in a process of its own; the resources that its children use count too."""
     started = time.monotonic()
     environment = os.environ | {"PYTHONPATH": str(REPO)} | extra
     process = subprocess.Popen([sys.executable, *argv], stdout=subprocess.DEVNULL, env=environment)
@@ -162,7 +162,7 @@ def measure(count: int) -> dict[str, Any]:
 
 
 def probe(count: int) -> dict[str, Any]:
-    """Reach so many real hosts, by turns with ours and with Ansible."""
+    """Reach ``count`` real hosts, alternately with our program and with Ansible."""
     with tempfile.TemporaryDirectory() as folder:
         place = Workplace(DEFAULT_STORE, Path(folder) / "images", "minimal")
         assert place.build().status == 0
@@ -205,7 +205,7 @@ def probe(count: int) -> dict[str, Any]:
 
 
 def real(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure with real hosts what was asked for."""
+    """Run the requested measurements on real hosts."""
     found: dict[str, Any] = {}
     if options.only in (None, "probe"):
         found |= probe(options.real)
@@ -230,11 +230,11 @@ def judge(found: Mapping[str, Any]) -> int:
 
 
 def by_hand(count: int, policy: Policy) -> list[tuple[str, str]]:
-    """Return what a rollout comes to, by arithmetic over its plan alone."""
+    """Return the figures of a rollout, by arithmetic from its plan only."""
     plan = make(count, policy)
     waves = plan.waves
     early, late = waves[:3], waves[3:]
-    # A wave lasts until its last join slot, and then for as long as the slowest twentieth takes.
+    # A wave lasts until its last join slot, plus the time that the slowest twentieth takes.
     lasts = [len(wave.hosts) / policy.join_rate + 60 for wave in waves]
     clock = sum(max(s + w.soak_seconds, w.cadence_seconds) for s, w in zip(lasts[:-1], waves, strict=False))
     largest = max(len(wave.hosts) for wave in waves)
@@ -260,7 +260,7 @@ def by_hand(count: int, policy: Policy) -> list[tuple[str, str]]:
 
 
 def simulated(count: int, policy: Policy, faults: Faults) -> list[tuple[str, str]]:
-    """Return what the driver makes of it, in simulated time."""
+    """Return the figures of the same rollout driven in simulated time."""
     started = time.process_time()
     most = 0
     plan = make(count, policy)
@@ -333,7 +333,7 @@ def _options() -> argparse.Namespace:
 
 
 def show(found: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print what was measured, ours and the reference side by side."""
+    """Print the measurements, ours and the reference side by side."""
     rows = [
         (f"plan {options.hosts} hosts, wall", "plan_seconds", "read_seconds", "s"),
         ("  CPU", "plan_cpu_seconds", "read_cpu_seconds", "s"),

@@ -1,17 +1,17 @@
-"""From power-on to a running pod of a preloaded image, beside a bare Debian 13 cloud image to its first login.
+"""From power-on to a running pod of a preloaded image, compared with a bare Debian 13 cloud image to its first login.
 
     .venv/bin/python tests/bench/power_on.py [--artefact DIR] [--store DIR] [--json]
 
 Needs root, QEMU, a network with Debian's archive, and a build: by default the last one of `worker_current` in this
-checkout. Both machines have the same emulated hardware, one after the other, each once; the worker has a blank local
-disk besides, as after a deallocation.
+checkout. Both machines have the same emulated hardware and boot once each, one after the other; the worker also has a
+blank local disk, as after a deallocation.
 
-The bare image is made here of Debian's archive, since the published one isn't in it: the packages that Debian's own
-cloud image has for its boot (cloud kernel, cloud-init, netplan, systemd-resolved, sshd), with systemd-boot, which waits
-less than GRUB. Its login is the first that SSH takes, with the key that cloud-init was given.
+The bare image is made here from Debian's archive, which doesn't include the published one: the packages that Debian's
+own cloud image has for its boot (cloud kernel, cloud-init, netplan, systemd-resolved, sshd), with systemd-boot, which
+waits less than GRUB. Its login is the first one that SSH accepts, with the key that cloud-init was given.
 
-The worker's pod is a manifest that cloud-init writes; its image is a preloaded one, other than the pause image. What
-counts is when the container's process began.
+The worker's pod is a manifest that cloud-init writes; its image is a preloaded one, other than the pause image. The
+start of the container's process is what counts.
 
     power_on_ratio   power-on to the pod's process / power-on to the bare image's login, goal <= 2
 """
@@ -68,14 +68,14 @@ PACKAGES = (
     ),
 )
 _ARGUMENTS = "root=PARTLABEL=root ro console=tty0 console=ttyS0,115200"
-# A number that nothing else on the machine sleeps for.
+# A duration that nothing else on the machine sleeps for.
 _COMMAND = ("/usr/bin/sleep", "86399")
-# Prints when the pod's process began, in seconds of the kernel's clock (proc(5): field 22 of stat, in ticks).
+# Prints the start time of the pod's process, in seconds of the kernel's clock (proc(5): field 22 of stat, in ticks).
 _WAIT_FOR_POD = """\
 until pid=$(pgrep -o -f '^[/]usr/bin/sleep 86399'); do sleep 1; done
 awk -v hz="$(getconf CLK_TCK)" '{print $22 / hz}' "/proc/$pid/stat"
 """
-# What the worker and the bare image wait for, in no order; a machine shows those that it has.
+# Units that the worker and the bare image wait for, in no particular order; a machine shows those that it has.
 _UNITS = {
     "cloud-init, local": "cloud-init-local.service",
     "network": "systemd-networkd.service",
@@ -116,7 +116,7 @@ def bare_disk(store: Path, work: Path) -> Path:
 
 
 def _fill_esp(tree: Path, esp: Path) -> None:
-    """Copy the loader, the kernel and its initrd. The loader shows no menu."""
+    """Copy the loader, the kernel and its initrd. The loader doesn't show a menu."""
     (esp / "EFI/BOOT").mkdir(parents=True)
     (esp / "loader/entries").mkdir(parents=True)
     (loader,) = (tree / "usr/lib/systemd/boot/efi").glob("systemd-bootx64.efi*")
@@ -130,7 +130,7 @@ def _fill_esp(tree: Path, esp: Path) -> None:
 
 
 def _make_anonymous(tree: Path) -> None:
-    """Take away what is one machine's own, as an image has to."""
+    """Remove what is specific to one machine, as an image must."""
     for path in (tree / "etc/hostname", tree / "etc/resolv.conf", *(tree / "etc/ssh").glob("ssh_host_*")):
         path.unlink(missing_ok=True)
     (tree / "etc/machine-id").write_text("uninitialized\n")
@@ -152,7 +152,7 @@ def _write_partitions(folder: Path) -> None:
 
 
 def boot_bare(disk: Path, work: Path) -> Seconds:
-    """Boot the bare image to its login; return when what was there, in seconds since power-on."""
+    """Boot the bare image to its login; return the time of each event, in seconds since power-on."""
     options = VmOptions("bare", disk, disk_size=virtual_size(disk) + GROWTH_BYTES)
     with Vm(options, work) as vm:
         ssh = vm.wait_for_ssh()
@@ -160,7 +160,7 @@ def boot_bare(disk: Path, work: Path) -> Seconds:
 
 
 def boot_worker(artefact: Path, work: Path) -> Seconds:
-    """Boot a worker until a pod of a preloaded image runs; return when what was there, as ``boot_bare``."""
+    """Boot a worker until a pod of a preloaded image runs; return the time of each event, as ``boot_bare`` does."""
     variables = json.loads((artefact / "facts.json").read_bytes())["variables"]
     disk = find_disk(artefact)
     options = VmOptions(
@@ -181,7 +181,7 @@ def boot_worker(artefact: Path, work: Path) -> Seconds:
 
 
 def _give_pod(user_data: Path, variables: Mapping[str, Any]) -> None:
-    """Let cloud-init write the manifest of a pod of the first preloaded image that isn't the pause image."""
+    """Make cloud-init write the manifest of a pod of the first preloaded image that isn't the pause image."""
     images = [image["ref"] for image in variables["image_preload"]]
     reference = next(ref for ref in images if ref != variables["container_runtime_pause_image"])
     pod = json.loads(static_pod(reference))
@@ -201,7 +201,7 @@ def kernel_start(vm: Vm, ssh: SshTarget) -> float:
 
 
 def timeline(vm: Vm, ssh: SshTarget) -> Seconds:
-    """Return when the kernel, systemd and the units of ``_UNITS`` were there, in seconds since power-on."""
+    """Return when the kernel, systemd and the units of ``_UNITS`` were up, in seconds since power-on."""
     start = kernel_start(vm, ssh)
     found = {"firmware, loader": start}
     manager = _properties(ssh, ["UserspaceTimestampMonotonic"])
@@ -239,7 +239,7 @@ def measure(artefact: Path, store: Path) -> dict[str, Any]:
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Print both machines' events in the order of the worker's, and how long after the event before each came."""
+    """Print the events of both machines in order of time, and how long each came after the previous one."""
     for name in ("worker", "bare"):
         print(f"{name:<24}{'at':>8}{'after':>8}")
         before = 0.0

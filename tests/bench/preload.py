@@ -1,48 +1,48 @@
-"""How fast a blank disk has its images, beside what others do; what promotion costs.
+"""How fast a blank disk gets its images, compared with other ways; what promotion costs.
 
     .venv/bin/python tests/bench/preload.py [--store DIR] [--engine NAME] [--size GB] [--files PROFILE]
                                             [--only PART] [--json]
 
-Needs root, and a store in which the image `worker` was built: its engines run here, and its agent's Python. The disk
+Needs root, and a store in which the image `worker` was built: its engines and its agent's Python run here. The disk
 is a freshly made XFS on a loop device (direct I/O; ext4 on a host without mkfs.xfs), blank before each measurement,
-and all caches are dropped. Each round measures the ways that are compared back to back; of equally many rounds the
-median counts, on every side.
+and all caches are dropped. Each round measures the compared ways back to back; the median of an equal number of rounds
+counts on every side.
 
 Each option may be given several times; without it, all of its values are measured. `--size` is how much software the
-image has: 0.3, 3.3 and 10 GB. Where a size doesn't fit the disk, the largest that does is measured, and that is said.
-`--files small` is the worker's own software, thousands of small files; `large` the same in files of 256 MB. The engines
-are those of `worker`; `--engine containerd_2` and `docker_28` are there where IMAGE_BUILDER_PROGRAMS has them, and are
-only measured when named.
+image has: 0.3, 3.3 and 10 GB. If a size doesn't fit on the disk, the largest that does is measured, with a message.
+`--files small` is the worker's own software, thousands of small files; `large` is the same in files of 256 MB. The
+engines are those of `worker`; `--engine containerd_2` and `docker_28` are available if IMAGE_BUILDER_PROGRAMS has them,
+and are only measured when named.
 
 For each engine, size and profile:
 
     seed       seed_seconds     `node-agent seed`, the whole process; goal <= 0.3
                seed_flatness    the same / the same with a 0.3 GB image, goal <= 1.2
                flatness         the whole of ours / the same with a 0.3 GB image, goal <= 1.2
-    first_run                   those of `seed`, and beside them:
+    first_run                   the figures of `seed`, and:
                load_ratio       daemon start + load of the archive + container running / seed + daemon start + container
                                 running; goals >= 20 (Docker), >= 60 (containerd), from 3 GB on
     peers      copy_ratio       `cp -a` of a populated data root + start + running / ours, goal >= 4, from 3 GB on
                in_place_excess  ours / start + running with the data root on the OS disk, goal <= 1.1
                btrfs_seed_excess  ours / a btrfs seed device with the data root + start + running, goal <= 1.1
                podman_store_excess  ours / podman with an additional image store on the OS disk, which has no daemon to
-                                start. Podman and btrfs-progs are Debian 13's, in a root that is thrown away
+                                start. Podman and btrfs-progs are Debian 13's, in a throwaway root
 
 For Docker, at the same sizes:
 
-    cold_read  cold_read_ratio  load and ours, and then every file of the image read once, through the container's root,
-                                with the OS disk throttled to 100 MB/s, goal >= 1.3. The OS disk is a loop device
-                                that the control group of all these processes may read so fast
+    cold_read  cold_read_ratio  load / ours, each followed by one read of every file of the image through the
+                                container's root, with the OS disk throttled to 100 MB/s, goal >= 1.3. The OS disk is a
+                                loop device, and the control group of all these processes has the limit
     promote    promote_ratio    `cp -a` of the same layers, two at once, and sync / the whole of `node-agent
-                                promote` without a rate, goal >= 1. Both at the workers' priority; how long copying
-                                took by the agent's own clock is told besides
+                                promote` without a rate, goal >= 1. Both run at the workers' priority; the copying
+                                time by the agent's own clock is also reported
     reader     reader_slowdown  a cold reader of another image while a promotion runs at its default rate / the same
                                 reader by itself, goal <= 1.10; from 3 GB on, so that the promotion outlasts it
 
-And whatever the size:
+And independently of the size:
 
     many       many_seconds     `node-agent seed` with 50 images of 10 layers, goal <= 0.5
-               many_memory_mib, many_written_mib  its peak memory, and what it wrote to the disk, MiB, goal <= 30
+               many_memory_mib, many_written_mib  its peak memory, and its writes to the disk, in MiB, goal <= 30
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from tests.support.stores.seeds import AGENT, Baked, Node, bake, node  # noqa: E
 
 SMALL_MB = 300
 SIZES = (0.3, 3.3, 10.0)
-# While the archive is loaded: pulled, archived, packed, in the registry, and twice on the local disk.
+# The copies while the archive is loaded: pulled, archived, packed, in the registry, and twice on the local disk.
 DISK_PER_BYTE = 5.5
 PARTS = ("seed", "first_run", "peers", "cold_read", "promote", "reader", "many")
 # These are about our code and the kernel, not about the engine.
@@ -85,7 +85,7 @@ DOCKER_PARTS = ("cold_read", "promote", "reader")
 MANY_IMAGES, MANY_LAYERS = 50, 10
 OS_DISK_RATE = 100 * MB
 LOAD_GOALS = {"docker": 20, "containerd": 60}
-# The smallest image that loading and copying have goals for, and whose promotion outlasts a reader.
+# The smallest image for which loading and copying have goals, and whose promotion outlasts a reader.
 LARGE_GB = 3.0
 _GOALS: dict[str, tuple[str, float]] = {
     "seed_seconds": ("<=", 0.3),
@@ -101,7 +101,7 @@ _GOALS: dict[str, tuple[str, float]] = {
     "many_memory_mib": ("<=", 30),
     "many_written_mib": ("<=", 30),
 }
-# Runs a program; prints its peak memory (KiB), the processor's seconds and its own.
+# Runs a program; prints its peak memory (KiB), CPU seconds and wall-clock seconds.
 _PEAK = """\
 import resource, subprocess, sys, time
 started = time.monotonic()
@@ -116,7 +116,7 @@ print(used.ru_maxrss, used.ru_utime + used.ru_stime, seconds)
 
 
 def scenario(lab: Lab, megabytes: str, profile: str, parts: str, peers_root: str) -> Found:
-    """Measure what one engine's image has to do with. The keys of `_GOALS` are ratios, the others seconds."""
+    """Measure the parts for one engine and image. The keys of `_GOALS` are ratios, the others seconds."""
     lab.endpoints = dict(lab.behind)
     wanted = parts.split(",")
     large = bake(lab, [image(lab, "large", int(megabytes), profile)])
@@ -147,7 +147,7 @@ def scenario(lab: Lab, megabytes: str, profile: str, parts: str, peers_root: str
 
 
 def seed(lab: Lab, large: Baked, small: Baked, **others: Way) -> Found:
-    """Ours with both images, in turn with ``others``."""
+    """Measure ours with both images, in turn with ``others``."""
     took = in_turn(
         ours=lambda: first_runs.ours(lab, large), small=lambda: first_runs.ours(lab, small), **others
     )
@@ -160,13 +160,13 @@ def seed(lab: Lab, large: Baked, small: Baked, **others: Way) -> Found:
 
 
 def first_run(lab: Lab, large: Baked, small: Baked) -> Found:
-    """Ours with both images, and the engine's own way to take the archive of the large one."""
+    """Measure ours with both images, and the engine's own way to load the archive of the large one."""
     found = seed(lab, large, small, load=lambda: first_runs.loaded(lab, large))
     return {**found, "load_ratio": round(found["load_total"] / found["ours_total"], 1)}
 
 
 def peers(lab: Lab, large: Baked, peers_root: Path) -> Found:
-    """Each of the others in turn with ours: what one needs on the disk is gone before the next one's is made."""
+    """Measure each of the others in turn with ours; each one's files on the disk are removed before the next one's."""
     found: Found = {}
     for name, prepared in PEERS.items():
         with prepared(lab, large, peers_root) as way:
@@ -202,7 +202,7 @@ def read_all(here: Node, _engine: Any) -> None:
 
 
 def cold_read(lab: Lab, large: Baked) -> Found:
-    """Both ways and then a read of everything, from an OS disk that gives 100 MB/s."""
+    """Measure both ways, each followed by a read of everything, from an OS disk that delivers 100 MB/s."""
     size = sum(path.stat().st_size for path in large.opt.rglob("*") if path.is_file())
     with blank_disk(lab.folder("os"), size * 1.1 / 1e9 + 0.5) as os_disk:
         slow = Baked(os_disk.path / "opt", large.state, large.images)
@@ -220,7 +220,7 @@ def cold_read(lab: Lab, large: Baked) -> Found:
 
 
 def many(lab: Lab) -> Found:
-    """Seed 50 images of 10 layers each: the whole process's seconds, its peak memory, what it wrote to the disk."""
+    """Seed 50 images of 10 layers each; return the whole process's seconds, peak memory and writes to the disk."""
     lab.endpoints = dict(lab.behind)
     sizes = [20_000] * (MANY_LAYERS - 1)
     baked = bake(lab, [lab.push(f"image{number}", *sizes) for number in range(MANY_IMAGES)])
@@ -229,7 +229,7 @@ def many(lab: Lab) -> Found:
         with blank_disk(lab.folder("ssd"), 2) as ssd, node(lab, baked.opt, ssd.path) as here:
             drop_caches()
             before = ssd.written()
-            # A program's peak counts what it was forked from, hence a small one in between.
+            # A program's peak includes the memory of the process it was forked from, hence a small one in between.
             told = here.root.run(["python3", "-Ic", _PEAK, AGENT, "seed"]).stdout
             peak, busy, took = told.split()[-3:]
             seconds.append(float(took))
@@ -255,8 +255,8 @@ def many(lab: Lab) -> Found:
 
 
 def measure(options: argparse.Namespace) -> list[Found]:
-    """Measure all that was asked for, one engine and one image at a time."""
-    # Another process has to find it, so it must not be called __main__.
+    """Measure all that was requested, one engine and one image at a time."""
+    # Another process has to import it, so its module must not be __main__.
     from tests.bench.preload import many, scenario
 
     place = Workplace(options.store, Path(os.devnull), "worker")
@@ -276,7 +276,7 @@ def measure(options: argparse.Namespace) -> list[Found]:
 
 
 def parts_of(wanted: Sequence[str], engine: str, size: float) -> list[str]:
-    """Return the parts that are measured with an image of so many GB."""
+    """Return the parts that are measured with an image of ``size`` GB."""
     left_out = {"many"}
     if family(engine) != "docker":
         left_out |= set(DOCKER_PARTS)
@@ -287,7 +287,7 @@ def parts_of(wanted: Sequence[str], engine: str, size: float) -> list[str]:
 
 @contextmanager
 def _peers_root(options: argparse.Namespace) -> Iterator[Path]:
-    """Make the root of the programs that only the peers need."""
+    """Yield a root with the programs that only the peers need."""
     if "peers" not in options.only:
         yield Path("/nonexistent")
         return
@@ -296,7 +296,7 @@ def _peers_root(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def fitting(gigabytes: float, store: Path) -> float:
-    """Return the size, or the largest that fits the store's filesystem, which is then said."""
+    """Return the size, or the largest that fits the store's filesystem, with a message."""
     free = shutil.disk_usage(store).free / 1e9
     largest = math.floor(10 * free / DISK_PER_BYTE) / 10
     if gigabytes > largest:
@@ -309,14 +309,14 @@ def fitting(gigabytes: float, store: Path) -> float:
 
 
 def goal_of(one: Found, key: str) -> tuple[str, float] | None:
-    """Return the goal of a number; none where it has none, or the image is too small for it."""
+    """Return the goal of a figure; None if it has none, or the image is too small for it."""
     if key in ("load_ratio", "copy_ratio") and one["image_gb"] < LARGE_GB:
         return None
     return (">=", LOAD_GOALS[family(one["engine"])]) if key == "load_ratio" else _GOALS.get(key)
 
 
 def ratios(one: Found) -> dict[str, float]:
-    """Return what of a measurement is compared with something; the rest are seconds and circumstances."""
+    """Return the compared figures of a measurement; the rest are seconds and circumstances."""
     return {key: value for key, value in one.items() if key in _GOALS or key.endswith(("_ratio", "_excess"))}
 
 
@@ -346,7 +346,7 @@ def show(found: Sequence[Found]) -> None:
 
 
 def _show_ways(one: Found) -> None:
-    """Print what each way took, and of that the time until the disk had the image."""
+    """Print the time that each way took, and how much of it passed until the disk had the image."""
     for key in one:
         name = key.removesuffix("_total")
         if name != key:

@@ -1,4 +1,4 @@
-"""What a promotion costs: its own time, and that of whoever reads beside it. Part of the benchmark preload.py."""
+"""What a promotion costs: its own time, and that of a concurrent reader. Part of the benchmark preload.py."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Found = dict[str, Any]
 
 
 def promotion(lab: Lab, large: Baked) -> Found:
-    """Promote without a rate; copy the same layers to the same disk with cp, and sync, as promoting does.
+    """Time promoting without a rate limit, and copying the same layers to the same disk with cp and a sync.
 
-    ``promote_copying`` is what promoting took by its own clock, without the agent's start and the store's unmounting.
+    ``promote_copying`` is the promotion's time by its own clock, without the agent's start and the store's unmounting.
     """
     gigabytes = 1 + 1.5 * large.manifest()["images"][0]["bytes"] / 1e9
     ours: list[float] = []
@@ -60,7 +60,7 @@ def _copy(here: Node) -> None:
     target = here.disk / "copy"
     target.mkdir()
     names = "\0".join(os.fspath(path) for path in (here.store / layout.LAYERS).iterdir())
-    # At the priority of promotion's workers.
+    # At the priority of the promotion's workers.
     process.run(
         ["nice", "-n", "19", "xargs", "-0", "-P", "2", "-I", "{}", "cp", "-a", "{}", target], input=names
     )
@@ -76,9 +76,10 @@ def unpaced(here: Node, rate: int | None) -> None:
 
 
 def reader(lab: Lab, large: Baked, small: Baked) -> Found:
-    """Read the small image cold through an overlay, in turn with the large one's promotion stopped and going on.
+    """Read the small image cold through an overlay, with the large one's promotion alternately stopped and running.
 
-    The promotion goes at its default rate. Pairs, and their middle: what else the machine does changes both of one.
+    The promotion runs at its default rate. The median of pairs counts, since other load on the machine affects both
+    reads of a pair.
     """
     gigabytes = 1 + 1.5 * large.manifest()["images"][0]["bytes"] / 1e9
     alone, beside = [], []

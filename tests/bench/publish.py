@@ -1,10 +1,10 @@
-"""What an upload costs beside the SDK's own, and publications that are killed at random.
+"""The cost of an upload compared with the SDK's own, and publications that are killed at random.
 
     .venv/bin/python tests/bench/publish.py [--kills N] [--json]
 
-``upload_cpu_ratio``: seconds of a processor that the client takes for a sparse file of 4 GiB with 160 MiB of data,
-ours through the import host's proxy against the SDK's ``upload_blob`` straight to Azurite, which is the only one of the
-two that takes it. Each in a process of its own. Needs npm, once, for Azurite.
+``upload_cpu_ratio``: CPU seconds that the client takes for a sparse file of 4 GiB with 160 MiB of data: ours through
+the import host's proxy, the SDK's ``upload_blob`` straight to Azurite, the only one of the two that accepts it. Each
+runs in a process of its own. Needs npm, once, for Azurite.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KILLED_SIZE, _KILLED_DATA = 512 * MIB, 288 * MIB
 
 
 def client(kind: str, address: str, file: Path) -> None:
-    """Upload a file in this process, and print what that took."""
+    """Upload a file in this process, and print the time that took."""
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     if kind == "ours":
         Upload(lambda: address).write(file, pages.data_ranges(file), lambda *_: None)
@@ -69,13 +69,13 @@ def uploads(store: Store, folder: Path) -> dict[str, Any]:
 
 
 def kills(store: Store, folder: Path, count: int) -> dict[str, Any]:
-    """Publish one build, killed so many times at random bytes or requests."""
+    """Publish one build, killed ``count`` times at random bytes or requests."""
     chance = random.Random(0)
     (folder / "killed").mkdir()
     with place(store, folder / "killed") as cloud:
         write_build(folder / "output", size=_KILLED_SIZE, data=_KILLED_DATA)
         inventory = write_inventory(folder / "hosts.yml")
-        # Some MiB at most, besides those in flight: so many of them seldom reach the end of the pages.
+        # A few MiB each at most, in addition to those in flight: together they seldom reach the end of the pages.
         points = [Point(received=chance.randrange(1, 8 * MIB)) for _ in range(count - 4)]
         points = [Point(changes=1), *points, *(Point(changes=number) for number in (1, 2, 1))]
         outcome = publish(cloud, inventory, folder / "output", points)

@@ -1,13 +1,13 @@
-"""How long pulls take, one by one and side by side, beside `docker pull` by hand; and what a bad network costs.
+"""How long pulls take, one by one and in parallel, compared with `docker pull` by hand; and what a bad network costs.
 
     .venv/bin/python tests/bench/pull.py [--store DIR] [--json]
 
 Needs root, and a store in which the image `worker` was built: its own dockerd pulls here, from the lab's registry,
-over a link that gives each connection so many bytes per second.
+over a link with a limited bandwidth per connection.
 
-    parallel_ratio   our pulls one by one / our pulls side by side, goal >= 1.5
-    hand_ratio       our pulls side by side / as many `docker pull` by hand at once, same daemon, goal <= 1.05
-    wire_ratio       bytes on the wire / bytes of the layers, where every second layer's connection is reset in
+    parallel_ratio   our pulls one by one / our pulls in parallel, goal >= 1.5
+    hand_ratio       our pulls in parallel / as many `docker pull` by hand at once, same daemon, goal <= 1.05
+    wire_ratio       bytes on the wire / bytes of the layers, if one layer of each image has its connection reset in
                      the middle, goal <= 1.2
 """
 
@@ -37,7 +37,7 @@ from tests.support.registries.pulls import MB, Lab, isolated  # noqa: E402
 IMAGES, LAYERS, LAYER_BYTES = 8, 2, 12 * MB
 RATE = 6 * MB
 ROUNDS = 2
-# Those of the stage: a daemon's layers at once.
+# As in the stage: layers that a daemon downloads at once.
 DOWNLOADS = 10
 _LIMITS = Limits(progress_seconds=60.0)
 _GOALS = {"parallel_ratio": (">=", 1.5), "hand_ratio": ("<=", 1.05), "wire_ratio": ("<=", 1.2)}
@@ -69,7 +69,7 @@ def scenario(lab: Lab) -> dict[str, Any]:
         "hand_parallel": lambda _engine: by_hand(lab, images, at_once=True),
         "hand_serial": lambda _engine: by_hand(lab, images, at_once=False),
     }
-    # Taken in turns, the best of each: what else the machine does hits them all alike.
+    # Measure them in turn and take the best of each: other load on the machine affects them all alike.
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
@@ -108,7 +108,7 @@ def by_hand(lab: Lab, images: Sequence[LockedImage], *, at_once: bool) -> None:
 
 
 def measure(store: Path) -> dict[str, Any]:
-    # Another process has to find it, so it must not be called __main__.
+    # Another process has to import it, so its module must not be __main__.
     from tests.bench.pull import scenario
 
     found: dict[str, Any] = isolated(

@@ -1,7 +1,7 @@
-"""Plain hosts, and the layers of an image pushed to them by Ansible, as one would without the image.
+"""Plain hosts, and the layers of an image pushed to them by Ansible, as one would do without the image.
 
-A plain host is the base of the image and what it takes to reach it: sshd, sudo, ip. Its packages come from a directory
-that it has, so that nothing is downloaded, and its disk is memory. It has not booted: the roles find that out by
+A plain host is the base of the image plus what is needed to reach it: sshd, sudo, ip. Its packages come from a local
+directory, so that nothing is downloaded, and its disk is in memory. It hasn't booted: the roles detect that by
 themselves, and enable units without starting any, as in a bake.
 """
 
@@ -30,18 +30,18 @@ from tests.support.pools.fleet import SITE, Fleet, fleet
 _INVENTORY = REPO / "inventories/lab"
 _GROUP = "images"
 _REACHED_BY = ("iproute2", "openssh-server", "sudo")
-# What the packages of the small image take, and the files that its initramfs is made of.
+# Room for the packages of the small image and the files that its initramfs is made of.
 _DISK = "1g"
 _FILES = {
     "etc/apt/sources.list": f"deb [trusted=yes] file:{SITE} ./\n",
-    # As the builder has it, fsync left out included, but for its places.
+    # As in the builder, including the disabled fsync, except for its paths.
     "etc/apt/apt.conf.d/90pushed": "".join(
         f"{line}\n" for line in APT_CONFIG.splitlines() if not line.startswith("Dir::")
     ),
-    # Without systemd a package would start its daemon by itself: a second sshd, for one.
+    # Without systemd a package would start its daemon by itself, for example a second sshd.
     "usr/sbin/policy-rc.d": "#!/bin/sh\nexit 101\n",
 }
-# Of each role of the small image: azure_guest, system, network_accounting, hardening.
+# One file for each role of the small image: azure_guest, system, network_accounting, hardening.
 _WRITTEN = (
     "/etc/cloud/cloud.cfg.d/95_image.cfg",
     "/etc/sysctl.d/90-image.conf",
@@ -57,7 +57,7 @@ systemctl list-unit-files --state=enabled,masked --no-legend
 
 
 def define(image: str) -> ImageDefinition:
-    """Return the definition of an image of the lab that has the variables of all images and no others."""
+    """Return the definition of a lab image that has the variables of all images and no others."""
     definition = load_inventory([_INVENTORY]).define(image)
     assert definition.variables["group_names"] == [_GROUP], "the hosts would lack the other groups' variables"
     return definition
@@ -65,8 +65,8 @@ def define(image: str) -> ImageDefinition:
 
 @contextmanager
 def plain_hosts(place: Workplace, folder: Path, count: int, definition: ImageDefinition) -> Iterator[Fleet]:
-    """Start so many plain hosts, which have the packages of the image's layers at hand. Call from the main thread."""
-    # Beside the store: packages are linked from there, and a layer of an overlay needs a real filesystem.
+    """Start ``count`` plain hosts with the packages of the image's layers available. Call from the main thread."""
+    # Next to the store: packages are linked from there, and a layer of an overlay needs a real filesystem.
     with tempfile.TemporaryDirectory(prefix="plain-hosts-", dir=place.store.parent) as name:
         work, base = Path(name), place.object("base") / "product/tree"
         with Store(place.store).in_use():
@@ -84,7 +84,7 @@ def _write_repository(place: Workplace, definition: ImageDefinition, target: Pat
 
 
 def _make_reachable(base: Path, work: Path) -> None:
-    """Write what plain hosts have beyond the base, the index of their packages included, to ``work``/tree."""
+    """Write what plain hosts have beyond the base, including the index of their packages, to ``work``/tree."""
     tree = work / "tree"
     tree.mkdir()
 
@@ -141,7 +141,7 @@ def push(pool: Fleet, folder: Path, definition: ImageDefinition) -> float:
 
 
 def _write_inventory(pool: Fleet, folder: Path) -> Path:
-    """Copy the lab's inventory, with the hosts as its only images: they get what the image gets."""
+    """Copy the lab's inventory, with the hosts as its only images, so that they get what the image gets."""
     inventory = folder / "inventory"
     shutil.copytree(_INVENTORY, inventory)
     hosts = {host.name: {**pool.variables(host), "ansible_become": True} for host in pool.hosts}
@@ -151,11 +151,11 @@ def _write_inventory(pool: Fleet, folder: Path) -> Path:
 
 def _close_connections(sockets: Path) -> None:
     for socket in sockets.glob("*"):
-        # One that has ended by itself meanwhile is no fault.
+        # A connection that has already closed by itself isn't an error.
         argv = ["ssh", "-F", "none", "-O", "exit", "-o", f"ControlPath={socket}", "host"]
         subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
 def what_is_there(pool: Fleet, number: int) -> frozenset[str]:
-    """Return what a host has of the roles, by lines: packages, a file of each role, kernels, enabled units."""
+    """Return what the roles put on a host, as lines: packages, a file of each role, kernels, enabled units."""
     return frozenset(pool.run(number, "sh", "-ec", _WHAT_IS_THERE).splitlines())

@@ -1,9 +1,10 @@
-"""What one more run of ``node-agent join`` takes on a node that has joined, and what it touches there.
+"""The time that another run of ``node-agent join`` takes on a node that has joined, and the files it changes there.
 
-For the bench, ``tests/bench/pools.py``. The node is a root of the baked image `worker_join`, with nothing of it
-changed: its own agent, compiled by its own Python, its own settings, its own Docker, which runs. What is around it is
-that of tests/support/nodes/joining_machine.py, where the image looks for it: servers with real TLS, and a thread for
-the kubelet. What other units leave behind in a boot (a local disk, images, a preflight) is written here.
+For the benchmark ``tests/bench/pools.py``. The node is an unmodified root of the baked image `worker_join`: its own
+agent, compiled by its own Python, its own settings, its own running Docker. Its surroundings are those of
+tests/support/nodes/joining_machine.py, at the addresses where the image looks for them: servers with real TLS, and a
+thread in place of the kubelet. What other units leave behind in a boot (a local disk, images, a preflight) is written
+here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.support.nodes.joining_machine import Seen, World, files, served
 from tests.support.registries.pulls import leave_the_network
 
 IMAGE = "worker_join"
-# Where a machine in Azure finds its metadata service, and where a kubelet tells how it is.
+# Where a machine in Azure finds its metadata service, and where a kubelet reports its health.
 _IMDS, _HEALTHZ = "169.254.169.254", 10248
 
 
@@ -38,9 +39,9 @@ class Ran(NamedTuple):
 
 
 def measure(store: Path, folder: Path, runs: int) -> dict[str, Any]:
-    """Let a node join, and then so many times again; return the slowest of these, and how many files they changed.
+    """Let a node join, and then ``runs`` times more; return the slowest of these, and how many files they changed.
 
-    The image is built as far as needed. What is found goes through a file in ``folder``; all else lies in the store's
+    The image is built as far as needed. The results go through a file in ``folder``; everything else is in the store's
     staging area, for Docker's sake.
     """
     place = Workplace(store, folder / "output", IMAGE)
@@ -77,13 +78,13 @@ def _join(lowers: tuple[Path, ...], work: Path, runs: int) -> dict[str, Any]:
             ) as root,
             docker_engine.running(root, downloads=1, endpoints={}, log=work / "docker.log"),
         ):
-            # As the pod guard of a boot leaves it.
+            # As the pod guard leaves it in a boot.
             subprocess.run(root.argv(["touch", "/run/azure-pod-guard"]), check=True)
             bare = _files(world, work)
             first, joined = _run(root), _files(world, work)
             requests = len(world.asked_api)
             again, after = [_run(root) for _ in range(runs)], _files(world, work)
-            # Each of them looked, at the API server too.
+            # Each run sent at least one request to the API server.
             assert len(world.asked_api) >= requests + runs and world.record["state"] == "ok"
     return {
         "rejoin_runs": runs,
@@ -97,12 +98,12 @@ def _join(lowers: tuple[Path, ...], work: Path, runs: int) -> dict[str, Any]:
 
 
 def _changed(before: Mapping[str, Seen], after: Mapping[str, Seen]) -> set[str]:
-    """Return the files that are new, gone, or in anything not what they were."""
+    """Return the files that are new, gone, or changed in any way."""
     return {path for path, _ in before.items() ^ after.items()}
 
 
 def _boot(world: World) -> None:
-    """Write what the units leave behind that a boot starts before the joining."""
+    """Write what the units that a boot starts before the join leave behind."""
     run, boot = world.directory / "run", status.boot_id()
     for section in ("disk", "preload"):
         verdict = {"state": status.OK, "code": "", "reason": "as the bench says"}
@@ -114,12 +115,12 @@ def _boot(world: World) -> None:
 
 
 def _files(world: World, work: Path) -> dict[str, Seen]:
-    """Return the node's files that are not the image's: what was written since it was booted."""
+    """Return the node's files that aren't the image's: those written since it booted."""
     return world.tree() | files(work / "upper")
 
 
 def _run(root: Root) -> Ran:
-    """Run the agent as its unit does; it must have joined."""
+    """Run the agent as its unit does; it must succeed."""
     began = time.monotonic()
     with subprocess.Popen(root.argv(["node-agent", "join"]), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout

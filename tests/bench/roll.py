@@ -3,22 +3,22 @@
     .venv/bin/python tests/bench/roll.py [--nodes 1000] [--sets 12] [--speed 60] [--away 10%]
         [--only roll|back] [--json]
 
-The API server, scheduler and controllers are real, kubelets and Azure are simulated; Azure's delays, and all pauses and
-patience of the driver, are a sixtieth of what they are in a data center, so that a node is looked at as often as there.
-The driver has a process of its own, which alone is measured. What it asks the nodes themselves costs it a request to
-the simulator instead of a login by SSH (tests/bench/pools.py measures those). All nodes are idle; needs root, and
-IMAGE_BUILDER_PROGRAMS for today's Kubernetes.
+The API server, scheduler and controllers are real; kubelets and Azure are simulated. Azure's delays, and all pauses and
+patience of the driver, are a sixtieth of those in a data center, so that each node is polled as often as there.
+The driver has a process of its own, and only that is measured. Each query to a node costs it a request to the
+simulator instead of an SSH login (tests/bench/pools.py measures those). All nodes are idle. Needs root, and
+IMAGE_BUILDER_PROGRAMS for the current Kubernetes.
 
     jobs_lost            pods that ran on a node when its disk was replaced, goal 0
     driver_cpu_seconds   goal <= 60
     driver_peak_mib      its largest resident size, goal <= 300
     requests_a_node      the driver's requests to Kubernetes for a node that goes from one image to the other,
-                         by the API server's audit log, goal <= 12
-    azure_requests_a_node  the same to Azure, reading and operations included, by the simulator's log, goal <= 4
-    back_seconds         from the third failure of a kind until all models name the previous image again, Azure
-                         without delays, goal <= 30
+                         from the API server's audit log, goal <= 12
+    azure_requests_a_node  the same to Azure, including reads and operations, from the simulator's log, goal <= 4
+    back_seconds         from the third failure of a kind until all models name the previous image again, with Azure
+                         not delaying, goal <= 30
 
-All invariants of a roll (tests/support/pools/invariants.py) are held afterwards; `broken` counts what breaks one.
+All invariants of a roll (tests/support/pools/invariants.py) are checked afterwards; `broken` counts the violations.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _GOALS = {
     "azure_requests_a_node": 4.0,
     "back_seconds": 30.0,
 }
-# Seconds in a data center, as far as anybody knows (docs/explanation/scale-sets.md).
+# Seconds in a data center, as far as is known (docs/explanation/scale-sets.md).
 _AZURE = {"upgrade": 60.0, "reimage": 360.0, "service": 30.0, "boot": 480.0}
 _DRAIN = WaveDrain()
 _SETTLE = 30.0
@@ -62,14 +62,14 @@ _SETTLE = 30.0
 
 def _patience(speed: float) -> Patience:
     real = Patience()
-    # A scale set's mark lasts as long as it does, or a slow machine would lose it.
+    # The lifetime of a scale set's mark isn't scaled, or a slow machine would lose it.
     return Patience(
         look=real.look / speed,
         settle=real.settle / speed,
         request=real.request,
         boot=real.boot,
         hold=real.hold,
-        # A request takes as long as it does.
+        # The duration of a request can't be scaled.
         minute=real.minute / speed + 1.0,
     )
 
@@ -90,7 +90,7 @@ def _policy(speed: float, share: str) -> dict[str, Any]:
 
 
 def drive(folder: Path, url: str, account: Path, speed: float) -> None:
-    """Be the driver."""
+    """Act as the driver."""
     rolls.drive(
         folder,
         url,
@@ -161,7 +161,7 @@ def _form(path: str) -> str:
 
 
 def back(folder: Path) -> dict[str, Any]:
-    """Let hosts of twelve sets fail alike; measure until the last model is what it was."""
+    """Make hosts of twelve sets fail for the same reason; measure the time until the last model is restored."""
     with rolls.world(12, 2, folder, {}) as world:
         os.environ.update(world.served.environment)
         rolled = rolls.plan(world, wave_budget="100%", budget="100%", same_least=3, canaries=12)

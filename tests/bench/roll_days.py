@@ -1,17 +1,17 @@
-"""What a roll of 7,500 hosts with jobs of days comes to, in simulated time: the driver alone, without servers.
+"""A roll of 7,500 hosts with jobs that last days, in simulated time: only the driver, without servers.
 
     .venv/bin/python tests/bench/roll_days.py [--hosts 7500] [--json]
 
-Jobs are those of tests/unit/pool/days.py: a queue that is never empty, and nobody says when a job ends.
+The jobs are those of tests/unit/pool/days.py: the queue is never empty, and the end of a job isn't known in advance.
 
     roll_days               days until every host has its image
-    gpu_hours_idle_percent  host-hours that were without a job because of the roll, as a share of all, goal <= 1
-    throttle_share          the busiest ten minutes of Azure's tightest bucket, as a share of what it is refilled with
-                            in them, goal <= 0.5; a scale set's first minute takes more, of what its bucket holds
+    gpu_hours_idle_percent  host-hours without a job because of the roll, as a share of all, goal <= 1
+    throttle_share          the busiest ten minutes of Azure's tightest bucket, as a share of its refill in that time,
+                            goal <= 0.5; a scale set's first minute takes more, from what its bucket holds
     throttled               requests that Azure would have refused, goal 0
 
-The requests for a host are those that the real client sends for one to the simulator, lists of one scale set's
-instances counted once for all its hosts in work.
+The requests for a host are those that the real client sends to the simulator for one; a list of one scale set's
+instances counts once for all its hosts in progress.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from tests.unit.pool.test_scale_set_roll import Rolling  # noqa: E402
 _IDLE_GOAL, _THROTTLE_GOAL = 1.0, 0.5
 _SPAN = 600.0
 _LIST = "/virtualMachines"
-# When (seconds), the method, the path.
+# Time (seconds), method, path.
 Sent = tuple[float, str, str]
 
 
 def requests_of_hosts(folder: Path) -> tuple[list[Sent], list[Sent]]:
-    """Return what the real client sends for the first host of a scale set, and for another one."""
+    """Return the requests that the real client sends for the first host of a scale set, and for another one."""
     rolling = Rolling(folder)
     sent: list[Sent] = []
     rolling.fleet.arm.faults.append(
@@ -76,7 +76,7 @@ def requests_of_hosts(folder: Path) -> tuple[list[Sent], list[Sent]]:
 
 
 def busiest(reimaged: list[tuple[float, Host]], first: list[Sent], other: list[Sent]) -> dict[str, float]:
-    """Return the busiest ten minutes of each of Azure's policies, as a share of its refill, and what is refused."""
+    """Return the busiest ten minutes of each Azure policy, as a share of its refill, and the number of refusals."""
     requests: list[Sent] = []
     driven: set[str] = set()
     listed: dict[str, float] = defaultdict(lambda: float("-inf"))
@@ -103,7 +103,7 @@ def busiest(reimaged: list[tuple[float, Host]], first: list[Sent], other: list[S
 
 
 def _most(taken: list[float], span: float) -> int:
-    """Return how many of some moments, in order, are within so many seconds at most."""
+    """Return the largest number of these moments, given in order, within any ``span`` seconds."""
     first, most = 0, 0
     for last, at in enumerate(taken):
         while taken[first] <= at - span:
@@ -144,7 +144,7 @@ def measure(hosts: int) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows that are printed."""
+    """Return the rows to print."""
     return [
         ("hosts with the new image, skipped", f"{figures['ok']}, {figures['skipped']}"),
         ("days", f"{figures['roll_days']}"),

@@ -1,4 +1,4 @@
-"""Images for measurements, of the worker's own programs: many small files, or the same in few large ones."""
+"""Images for measurements, made of the worker's own programs: many small files, or the same data in few large ones."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LARGE_FILE = 256 * MB
 
 
 def image(lab: Lab, name: str, megabytes: int, profile: str) -> LockedImage:
-    """Push an image of so many bytes that runs. The profile says in what files they are."""
+    """Push a runnable image of the given size. The profile determines its files."""
     files = _programs(lab)
-    # A layer has no file twice: it would be a hard link, which takes no room.
+    # A layer must not have a file twice: the second one would be a hard link, which takes no room.
     layers = max(_LAYERS, -(-megabytes * MB // sum(size for _, size in files)))
     each = megabytes * MB // layers
     trees = []
@@ -48,7 +48,7 @@ def _programs(lab: Lab) -> list[tuple[Path, int]]:
 
 
 def _take(files: list[tuple[Path, int]], number: int, size: int) -> Iterator[tuple[int, Path]]:
-    """Yield files with their numbers until ``size`` bytes are there; each layer begins elsewhere."""
+    """Yield files with their numbers until they reach ``size`` bytes; each layer begins at another file."""
     start = number * 7919
     for index in range(start, start + len(files)):
         if size <= 0:

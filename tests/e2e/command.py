@@ -1,4 +1,4 @@
-"""What the commands of this folder have in common: options, builds, a run in namespaces of its own, the record."""
+"""The common parts of this folder's commands: options, builds, a run in namespaces of its own, the record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def say(text: str) -> None:
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the options that each command has; ``doc`` is its module's."""
+    """Return a parser for the options that all commands have; ``doc`` is the command's module docstring."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the record")
     parser.add_argument("--update-docs", action="store_true", help="keep the record, make the page anew")
@@ -39,7 +39,7 @@ def options(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-# The lab's images, the workers with the large image.
+# The lab's images; the workers have the large image.
 LARGE_LAB = (REPO_ROOT / "inventories/lab", REPO_ROOT / "tests/e2e/large.yml")
 
 
@@ -48,7 +48,7 @@ def settings_of(told: argparse.Namespace) -> Settings:
 
 
 def build(image: str, inventories: Sequence[Path], settings: Settings) -> Path:
-    """Build an image with the real command; return the directory of its artefacts."""
+    """Build an image with the real command; return the directory of its artifacts."""
     say(f"building {image}")
     argv = [os.fspath(REPO_ROOT / "image-builder"), "build", image, "--json"]
     places = [("-i", inventory) for inventory in inventories]
@@ -66,9 +66,9 @@ def build(image: str, inventories: Sequence[Path], settings: Settings) -> Path:
 def measure(
     name: str, settings: Settings, about: provenance.Subject, play: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Call ``play`` in namespaces of its own, with a staging directory of the store; return the record of it.
+    """Call ``play`` in namespaces of its own, with a staging directory of the store; return its record.
 
-    ``about`` is what decides what comes out.
+    ``about`` is the code that the result depends on.
     """
     code = provenance.digest(about)
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
@@ -99,7 +99,7 @@ def measure(
 
 
 def kept(file: Path) -> dict[str, Any]:
-    """Return the record that was kept."""
+    """Return the saved record."""
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record
 
@@ -113,7 +113,7 @@ def conclude(
     shown: Callable[[Mapping[str, Any]], str],
     wrong: list[str],
 ) -> int:
-    """Show a record, keep it in ``file`` and ``write`` its page where that is wanted; return 1 if anything is wrong."""
+    """Show a record; save it in ``file`` and ``write`` its page if requested. Return 1 if anything is wrong."""
     if told.update_docs:
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         write(record)

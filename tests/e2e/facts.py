@@ -1,4 +1,4 @@
-"""What a record of ``pending_pods`` must show. Times are compared with each other, never with a number of seconds."""
+"""What a record of ``pending_pods`` must show. Times are only compared with each other, never with fixed limits."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from tests.e2e.pods import BIG, QUOTA, SMALL, STALLED, Story, story_from_json
 
-# How much longer the same pod is pending on the node of before, at least.
+# The minimum factor by which a pod is pending longer on the old node.
 FASTER = 3.0
 
 
 def stories(record: Mapping[str, Any], machine: str) -> dict[str, Story]:
-    """Return what became of each pod on ``before`` or ``ours``."""
+    """Return the story of each pod on the machine ``before`` or ``ours``."""
     return {name: story_from_json(told) for name, told in record[machine]["pods"].items()}
 
 
 def broken(record: Mapping[str, Any]) -> list[str]:
-    """Return what does not hold, in words; nothing when all is as it must be."""
+    """Return the facts that don't hold, in words; empty if all hold."""
     return [text for text, holds in facts(record).items() if not holds]
 
 

@@ -1,15 +1,16 @@
-"""A baked node joins a real cluster by itself, runs a pod, loses its local disk, and does it again.
+"""A baked node joins a real cluster by itself, runs a pod, loses its local disk, and does it all again.
 
     .venv/bin/python -m tests.e2e.join [--json] [--update-docs] [--render] [--artefact DIR] [--away SECONDS]
 
 Needs root and a store (--store). Builds `worker_join_current` of inventories/lab with the large image, unless the
-directory of a build is given, and boots it before a control plane of the lab (etcd, API server, controller manager,
-scheduler) with the gate's controller. Where IMAGE_BUILDER_PROGRAMS names no directory of today's Kubernetes it is
-`worker_join` and Debian's. What the node is told is made by `pool render`. In the end the API server is away for some
-minutes. Ends with status 1 unless every fact of `tests.e2e.join_facts` holds. With an emulated machine that takes a
-quarter of an hour, and the first time as long again to compile the control plane, which is why CI does not run it.
+directory of a build is given, and boots it against a control plane of the lab (etcd, API server, controller manager,
+scheduler) with the gate's controller. If IMAGE_BUILDER_PROGRAMS doesn't name a directory with the current Kubernetes,
+it uses `worker_join` and Debian's Kubernetes. The node's user data is made by `pool render`. At the end the API server
+is unavailable for some minutes. Exits with status 1 unless every fact of `tests.e2e.join_facts` holds. With an emulated
+machine that takes a quarter of an hour, and the first time as long again to compile the control plane, which is why CI
+doesn't run it.
 
---update-docs keeps the record (tests/e2e/join.json) and makes docs/reference/join-results.md anew.
+--update-docs saves the record (tests/e2e/join.json) and regenerates docs/reference/join-results.md.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ AWAY_SECONDS = 180.0
 
 
 def play(lab: JoinLab, artefact: Path, place: Path, away: float) -> dict[str, Any]:
-    """Let the machine live its life; return what was seen of it."""
+    """Run the machine through its whole life; return the observations."""
     lab.admin.request("POST", "/apis/apps/v1/namespaces/default/deployments", deployment())
     instance = Instance(read_image(artefact), place / "machine")
     member = Member(lab, instance, say)
@@ -68,7 +69,7 @@ def play(lab: JoinLab, artefact: Path, place: Path, away: float) -> dict[str, An
 
 
 def join(settings: Settings, artefact: Path, staging: Path, away: float) -> dict[str, Any]:
-    """Start the control plane, and let the machine live before it."""
+    """Start the control plane and run the machine against it."""
     places = [staging / part for part in ("control-plane", "machine")]
     for place in places:
         place.mkdir()
@@ -77,7 +78,7 @@ def join(settings: Settings, artefact: Path, staging: Path, away: float) -> dict
 
 
 def keep_logs(lab: JoinLab) -> None:
-    """Show how the logs of the control plane end, which are gone with it."""
+    """Print the end of the control plane's logs, which are removed with it."""
     for path in sorted(lab.work.glob("*.log")):
         if path.name != "audit.log":
             sys.stderr.write(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}\n")

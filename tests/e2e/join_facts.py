@@ -1,4 +1,4 @@
-"""What a record of ``join`` must show. Nothing here is a number of seconds: an emulated machine is slow."""
+"""What a record of ``join`` must show. There are no time limits here: an emulated machine is slow."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.e2e.join_lab import MACHINE, POOL
 from tests.support.control_plane import gates
 from tests.support.nodes import joins
 
-# What the image's own network configuration gives its pods (inventories/lab, kubelet_cni_conf).
+# The addresses that the image's own network configuration gives its pods (inventories/lab, kubelet_cni_conf).
 PODS = ipaddress.ip_network("10.88.0.0/24")
 SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
-# What deploy/token-broker.yml says to who asks for anything else.
+# The answer of deploy/token-broker.yml to requests for anything else.
 POLICY = "the broker makes bootstrap tokens, and nothing else"
 Facts = dict[str, bool]
 
 
 def broken(record: Mapping[str, Any]) -> list[str]:
-    """Return what does not hold, in words; nothing when all is as it must be."""
+    """Return the facts that don't hold, in words; empty if all hold."""
     return [text for text, holds in facts(record).items() if not holds]
 
 
@@ -63,7 +63,7 @@ def _bootstrap(record: Mapping[str, Any]) -> Facts:
 
 
 def _policy(refusal: str | None) -> Facts:
-    """Return what the broker's account may not do; nothing of an API server without admission policies."""
+    """Return the fact about what the broker's account may not do; empty if the API server has no admission policies."""
     if refusal is None:
         return {}
     return {"the broker's account can create bootstrap tokens and no other Secrets": POLICY in refusal}

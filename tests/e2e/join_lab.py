@@ -1,9 +1,9 @@
-"""What is around the machine of ``join``: a control plane, the gate's controller, a metadata service, a broker.
+"""The environment of the machine of ``join``: a control plane, the gate's controller, a metadata service, a broker.
 
-The metadata service and the broker are local servers; its answers have Azure's documented shape
-(tests/support/nodes/joins.py) and are no recordings, since there is no cloud to ask here. They listen where a machine
-in Azure finds them: QEMU's user network leads whatever the machine connects to into this network, which has that
-address on its loopback interface.
+The metadata service and the broker are local servers. The answers of the former have Azure's documented format
+(tests/support/nodes/joins.py) and aren't recordings, since no cloud is available here. They listen where a machine in
+Azure finds them: QEMU's user network routes the machine's connections into this network, which has those addresses on
+its loopback interface.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from tests.support.control_plane.servers import ADMINISTRATORS, ControlPlane
 from tests.support.nodes import joins
 from tests.support.registries.pulls import NETWORK, have_addresses, leave_the_network
 
-# Where Azure's metadata service is, and what QEMU gives its machine.
+# The address of Azure's metadata service, and the one that QEMU gives its machine.
 IMDS, MACHINE = "169.254.169.254", "10.0.2.15"
 # Addresses of this network that a machine can reach.
 SERVER, BROKER = f"{NETWORK}.0.10", f"{NETWORK}.0.11"
 BROKER_PORT = 8443
 BINDINGS = REPO_ROOT / "docs/how-to/join-nodes.md"
-# From this minor version on an API server has admission policies.
+# An API server has admission policies from this minor version on.
 _POLICIES_SINCE = 30
 POOL = "lab-join"
-# An emulated machine is ten times slower than what the deadlines are made for.
+# An emulated machine is ten times slower than the default deadlines allow for.
 _SLOWER = {"identity": 300, "network": 300, "disk": 300, "runtime": 600, "gpu": 300, "credentials": 600}
 _COMMAND = (sys.executable, "-P", "-m", "image_builder.cli")
 _ENVIRONMENT = {"PYTHONPATH": os.fspath(REPO_ROOT)}
@@ -51,7 +51,7 @@ _TOKEN_SECONDS = 1800
 
 
 def variables(ca: str) -> dict[str, Any]:
-    """Return the inventory variables of the pool, whose API server is proven by ``ca`` (PEM)."""
+    """Return the inventory variables of the pool, whose API server is authenticated by ``ca`` (PEM)."""
     return {
         "join_generation": 1,
         "join_server": f"https://{SERVER}:6443",
@@ -75,7 +75,7 @@ def variables(ca: str) -> dict[str, Any]:
 
 
 def render(ca: str, work: Path, more: Mapping[str, Any]) -> bytes:
-    """Return the machine's user data, made by the real ``pool render``; ``more`` are further variables."""
+    """Return the machine's user data, made by the real ``pool render``; ``more`` are additional variables."""
     inventory = work / "pool.yml"
     values = variables(ca) | dict(more)
     told = {"all": {"children": {"pool": {"hosts": {"worker-join": None}, "vars": values}}}}
@@ -86,11 +86,11 @@ def render(ca: str, work: Path, more: Mapping[str, Any]) -> bytes:
 
 
 class JoinLab:
-    """A context manager: everything serves inside the block.
+    """A context manager: all servers run inside the block.
 
-    Callers are in namespaces of their own (``namespace.run_isolated``); the network is left in ``__enter__``, once the
-    control plane is in the store, unless it is one already that leads nowhere (``is_apart``). ``work`` is an empty
-    directory, ``more`` are variables of the pool beside ``variables``, or instead of them.
+    Callers must be in namespaces of their own (``namespace.run_isolated``); ``__enter__`` leaves the network once the
+    control plane is in the store, unless it is already an isolated one (``is_apart``). ``work`` is an empty directory;
+    ``more`` are pool variables that extend or override ``variables``.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class JoinLab:
 
     def __enter__(self) -> Self:
         parts = obtain(self.settings, Monitor(), controllers=True)
-        # The machine's own one as well, for a relay to it: the API server asks nodes where they say that they are.
+        # The machine's own address too, for a relay to it: the API server connects to nodes at the address they report.
         (have_addresses if self.is_apart else leave_the_network)(IMDS, MACHINE)
         with ExitStack() as stack:
             self.plane = stack.enter_context(ControlPlane(parts, self.work, controllers=True, address=SERVER))
@@ -138,7 +138,7 @@ class JoinLab:
         return self.plane.minor >= _POLICIES_SINCE
 
     def refusal(self) -> str:
-        """Have the broker's account ask for what it doesn't need; return what it is told, empty where it gets that."""
+        """Have the broker's account request what it doesn't need; return the refusal, empty if it is granted."""
         wanted = {
             "apiVersion": "v1",
             "kind": "Secret",
@@ -156,7 +156,7 @@ class JoinLab:
         return ""
 
     def client(self, name: str, *groups: str) -> Client:
-        """Return a new connection of a user."""
+        """Return a new connection for a user."""
         return Client(load(self.plane.kubeconfig(name, *groups)), agent="join-lab")
 
     def _gate(self) -> list[str | Path]:
@@ -183,7 +183,7 @@ class JoinLab:
         return joins.answer(found)
 
     def _broker(self, _path: str, headers: dict[str, str], body: bytes, _who: str) -> joins.Answer:
-        """Give a machine whose identity this is a token of its own."""
+        """Give the machine with this identity a token of its own."""
         who = json.loads(body)
         is_known = headers.get("Authorization") == f"Bearer {joins.IDENTITY['access_token']}"
         if not is_known or who["vm_id"] != joins.VM_ID:

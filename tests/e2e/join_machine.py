@@ -1,4 +1,4 @@
-"""The machine of ``join``: booted, watched from the API server and by SSH until its pod runs, and looked at."""
+"""The machine of ``join``: booted, watched through the API server and SSH until its pod runs, and inspected."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _POD_LABEL = "join-work"
 _PODS = f"/api/v1/namespaces/default/pods?labelSelector=app%3D{_POD_LABEL}"
 _CSRS = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
-# An emulated machine whose host is busy, from its power-on to its pod.
+# For an emulated machine on a busy host, from power-on to its pod.
 _POD_SECONDS = 2400.0
 _BACK_SECONDS = 900.0
 _STEP = 1.0
-# What a run of the agent may write: whatever of it is touched shows.
+# The files that a run of the agent may write; any change to them shows.
 _WRITTEN = (
     "find /etc/kubernetes /etc/node-agent /run/node/provision.json /run/node/kubelet.env /var/lib/kubelet/pki "
     "-type f -printf '%p %T@ %s %m %i\\n' | sort"
 )
-# What the CNI plugin host-local has given out, of all boots of this OS disk.
+# The addresses that the CNI plugin host-local has given out in all boots of this OS disk.
 _ADDRESSES = "ls /var/lib/cni/networks/lab | grep '^[0-9]' | sort"
 _AGAIN = "cut -d' ' -f1 /proc/uptime; node-agent join && echo 0 || echo $?; cut -d' ' -f1 /proc/uptime"
 # The ids of running containers, by engine.
@@ -38,14 +38,14 @@ _RUNNING = {
     "docker": "docker ps --no-trunc --quiet",
     "containerd": "ctr --namespace k8s.io tasks ls | awk '$3 == \"RUNNING\" {print $1}'",
 }
-# What it says of a phase that ended.
+# The agent's message about a phase that has ended.
 _PHASE = re.compile(r"node-agent: join: (\w+) (\w+).* \(([0-9.]+) s\)")
 
 Say = Callable[[str], None]
 
 
 def deployment() -> dict[str, Any]:
-    """Return the work that is waiting for a node of this pool: a container of a preloaded image, with an address."""
+    """Return a workload that waits for a node of this pool: a container of a preloaded image, with an address."""
     labels = {"app": _POD_LABEL}
     container = {
         "name": "main",
@@ -72,7 +72,7 @@ def deployment() -> dict[str, Any]:
 
 
 def running(pods: list[dict[str, Any]], node: str, since: datetime) -> dict[str, Any] | None:
-    """Return the pod that is ready on a node, whose container was started after ``since``."""
+    """Return the pod that is ready on a node and whose container was started after ``since``."""
     for pod in pods:
         if "deletionTimestamp" in pod["metadata"] or pod["spec"].get("nodeName") != node:
             continue
@@ -85,13 +85,13 @@ def running(pods: list[dict[str, Any]], node: str, since: datetime) -> dict[str,
 
 @dataclass
 class Watched:
-    """What the API server was seen to say of the node, first at which second since the power came."""
+    """The states of the node that the API server reported, with the seconds since power-on when each first appeared."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     registered_taints: list[str] = field(default_factory=list)
 
     def note(self, node: Mapping[str, Any] | None, at: float, boot_id: str | None = None) -> None:
-        """Take in a look at the Node object, None while there is none. ``boot_id``: that of an earlier boot."""
+        """Record a reading of the Node object, None while there is none. ``boot_id``: that of an earlier boot."""
         if node is None or node["status"].get("nodeInfo", {}).get("bootID") in (None, "", boot_id):
             return
         taints = [taint["key"] for taint in node["spec"].get("taints", [])]
@@ -109,16 +109,16 @@ class Watched:
 
 
 class Member:
-    """The instance and what the cluster knows of it."""
+    """The instance and what the cluster knows about it."""
 
     def __init__(self, lab: JoinLab, instance: Instance, say: Say) -> None:
         self.lab, self.instance, self.say = lab, instance, say
-        # A machine of the lab is called as its image.
+        # A machine of the lab has the name of its image.
         self.name = str(instance.image.told["image"]).replace("_", "-")
         self._last_boot: str | None = None
 
     def boot(self) -> dict[str, Any]:
-        """Switch it on, wait until it is let in and a pod runs on it, and return everything that is seen then."""
+        """Power on, wait until the node is admitted and a pod runs on it, and return all observations."""
         since = datetime.now(UTC).replace(microsecond=0)
         pod: dict[str, Any] | None = None
 
@@ -127,20 +127,20 @@ class Member:
             pod = running(self.lab.admin.request("GET", _PODS)["items"], self.name, since)
             return pod is not None
 
-        # A pod of an earlier boot is the node's already, and may run before the gate has heard of the present one.
+        # A pod of an earlier boot is already assigned to the node, and may run before the gate learns of this boot.
         watched = self._wait({"pod": has_pod})
         assert pod is not None
         return {**self._seen(pod), "seconds": watched.seconds, "registered_taints": watched.registered_taints}
 
     def enter(self) -> dict[str, Any]:
-        """Switch it on, wait until it is Ready and the gate has let it in; return the node as the cluster has it."""
+        """Power on, wait until the node is Ready and admitted by the gate; return the node as the cluster sees it."""
         watched = self._wait({})
         node = self.node()
         assert node is not None
         return {**_of_node(node), "seconds": watched.seconds}
 
     def _wait(self, more: Mapping[str, Callable[[], bool]]) -> Watched:
-        """Switch it on and wait until it is a member that is let in, and until more holds; return when what did."""
+        """Power on, wait until the node is Ready and admitted and the conditions in ``more`` hold; return the times."""
         watched, deadline = self._switch_on(), time.monotonic() + _POD_SECONDS
         while not {"ready", "admitted", *more} <= watched.seconds.keys():
             before = set(watched.seconds)
@@ -162,7 +162,7 @@ class Member:
         return Watched()
 
     def node(self) -> dict[str, Any] | None:
-        """Return the Node object, None where there is none."""
+        """Return the Node object, None if there is none."""
         try:
             return self.lab.admin.request("GET", f"/api/v1/nodes/{self.name}")
         except KubeError as error:
@@ -200,7 +200,7 @@ class Member:
         }
 
     def _await_started(self) -> None:
-        """Wait until systemd has nothing more to start: the pod may come before the last unit."""
+        """Wait until systemd has nothing left to start: the pod may start before the last unit."""
         self.instance.wait_until_started()
 
     def _of_pod(self, pod: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,9 +218,9 @@ class Member:
         }
 
     def _token_is_in(self) -> list[str]:
-        """Return the files of the node that any token given out is in, and the journal where it is there."""
+        """Return the files of the node that contain any issued token, including "journal" if the journal does."""
         patterns = "".join(f"{token.partition('.')[2]}\n" for token in self.lab.tokens)
-        # `|| true`: grep ends with 1 where it finds nothing, and with 2 for a file that went away meanwhile.
+        # `|| true`: grep exits with 1 if it finds nothing, and with 2 for a file that disappeared in the meantime.
         script = (
             "cat > /dev/shm/patterns; "
             "grep -rlIF -f /dev/shm/patterns /etc /run /var/lib/kubelet /var/lib/node-agent /var/log "
@@ -231,7 +231,7 @@ class Member:
         return self.instance.ssh.run(["sh", "-c", script], input=patterns, timeout=600).stdout.split()
 
     def _second_run(self) -> dict[str, Any]:
-        """Let the agent join once more; return what that changed, and what it took."""
+        """Run the agent's join once more; return what that changed, and the time it took."""
         before = self.instance.shell(_WRITTEN), self._kubelet()
         start, *said, status, end = self.instance.shell(_AGAIN).splitlines()
         after = self.instance.shell(_WRITTEN), self._kubelet()
@@ -252,11 +252,11 @@ class Member:
         return self.instance.shell("systemctl show -P MainPID -P NRestarts kubelet")
 
     def deallocate(self, disks: list[Any]) -> None:
-        """Cut the power; the instance keeps its OS disk and gets other local ones."""
+        """Cut the power; the instance keeps its OS disk and gets other local disks."""
         self.instance.insert(disks, self.instance.folder.parent)
 
     def without_api(self, seconds: float) -> dict[str, Any]:
-        """Take the API server away; return what became of node and pod meanwhile and after."""
+        """Stop the API server for a while; return what happened to the node and the pod during and after the outage."""
         pod, ready_since = self._current_pod(), self._ready_since()
         kubelet = self._kubelet()
         stopped = time.monotonic()
@@ -284,7 +284,7 @@ class Member:
         }
 
     def _ready_since(self) -> str:
-        """Return since when the node has been what it is, Ready or not."""
+        """Return the time since when the node has been in its present state, Ready or not."""
         conditions = (self.node() or {"status": {}})["status"].get("conditions", [])
         return next((str(c["lastTransitionTime"]) for c in conditions if c["type"] == "Ready"), "")
 
@@ -296,7 +296,7 @@ class Member:
         raise AssertionError("there is no pod any more")
 
     def _is_heard(self, since: datetime) -> bool:
-        """Tell whether the node has renewed its lease and is Ready."""
+        """Return whether the node has renewed its lease after ``since`` and is Ready."""
         try:
             lease = self.lab.admin.request("GET", f"{_LEASES}/{self.name}")
         except KubeError:

@@ -1,7 +1,7 @@
-"""A link between a machine and a registry: every byte to the machine shares one rate, and it can stand still.
+"""A link between a machine and a registry: all bytes to the machine share one rate, and the link can stall.
 
-It is a TCP relay, so what it carries stays as it is, TLS included. ``RegistryProxy`` limits each connection; a node's
-whole way to its registry has a limit as well, and a network that stands still closes no connection.
+It is a TCP relay, so its payload is unchanged, including TLS. ``RegistryProxy`` limits each connection; a node's whole
+path to its registry has a limit too, and a stalled network doesn't close connections.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import time
 from typing import Self
 
 BLOCK = 16 * 1024
-# What the kernel keeps by itself on each side. A link that held megabytes would still deliver while it stands still.
+# The kernel's own buffer on each side. A link that held megabytes would still deliver data while it is stalled.
 _BUFFER = 64 * 1024
 
 
 class Link:
     """Relays connections from ``listen`` to ``target`` between ``__enter__`` and ``__exit__``.
 
-    ``rate`` is for all connections together, in bytes per second towards the one who connected.
+    ``rate`` is for all connections together, in bytes per second towards the client.
     """
 
     def __init__(self, listen: tuple[str, int], target: tuple[str, int], rate: float) -> None:
         self.listen, self.target, self.rate = listen, target, rate
-        self.carried = 0  # bytes towards those who connected
+        self.carried = 0  # bytes towards the clients
         self._flows = threading.Event()
         self._flows.set()
         self._closing = threading.Event()
@@ -59,16 +59,16 @@ class Link:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The address and the port it listens on."""
+        """The address and the port that it listens on."""
         ip, port = self._server.getsockname()
         return ip, port
 
     def freeze(self) -> None:
-        """Carry nothing more, in either direction, and close nothing."""
+        """Stop relaying in both directions, without closing anything."""
         self._flows.clear()
 
     def thaw(self) -> None:
-        """Go on where it stood still."""
+        """Resume relaying where it stopped."""
         self._flows.set()
 
     def _start(self, work: object, *words: object) -> None:
@@ -108,14 +108,14 @@ class Link:
                     self._wait(len(block))
                 self._flows.wait()
                 sink.sendall(block)
-        # The end of one direction; the other may still have something to say.
+        # One direction has ended; the other may still have data to send.
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
 
     def _wait(self, size: int) -> None:
         """Wait for this block's turn on the link."""
         with self._lock:
-            # Time slept too long is made up for, time without work is not.
+            # Oversleeping is made up for, idle time isn't.
             self._due = max(self._due, time.monotonic() - 0.05) + size / self.rate
             due = self._due
             self.carried += size

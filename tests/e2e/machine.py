@@ -1,4 +1,4 @@
-"""One image booted, given the pods, and watched: what ``pending_pods`` does with both images alike."""
+"""One image booted, given the pods, and watched: ``pending_pods`` does this with both images."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tests.e2e.pods import BIG, PODS, QUOTA, SMALL, STALLED, Event, Pod, manifes
 from tests.e2e.registry import MB, Registry
 from tests.support.registries.plan import Fault
 
-# What QEMU's user network shows of the host's 127.0.0.1.
+# The address under which QEMU's user network exposes the host's 127.0.0.1.
 _HOST_ADDRESS = "10.0.2.2"
-# The registry refuses the pause image until the pod runs, or for so long.
+# The registry refuses the pause image until the pod runs, or for this long.
 REFUSED_SECONDS = 180.0
-# The link stands still once so much of the image was sent: longer than a minute, and shorter than thirty.
+# The link stalls once this many bytes of the image were sent: for longer than a minute, but less than thirty.
 STALL_AFTER, STALL_SECONDS = 24 * MB, 100.0
-# An emulated machine with a busy host unpacks a gigabyte in half an hour.
+# An emulated machine on a busy host unpacks a gigabyte in half an hour.
 _POD_SECONDS = 3600.0
 _STEP = 3.0
 _REFUSALS = tuple(
     Fault("status", path=r"^/v2/pause/", status=429, method=method) for method in ("GET", "HEAD")
 )
 _JOURNAL = "journalctl -u kubelet -o json --output-fields=MESSAGE --no-pager"
-# kubelet's own port for this, in HTTP by hand: an image has no curl.
+# The kubelet's health port, with handwritten HTTP: the image has no curl.
 _HEALTHY = r"exec 3<>/dev/tcp/127.0.0.1/10248; printf 'GET /healthz HTTP/1.0\r\n\r\n' >&3; grep -q ^ok <&3"
 _TROUBLE_LINES = 20
 
@@ -40,16 +40,16 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Booted:
-    """A machine that is up: the way in, and what to add to its monotonic clock for ours (seconds)."""
+    """A machine that is up: its SSH access, and the seconds to add to its monotonic clock to get ours."""
 
     ssh: SshTarget
     offset: float
 
 
 def observe(artefact: Path, registry: Registry, work: Path, *, serial: bool, say: Say) -> dict[str, Any]:
-    """Boot the image of ``artefact`` (the directory of one build), give it all pods, return what was seen as JSON.
+    """Boot the image of ``artefact`` (the directory of one build), give it all pods, return the observations as JSON.
 
-    ``serial`` sets kubelet's ``serializeImagePulls``. Raises BootError and CommandError.
+    ``serial`` sets the kubelet's ``serializeImagePulls``. Raises BootError and CommandError.
     """
     facts = json.loads((artefact / "facts.json").read_bytes())
     variables = facts["variables"]
@@ -82,16 +82,16 @@ def observe(artefact: Path, registry: Registry, work: Path, *, serial: bool, say
 
 
 def _prepare(ssh: SshTarget, registry: Registry, serial: bool) -> Booted:
-    """Lead the machine to the registry, and let its kubelet tell its events. Nothing of it is part of an image."""
+    """Point the machine at the registry, and make its kubelet log its events. None of this is part of an image."""
     ssh.put(registry.ca, f"/etc/docker/certs.d/{HOST}/ca.crt")
     ssh.run(["sh", "-c", f"echo '{_HOST_ADDRESS} {HOST}' >> /etc/hosts"])
-    # Without an API server the log is the only place for events, from this verbosity on.
+    # Without an API server events only go to the log, from this verbosity on.
     ssh.run(["sh", "-c", "echo 'KUBELET_EXTRA_ARGS=--v=3' >> /etc/kubernetes/node.env"])
     if serial:
         change = "s/^serializeImagePulls: false$/serializeImagePulls: true/"
         ssh.run(["sed", "-i", change, "/etc/kubernetes/kubelet.yaml"])
     ssh.run(["systemctl", "restart", "kubelet"])
-    # What it does when it starts takes an emulated machine half a minute, and is nothing that a pod waits for.
+    # The kubelet's startup takes half a minute on an emulated machine, and must not count as a pod's waiting time.
     ssh.run(["bash", "-c", f"until ({_HEALTHY}) 2>/dev/null; do sleep 2; done"], timeout=600)
     before = time.monotonic()
     uptime = float(ssh.run(["cut", "-d ", "-f1", "/proc/uptime"]).stdout)
@@ -99,7 +99,7 @@ def _prepare(ssh: SshTarget, registry: Registry, serial: bool) -> Booted:
 
 
 def _settings(ssh: SshTarget) -> dict[str, Any]:
-    """Return those settings of the running machine that this is about."""
+    """Return the running machine's settings that matter here."""
     kubelet = ssh.run(["grep", "^serializeImagePulls:", "/etc/kubernetes/kubelet.yaml"]).stdout.split()[1]
     words = ssh.run(["sh", "-c", "tr '\\0' '\\n' < /proc/$(pidof kubelet)/cmdline"]).stdout.split()
     name = "--image-pull-progress-deadline="
@@ -113,7 +113,7 @@ def _settings(ssh: SshTarget) -> dict[str, Any]:
 
 
 class _Acts:
-    """The acts of one machine, in their order."""
+    """The acts of one machine, in order."""
 
     def __init__(self, machine: Booted, registry: Registry, variables: dict[str, Any], say: Say) -> None:
         self.ssh, self.offset = machine.ssh, machine.offset
@@ -180,7 +180,7 @@ class _Acts:
         return sum(request.sent for request in self._requests(f"/v2/{pod.repository}/blobs/"))
 
     def give(self, pod: Pod) -> None:
-        """Put a pod's manifest where kubelet watches."""
+        """Put a pod's manifest into the directory that the kubelet watches."""
         self.say(f"pod {pod.name}")
         ready = f"/var/tmp/{pod.name}.json"
         self.ssh.put(manifest(pod).encode(), ready, mode=0o600)
@@ -188,7 +188,7 @@ class _Acts:
         self.given[pod.name] = float(self.ssh.run(["sh", "-c", script]).stdout) + self.offset
 
     def started(self, pod: Pod) -> bool:
-        """Read on in kubelet's journal; tell whether the pod's container was started."""
+        """Read new entries of the kubelet's journal; return whether the pod's container was started."""
         after = f" --after-cursor='{self._cursor}'" if self._cursor else " --boot"
         journal = self.ssh.run(["sh", "-c", f"{_JOURNAL}{after} --show-cursor"], timeout=300).stdout
         lines = [line for line in journal.splitlines() if line.startswith("{")]

@@ -120,7 +120,7 @@ def _failures(record: Mapping[str, Any], machine: str) -> tuple[int, int]:
 
 
 def _notes(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a record says of how it was taken, where that was not as the command does it."""
+    """Yield a record's notes on how it was taken, if that differed from what the command does."""
     for name in _MACHINES:
         if notes := record[name].get("notes"):
             yield from ("", f"Of the measurement of *{name}*:", "", *(f"- {note}" for note in notes))
@@ -135,7 +135,7 @@ def _quoted(message: str) -> str:
 _WIDTH, _LEFT, _RIGHT, _TOP = 860, 230, 70, 64
 _BAR, _GAP, _BLOCK = 16, 5, 66
 _KINDS = {"waiting": "waits", "pulling": "pulls its image", "running": "runs"}
-# The plot brings its own ground, light or dark, so it can be read on whatever page shows it.
+# The plot has its own background, light or dark, so that it is readable on any page.
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 .small { font-size: 11px; fill: #59636e }
@@ -151,7 +151,7 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 
 
 def plot(record: Mapping[str, Any]) -> str:
-    """Return the plot as SVG: two bars for each pod, from when the node got it, in seconds."""
+    """Return the plot as SVG: two bars for each pod, in seconds since the node got it."""
     told = {name: stories(record, name) for name in _MACHINES}
     step, longest = _axis(max(s.running for found in told.values() for s in found.values()))
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
@@ -186,7 +186,7 @@ def plot(record: Mapping[str, Any]) -> str:
 
 
 def _axis(seconds: float) -> tuple[int, int]:
-    """Return the distance of two ticks and the last one, for an axis of at least ``seconds``."""
+    """Return the distance between two ticks and the last tick, for an axis of at least ``seconds``."""
     step = next((s for s in (10, 20, 30, 60, 120, 300) if seconds / s <= 10), 600)
     return step, step * math.ceil(seconds * 1.05 / step)
 

@@ -1,15 +1,15 @@
-"""The problem that this project exists for, reproduced and solved: the same pods on a node of before and on ours.
+"""The problem that this project exists for, reproduced and solved: the same pods on an old node and on ours.
 
     .venv/bin/python -m tests.e2e.pending_pods [--json] [--update-docs] [--only before|ours] [--before DIR] [--ours DIR]
 
 Needs root and a store (--store). Boots two machines, one after the other: `before` of tests/e2e/inventory and `worker`
 of inventories/lab with the large image, built first unless the directory of a build is given. Each gets
-the same four pods, from the lab's registry behind a link of limited rate; kubelet's own events tell what became of
-them. Ends with status 1 unless every fact of `tests.e2e.facts` holds. With emulated machines that takes half an hour
-or, on a busy host, a whole one, which is why CI does not run it.
+the same four pods, from the lab's registry behind a link of limited rate; the kubelet's own events show what happened
+to them. Exits with status 1 unless every fact of `tests.e2e.facts` holds. With emulated machines that takes half an
+hour or, on a busy host, a whole one, which is why CI doesn't run it.
 
---update-docs keeps the record (tests/e2e/pending_pods.json), and makes the table and the plot of
-docs/explanation/pending-pods.md anew.
+--update-docs saves the record (tests/e2e/pending_pods.json), and regenerates the table and the plot of
+docs/explanation/pending-pods.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support import provenance
 from tests.support.registries.pulls import leave_the_network
 
 RECORD = REPO_ROOT / "tests/e2e/pending_pods.json"
-# Image and inventories; and whether its kubelet pulls one image at a time, as kubelet's own default is.
+# Image and inventories; and whether its kubelet pulls one image at a time, which is the kubelet's default.
 MACHINES = {
     "before": ("before", [REPO_ROOT / "tests/e2e/inventory"], True),
     "ours": ("worker", command.LARGE_LAB, False),
@@ -60,7 +60,7 @@ def measure(name: str, artefact: Path, settings: Settings) -> dict[str, Any]:
     tools, storage = lab_products(settings)
 
     def play(staging: Path) -> dict[str, Any]:
-        # The machine reaches this registry and nothing else, and port 443 is nobody else's.
+        # The machine can only reach this registry, and port 443 is free.
         leave_the_network()
         places = [staging / part for part in ("registry", "machine")]
         for place in places:

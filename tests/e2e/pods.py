@@ -1,4 +1,4 @@
-"""The pods of ``pending_pods``, and what became of them, told from kubelet's events and the registry's requests."""
+"""The pods of ``pending_pods``, and what happened to them, from the kubelet's events and the registry's requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from image_builder.lab.registry import HOST
 
 # kubelet 1.20's structured log of an event (k8s.io/client-go tools/record, StartStructuredLogging): strings are
-# quoted as Go does it, of which JSON is a part as far as these messages go.
+# quoted in Go's syntax, which for these messages is valid JSON.
 _EVENT = re.compile(
     r'"Event occurred" object="default/(?P<object>[^"]+)" .*'
     r'reason="(?P<reason>\w+)" message=(?P<message>"(?:[^"\\]|\\.)*")'
@@ -21,7 +21,7 @@ _PULL_FAILED = "Failed to pull image"
 
 @dataclass(frozen=True)
 class Pod:
-    """A static pod of one container: ``repository`` and tag of its image, and the command, empty for the image's."""
+    """A static pod of one container: repository and tag of its image, and its command, empty for the image's own."""
 
     name: str
     repository: str
@@ -58,7 +58,7 @@ def manifest(pod: Pod) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a pod; ``seconds`` are of the clock that the reader was told to use."""
+    """One event of a pod; ``seconds`` are by the clock that the reader was told to use."""
 
     seconds: float
     pod: str
@@ -67,9 +67,9 @@ class Event:
 
 
 def read_events(journal: str, offset: float) -> Iterator[Event]:
-    """Yield the events in a kubelet's journal (``journalctl -o json``, a line each), in its order.
+    """Yield the events in a kubelet's journal (``journalctl -o json``, one per line), in order.
 
-    ``offset`` (seconds) is added to the journal's monotonic time. A static pod is called NAME-HOST there.
+    ``offset`` (seconds) is added to the journal's monotonic time. A static pod's name there is NAME-HOST.
     """
     for line in journal.splitlines():
         told = json.loads(line)
@@ -91,7 +91,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What went wrong: a pull that ended badly, or a sandbox that could not be made."""
+    """A failure: of a pull, or of creating a sandbox."""
 
     seconds: float
     reason: str
@@ -100,7 +100,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Story:
-    """What became of a pod; ``running`` is when its container was started, in seconds since it was given."""
+    """What happened to a pod; ``running`` is when its container was started, in seconds since the node got the pod."""
 
     pod: str
     running: float
@@ -117,12 +117,12 @@ class Story:
 
     @property
     def pulling(self) -> float:
-        """Seconds in which something of its image was on its way."""
+        """Seconds during which its image was being pulled."""
         return sum(span.end - span.start for span in self.spans if span.kind == "pulling")
 
     @property
     def first_pull(self) -> float | None:
-        """When its image was asked for first; None when it never was."""
+        """When its image was first requested; None if it never was."""
         return next((span.start for span in self.spans if span.kind == "pulling"), None)
 
     def as_json(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Story:
 
 
 def story_from_json(told: dict[str, Any]) -> Story:
-    """Return what ``as_json`` told."""
+    """Return the story that ``as_json`` serialized."""
     return Story(
         told["pod"],
         told["running"],
@@ -142,8 +142,8 @@ def story_from_json(told: dict[str, Any]) -> Story:
 def tell(pod: Pod, given: float, events: Iterable[Event], requests: Sequence[float]) -> Story:
     """Return the story of ``pod``.
 
-    ``given`` is when the node got its manifest, ``requests`` when the registry was asked for anything of its image;
-    all are of the same clock. kubelet's own event "Pulling" is no help: it comes before the image's turn in the
+    ``given`` is when the node got its manifest, ``requests`` when the registry got requests for any part of its image;
+    all are by the same clock. The kubelet's own event "Pulling" doesn't help: it comes before the image's turn in the
     queue. Raises ValueError for a pod that never ran.
     """
     mine = [event for event in events if event.pod == pod.name]

@@ -1,12 +1,12 @@
-"""Rollouts on many real hosts with every fault, the driver killed again and again. Not part of CI, which does a few.
+"""Rollouts on many real hosts with every fault, with the driver killed again and again. CI only does a few of these.
 
     .venv/bin/python -m tests.e2e.pool_kills [--hosts 60] [--points 50] [--seed 1] [--update-docs]
 
-As root; needs the small image, which it builds where it isn't there. First a rollout over all hosts that nobody
-disturbs but the faults: each of them is there at least once, and some sound hosts break in its middle (midst.py), some
-of them for good. Then rollouts whose driver is killed, after so many ends of a step as are drawn, and resumed, until
-that was so often. Each time every host has to end in its class, told to join once, the others by one attempt, and
-nothing is left on either end.
+Needs root and the small image, which it builds if it doesn't exist. First a rollout over all hosts that is disturbed
+only by the faults: each of them occurs at least once, and some sound hosts break in the middle of it (midst.py), some
+of them permanently. Then rollouts whose driver is killed after a random number of step results, and resumed, until it
+was killed --points times. Each time every host must end in its class and join at most once, and nothing may be left on
+either end; in the first rollout, hosts that don't break need one attempt only.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from tests.support.pools.traces import here, wait_until_hosts_are_bare
 
 RESULTS = REPO / "docs/reference/pool-results.md"
 BEGIN, END = "<!-- kills: begin -->\n", "<!-- kills: end -->\n"
-# A rollout tells hosts to join, which takes some room.
+# A rollout tells hosts to join, which takes some disk space.
 CLASSES: dict[Fault, str] = {**fleet.CLASSES, "disk full": FULL}
-# What breaks in the middle of a rollout, and how a host ends that stays broken.
+# What breaks in the middle of a rollout, and the class of a host that stays broken.
 MOMENTS: dict[Moment, str] = {
     "told": "unknown",
     "joining": "unknown",
     "verified": "timeout",
     "sudo": "sudo",
 }
-CHECKED = 5  # it fails the suite
-# A driver is killed after so many ends of a step more, at most.
+CHECKED = 5  # this host fails the suite
+# A driver is killed after fewer than this many further results of a step.
 AFTER = (("probe", 40), ("bootstrap", 12), ("verify", 5))
 POLICY = {
     "waves": ["6", "100%"],
@@ -68,7 +68,7 @@ POLICY = {
 
 
 def expected(count: int) -> tuple[dict[int, Fault], dict[int, str]]:
-    """Return the faults of so many hosts, three of ten, and the class of each; the agent of the last but one fails."""
+    """Return the faults of ``count`` hosts, three in ten, and the class of each; the second-last host's agent fails."""
     kinds = list(CLASSES)
     faulty = [n for n in range(count - 2) if n % 10 in (3, 6, 9)]
     faults = {n: kinds[i % len(kinds)] for i, n in enumerate(faulty)}
@@ -78,7 +78,7 @@ def expected(count: int) -> tuple[dict[int, Fault], dict[int, str]]:
 
 
 class Hosts:
-    """The hosts, made what they are to be."""
+    """The hosts, prepared for their classes."""
 
     def __init__(self, pool: Fleet, faults: dict[int, Fault], classes: dict[int, str]) -> None:
         self.pool, self.classes = pool, classes
@@ -92,7 +92,7 @@ class Hosts:
             (let_fail if classes[number] == FAILING else fill)(pool, number)
 
     def plan(self, folder: Path, agent: str, **policy: Any) -> Rollout:
-        """Plan a rollout of all of them, which are as new."""
+        """Reset the hosts and plan a rollout of all of them."""
         for number in self.hanging:
             self.pool.hang_sudo(number, answers=False)
         for number in self.other:
@@ -101,14 +101,14 @@ class Hosts:
         return make(self.pool, folder, numbers, policy=POLICY | policy, agent=agent, sound=self.sound)
 
     def free(self) -> None:
-        """Let sudo answer who still waits for it, and wait until nothing runs on any host."""
+        """Let the hanging sudo calls return, and wait until nothing runs on any host."""
         for number in self.hanging:
             self.pool.free_sudo(number)
         wait_until_hosts_are_bare(self.pool)
 
 
 def ended_as(classes: dict[int, str], report: dict[str, Any]) -> None:
-    """Compare how the hosts ended with their classes."""
+    """Assert that the hosts ended in their classes."""
     outcomes = {int(n.rpartition("-")[2]): r["outcome"] for n, r in report["results"].items()}
     assert outcomes.keys() == classes.keys()
     wrong = {n: outcome for n, outcome in outcomes.items() if signature(outcome) != classes[n]}
@@ -116,9 +116,10 @@ def ended_as(classes: dict[int, str], report: dict[str, Any]) -> None:
 
 
 def told_once(rollout: Rollout, classes: dict[int, str], joined: Collection[int] = ()) -> None:
-    """Compare what the hosts counted with their classes; ``told`` are those whose classes don't say it.
+    """Assert that each host was told to join as its class implies; ``joined`` are hosts whose class doesn't show it.
 
-    Whose agent fails before the kubelet is told again where that was lost with a driver: it certainly didn't join.
+    A host whose agent fails before the kubelet is told again if a killed driver lost that result: it certainly didn't
+    join.
     """
     expected = {n: int(n in joined or kind in ("ok", "unknown", FAILING)) for n, kind in classes.items()}
     joins = {n: min(times, 1) if classes[n] == FAILING else times for n, times in rollout.joins().items()}
@@ -127,15 +128,15 @@ def told_once(rollout: Rollout, classes: dict[int, str], joined: Collection[int]
 
 
 def nothing_is_left(rollout: Rollout) -> None:
-    """Look for it on this end."""
+    """Assert that nothing is left on this end."""
     leftovers = here(rollout.pool) + rollout.left()
     assert not leftovers, leftovers
 
 
 def undisturbed(hosts: Hosts, folder: Path) -> dict[int, str]:
-    """Run a rollout that nobody kills, some hosts of which break in its middle; return the hosts' classes.
+    """Run a rollout without killing its driver, with some hosts breaking midway; return the hosts' classes.
 
-    Some of those come back, when everybody else has ended.
+    Some of those come back when all other hosts have ended.
     """
     rollout = hosts.plan(folder, "seconds=8\n", retries=4, retry_seconds=1, verify="100%")
     sound = iter(n for n in rollout.last_wave if n in hosts.sound and n != CHECKED)
@@ -166,7 +167,7 @@ def undisturbed(hosts: Hosts, folder: Path) -> dict[int, str]:
 
 
 def _have_ended(records: list[Record], others: Collection[int], back: Mapping[int, Moment]) -> bool:
-    """Tell whether others have; and that it is known of those that will be back that they are lost."""
+    """Return whether the others have ended, and the hosts that will come back are known to be lost."""
     unverified = (n for n, moment in back.items() if moment != "verified")
     return all(ended(records, n, "verify") for n in others) and all(
         ended(records, n, "bootstrap") for n in unverified
@@ -174,7 +175,7 @@ def _have_ended(records: list[Record], others: Collection[int], back: Mapping[in
 
 
 def killed(hosts: Hosts, folder: Path, points: int, seed: int) -> list[list[Record]]:
-    """Kill drivers so often; return what each journal held then."""
+    """Kill drivers ``points`` times; return the records in the journal at each kill."""
     drawn = random.Random(seed)
     killed_at: list[list[Record]] = []
     for number in count():
@@ -193,7 +194,7 @@ def killed(hosts: Hosts, folder: Path, points: int, seed: int) -> list[list[Reco
                 ended = child.poll() is not None
                 child.kill()
                 child.communicate()
-            # What it began is gone at once, before anything else looks.
+            # What the driver started disappears by itself, before the next driver looks.
             wait(lambda: not here(hosts.pool))
             if not ended:
                 killed_at.append(rollout.records)
@@ -206,7 +207,7 @@ def killed(hosts: Hosts, folder: Path, points: int, seed: int) -> list[list[Reco
 
 
 def last_of(records: list[Record]) -> str:
-    """Return the kind of a journal's last record, with its step where it has one."""
+    """Return the kind of a journal's last record, with its step if it has one."""
     if not records:
         return "none"
     last = records[-1]
@@ -226,7 +227,7 @@ def main() -> int:
         place = Workplace(DEFAULT_STORE, folder / "images", "minimal")
         assert place.build().status == 0
         (folder / "whole").mkdir()
-        # Who has a full disk was installed before that.
+        # A disk is only filled after the installation on its host.
         at_start = {n: fault for n, fault in faults.items() if fault != "disk full"}
         with fleet.fleet(place, folder, options.hosts, faults=at_start) as pool:
             hosts = Hosts(pool, faults, classes)

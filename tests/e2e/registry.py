@@ -1,7 +1,7 @@
-"""The lab's registry as a node of ``pending_pods`` meets it: its own images and three small ones, behind a narrow link.
+"""The lab's registry as a node of ``pending_pods`` sees it: its own images and three small ones, behind a slow link.
 
-node  ->  10.0.2.2:443 (QEMU: this host's 127.0.0.1)  ->  Link: one rate for all, can stand still
-      ->  RegistryProxy: a rate for each connection, answers as the plan says  ->  Debian's docker-registry
+node  ->  10.0.2.2:443 (QEMU: this host's 127.0.0.1)  ->  Link: one rate for all, can stall
+      ->  RegistryProxy: a rate for each connection, answers according to the plan  ->  Debian's docker-registry
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tests.support.registries.proxy import RegistryProxy
 MB = 1_000_000
 LINK_RATE = 8.0 * MB
 CONNECTION_RATE = 4.0 * MB
-# Bytes that nothing can compress, beside the program that all of them run.
+# Incompressible bytes, in addition to the program that all of them run.
 CONTENT = {QUOTA: 64_000, SMALL: 4 * MB, STALLED: 64 * MB}
 _LISTEN = ("127.0.0.1", PORT)
 
 
 class Registry:
-    """A context manager: everything serves inside the block.
+    """A context manager: all servers run inside the block.
 
-    Callers are in namespaces of their own (``namespace.run_isolated``), the network's too: it listens on port 443
-    of 127.0.0.1. ``tools`` is a tools tree, ``storage`` what the stage lab_images made, ``work`` an empty directory
-    for some 500 MB.
+    Callers must be in namespaces of their own (``namespace.run_isolated``), including the network: it listens on port
+    443 of 127.0.0.1. ``tools`` is a tools tree, ``storage`` the product of the stage lab_images, ``work`` an empty
+    directory with room for some 500 MB.
     """
 
     def __init__(self, tools: Path, storage: Path, work: Path) -> None:
         self.tools, self.work = tools, work
-        # The store's own stays as it is: images are added here.
+        # Leave the store's own copy unchanged: images are added here.
         self.storage = work / "storage"
         shutil.copytree(storage, self.storage)
         self._stack = ExitStack()
@@ -85,7 +85,7 @@ class Registry:
         images.push(behind, repository, tag, image)
 
     def asked(self, repository: str) -> list[float]:
-        """Return when something of a repository was asked for, in seconds of ``time.monotonic``."""
+        """Return the times of all requests for a repository, in seconds of ``time.monotonic``."""
         return [r.started for r in self.proxy.requests if r.path.startswith(f"/v2/{repository}/")]
 
     def sent(self, repository: str) -> int:

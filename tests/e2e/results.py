@@ -1,4 +1,4 @@
-"""What the pages of results have in common."""
+"""The common parts of the pages of results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def machine(record: Mapping[str, Any], node: Mapping[str, Any], more: str) -> str:
-    """Return when and on what it ran. ``node`` is the node's nodeInfo, ``more`` what else is worth a word."""
+    """Return when and on what it ran. ``node`` is the node's nodeInfo, ``more`` any further text."""
     emulated = ", emulated" if record["accelerator"] == "tcg" else ""
     return (
         f"{record['date']}, {record['minutes']:.0f} minutes: a QEMU machine with 2 cores{emulated}, on a host with "

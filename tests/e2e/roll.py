@@ -1,16 +1,16 @@
-"""A baked node at work is rolled to another build by the command line: its OS disk is swapped, its local disk stays.
+"""A running baked node is rolled to another build from the command line: its OS disk is swapped, its local disk stays.
 
     .venv/bin/python -m tests.e2e.roll [--json] [--update-docs] [--render] [--old DIR] [--new DIR]
 
 Needs root and a store (--store). Builds the worker that joins twice, the second time with `tests/e2e/roll.yml`, unless
-the directories of builds are given. The first one boots, joins the lab's control plane and is let in by the gate. Then
-`image-builder pool plan` and `pool run` roll it, with the waits and the suite of a real roll. Azure is simulated, and
-its reimage is a power cut, another OS disk and the same local one. The first time it brings the image that the node
-had, so that the roll has to see it. With each OS disk cloud-init brings another host key and a certificate of the host
-CA. Ends with status 1 unless every fact of `tests.e2e.roll_facts` holds. With an emulated machine it takes half an
-hour, which is why CI does not run it.
+the directories of builds are given. The first one boots, joins the lab's control plane and is admitted by the gate.
+Then `image-builder pool plan` and `pool run` roll it, with the waits and the suite of a real roll. Azure is simulated,
+and its reimage is a power cut, another OS disk and the same local one. The first reimage brings back the old image,
+which the roll must detect. With each OS disk cloud-init installs another host key and a certificate of the host CA.
+Exits with status 1 unless every fact of `tests.e2e.roll_facts` holds. With an emulated machine it takes half an hour,
+which is why CI doesn't run it.
 
---update-docs keeps the record (tests/e2e/roll.json) and makes docs/reference/roll-results.md anew.
+--update-docs saves the record (tests/e2e/roll.json) and regenerates docs/reference/roll-results.md.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ POLICY = {
     "waves": ["100%"],
     "soak_seconds": [0],
     "cadence_seconds": 0,
-    # An emulated machine is ten times slower than what the defaults are made for.
+    # An emulated machine is ten times slower than the defaults allow for.
     "deadlines": {"probe": 120, "verify": 2400},
     "roll": {"max_unavailable": "1", "reimage_seconds": 5400},
 }
@@ -67,14 +67,14 @@ _LOCAL = Local("local")
 
 @dataclass
 class Reimaged:
-    """The machine: an OS disk of an image, one local disk, one address; ``images`` by the gallery's versions."""
+    """The machine: an OS disk of an image, one local disk, one address; ``images`` are by gallery version."""
 
     lab: JoinLab
     place: Path
     images: dict[str, Image]
     instance: Instance | None = None
     seen: list[dict[str, Any]] = field(default_factory=list)
-    # The versions that Azure gives it OS disks of.
+    # The versions of the OS disks that Azure gives it.
     due: queue.Queue[str] = field(default_factory=queue.Queue)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class Reimaged:
         return self.instance
 
     def swap(self, version: str, link: Link) -> None:
-        """Cut the power, and switch on with the OS disk of another image and the same local disk."""
+        """Cut the power, and power on with the OS disk of another image and the same local disk."""
         if self.instance is not None:
             self.instance.forget()
         folder = self.place / f"os-{len(self.seen)}"
@@ -100,7 +100,7 @@ class Reimaged:
         self.seen.append({"build": self.instance.image.told["build_id"]})
 
     def _seed(self, folder: Path) -> None:
-        """Have cloud-init bring the operator's key, and a host key that the authority signed for this machine."""
+        """Have cloud-init install the operator's key, and a host key that the authority signed for this machine."""
         key = folder / "host"
         public = new_key(key)
         certificate = sign(self.place / "authority", folder / "host.pub", "-n", joins.VM_ID)
@@ -115,7 +115,7 @@ class Reimaged:
         file.write_text(f"#cloud-config\n{json.dumps(content)}\n")
 
     def look(self) -> dict[str, Any]:
-        """Return what the machine is now."""
+        """Return the machine's current state."""
         shell = self.now.shell
         return {
             "boot": shell("cat /proc/sys/kernel/random/boot_id").strip(),
@@ -129,7 +129,7 @@ class Reimaged:
 
 @contextmanager
 def azure(machine: Reimaged, folder: Path) -> Iterator[tuple[Served, ScaleSets, str]]:
-    """Serve Resource Manager with a scale set of the one machine."""
+    """Serve Resource Manager with a scale set that contains only this machine."""
     arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     for version, image in machine.images.items():
         add_version(arm, version)["tags"]["image-builder-build"] = image.told["build_id"][:12]
@@ -146,7 +146,7 @@ def azure(machine: Reimaged, folder: Path) -> Iterator[tuple[Served, ScaleSets, 
 def operate(
     machine: Reimaged, link: Link, service: Served, scale_set: str, node: str
 ) -> tuple[dict[str, Any], int]:
-    """Plan a roll and run it, as an operator does; return its report, and how often the disk was swapped."""
+    """Plan and run a roll, as an operator does; return its report, and how many times the disk was swapped."""
     place, image = machine.place, machine.now.image
     user = str(image.variables.get("azure_guest_default_user", "debian"))
     variables = {
@@ -182,7 +182,7 @@ def operate(
         "--out",
         plan,
     ):
-        pass  # its end is waited for; without a plan there is nothing to run
+        pass  # only wait for its end; without a plan `run` fails
     account = machine.lab.plane.kubeconfig(ACCOUNT, "system:serviceaccounts")
     login: list[str | Path] = ["--user", user, "--key", place / "user", "--host-ca", place / "authorities"]
     more: list[str | Path] = ["--kubeconfig", account, "--facts", machine.images[NEW].facts, "--json"]
@@ -194,7 +194,7 @@ def operate(
             except queue.Empty:
                 continue
             swaps += 1
-            # The first one brings the image that the node had.
+            # The first one brings back the old image.
             version = OLD if swaps == 1 else version
             say(f"reimage {swaps}: {version.rpartition('/')[2]}")
             machine.swap(version, link)
@@ -203,7 +203,7 @@ def operate(
 
 
 def play(lab: JoinLab, old: Path, new: Path, place: Path) -> dict[str, Any]:
-    """Let the machine join with one image, and be rolled to another."""
+    """Let the machine join with one image, and roll it to another."""
     gates.give_rights(lab.admin, RIGHTS)
     before, after = read_image(old), read_image(new)
     machine = Reimaged(lab, place, {OLD: before, NEW: after})
@@ -260,7 +260,7 @@ def _of_node(node: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def roll(settings: Settings, old: Path, new: Path, staging: Path) -> dict[str, Any]:
-    """Start the control plane, and let the machine be rolled before it."""
+    """Start the control plane and roll the machine against it."""
     places = [staging / part for part in ("control-plane", "machine")]
     for place in places:
         place.mkdir()

@@ -1,4 +1,4 @@
-"""What a record of ``roll`` must show. Nothing here is a number of seconds: an emulated machine is slow."""
+"""What a record of ``roll`` must show. There are no time limits here: an emulated machine is slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.control_plane import gates
 
 
 def broken(record: Mapping[str, Any]) -> list[str]:
-    """Return what does not hold, in words; nothing when all is as it must be."""
+    """Return the facts that don't hold, in words; empty if all hold."""
     return [text for text, holds in facts(record).items() if not holds]
 
 

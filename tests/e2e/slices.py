@@ -1,14 +1,14 @@
-"""The slices of a wave as a Kubernetes Job, by the commands of the how-to, on a real node before a real control plane.
+"""The slices of a wave as a Kubernetes Job, with the how-to's commands, on a real node with a real control plane.
 
     .venv/bin/python -m tests.e2e.slices [--json] [--update-docs] [--render] [--artefact DIR]
 
-Needs root, a store (--store), Debian's archive, and today's Kubernetes (IMAGE_BUILDER_PROGRAMS). Builds
-`worker_join_current` of inventories/lab unless the directory of a build is given, boots it before the lab's control
-plane, gives its containerd an image with ansible-runner, and runs what docs/how-to/run-slices-elsewhere.md says, word
-for word, for real sshd hosts of which one is dead. Ends with status 1 unless every fact of `tests.e2e.slices_facts`
-holds. With an emulated machine that takes ten minutes, which is why CI does not run it.
+Needs root, a store (--store), Debian's archive, and the current Kubernetes (IMAGE_BUILDER_PROGRAMS). Builds
+`worker_join_current` of inventories/lab unless the directory of a build is given, boots it against the lab's control
+plane, gives its containerd an image with ansible-runner, and runs the commands of docs/how-to/run-slices-elsewhere.md,
+word for word, for real sshd hosts, one of which is dead. Exits with status 1 unless every fact of
+`tests.e2e.slices_facts` holds. With an emulated machine that takes ten minutes, which is why CI doesn't run it.
 
---update-docs keeps the record (tests/e2e/slices.json) and makes docs/reference/slices-results.md anew.
+--update-docs saves the record (tests/e2e/slices.json) and regenerates docs/reference/slices-results.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECORD = REPO_ROOT / "tests/e2e/slices.json"
 
 
 def play(settings: Settings, artefact: Path, staging: Path) -> dict[str, Any]:
-    """Get all that is needed, start hosts, control plane and machine; return what was seen."""
+    """Get all prerequisites, start hosts, control plane and machine; return the observations."""
     places = {name: staging / name for name in ("image", "hosts", "plane", "machine", "work")}
     for place in places.values():
         place.mkdir()
@@ -53,7 +53,7 @@ def play(settings: Settings, artefact: Path, staging: Path) -> dict[str, Any]:
     pool = {"join_labels": slices_run.labels(), "join_taints": []}
     with (
         fleet(made, places["hosts"], len(slices_run.HOSTS), trees=made.trees("system")) as hosts,
-        # In the hosts' network, so that the machine's connections come out there.
+        # In the hosts' network, so that the machine's connections end up there.
         JoinLab(settings, places["plane"], more=pool, is_apart=True) as lab,
     ):
         install(hosts, slices_run.HOSTS)

@@ -1,4 +1,4 @@
-"""What a record of ``slices`` must show. Nothing here is a number of seconds: an emulated machine is slow."""
+"""What a record of ``slices`` must show. There are no time limits here: an emulated machine is slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Facts = dict[str, bool]
 
 
 def broken(record: Mapping[str, Any]) -> list[str]:
-    """Return what does not hold, in words; nothing when all is as it must be."""
+    """Return the facts that don't hold, in words; empty if all hold."""
     return [text for text, holds in facts(record).items() if not holds]
 
 
@@ -65,7 +65,7 @@ def _jobs(record: Mapping[str, Any]) -> Facts:
     }
 
 
-# What ansible-runner calls a status of Ansible's.
+# ansible-runner's names for Ansible's exit statuses.
 _WORDS = {0: "successful", 4: "failed"}
 
 

@@ -1,6 +1,6 @@
-"""What ``slices`` needs beside the lab: a container image of ansible-runner, and kubectl, of Debian's packages.
+"""What ``slices`` needs in addition to the lab: a container image of ansible-runner, and kubectl, from Debian packages.
 
-The image is Debian's Python and OpenSSH's client, with ansible-core and ansible-runner as this environment has them:
+The image is Debian's Python and OpenSSH client, with ansible-core and ansible-runner in this environment's versions:
 those that `requirements.lock` names.
 """
 
@@ -27,23 +27,23 @@ from image_builder.settings import Settings
 from image_builder.system import process
 from tests.support.control_plane.programs import lab_definition
 
-# The suite that the lab's Kubernetes is from: its kubectl is that of its API server.
+# The suite that the lab's Kubernetes is from: its kubectl matches its API server.
 SUITE, PYTHON = "bookworm", (3, 11)
 KUBECTL = "kubernetes-client"
 PACKAGES = ("coreutils", "dash", "libc-bin", "openssh-client", "python3")
 DISTRIBUTIONS = ("ansible-core", "ansible-runner")
-# As a worker has them: two programs, found by their place.
+# As on a worker: two programs, found by their path.
 PROGRAMS = {"ansible-runner": "ansible_runner", "ansible-playbook": "ansible.cli.playbook"}
 SETTINGS = {"Env": ["PATH=/usr/local/bin:/usr/bin:/bin", "LANG=C.UTF-8"]}
 USER = 1000
-# Of ansible-core's own tests, and of packages what nobody reads in a container.
+# Left out: ansible-core's own tests, and the packages' documentation, which is useless in a container.
 _LEFT_OUT = ("ansible_test/", "../")
 _DOCUMENTS = ("doc", "man", "locale", "info", "lintian")
 _ARCHITECTURE = "amd64"
 
 
 def get_packages(settings: Settings, staging: Path) -> dict[str, Path]:
-    """Return the .deb files by package: those of the image and all they depend on, and kubectl's."""
+    """Return the .deb files by package: those of the image with all their dependencies, and kubectl's."""
     definition = lab_definition()
     mirror = settings.mirror or definition.base.mirror
     sources = debian_sources(SUITE, ("main",), keyring(definition), mirror)
@@ -57,13 +57,13 @@ def get_packages(settings: Settings, staging: Path) -> dict[str, Path]:
 
 
 def unpack_kubectl(deb: Path, work: Path) -> Path:
-    """Return the program, which needs nothing but a kernel."""
+    """Return the path of the program, which needs nothing but a kernel."""
     process.run(["dpkg-deb", "--extract", deb, work])
     return work / "usr/bin/kubectl"
 
 
 def write_archive(debs: list[Path], reference: str, work: Path, out: Path) -> None:
-    """Make the image and write it to ``out`` as ``docker load`` takes it."""
+    """Make the image and write it to ``out`` in the format of ``docker load``."""
     tree = work / "tree"
     fill(tree, debs)
     layer = images.layer_from_tree(tree, work / "layer.tar.gz", process.run)
@@ -80,7 +80,7 @@ def write_archive(debs: list[Path], reference: str, work: Path, out: Path) -> No
 
 
 def fill(tree: Path, debs: list[Path]) -> None:
-    """Make the tree of the image: packages unpacked, Ansible, a user with a name."""
+    """Make the tree of the image: unpacked packages, Ansible, a user with a name."""
     for name in ("bin", "sbin", "lib", "lib64"):
         (tree / "usr" / name).mkdir(parents=True)
         (tree / name).symlink_to(f"usr/{name}")
@@ -107,7 +107,7 @@ def fill(tree: Path, debs: list[Path]) -> None:
 
 
 def distributions() -> list[str]:
-    """Return the names of what Ansible and its runner are made of here: themselves, and what they require."""
+    """Return the names of the distributions of Ansible and its runner, and of all their requirements."""
     found: dict[str, None] = {}
     ahead = list(DISTRIBUTIONS)
     while ahead:
@@ -130,9 +130,9 @@ def _copy(distribution: metadata.Distribution, place: Path) -> None:
 
 
 def _compile(tree: Path) -> None:
-    """Compile what Python will import: a container's root is read-only, and an emulated machine slow.
+    """Compile what Python will import: a container's root is read-only, and an emulated machine is slow.
 
-    Times are lost in a layer, so that nothing compares them.
+    A layer doesn't preserve timestamps, so they aren't checked.
     """
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
     for place in (tree / "lib/python3", tree / "local/lib", *tree.glob("lib/python3.*")):

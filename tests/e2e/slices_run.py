@@ -1,4 +1,4 @@
-"""The acts of ``slices``: a node, Jobs as they are documented, what they told and left, and `pool run` afterwards."""
+"""The acts of ``slices``: a node, the documented Jobs, their output and leftovers, and `pool run` afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.pools.fleet import Fleet
 from tests.support.pools.rollouts import POLICY, Rollout, make
 
-# Hosts by number; the wave has them all. The dead one lies behind a network that loses every packet.
+# Hosts by number; the wave has all of them. The dead one is behind a network that drops every packet.
 HOSTS, DEAD = (0, 1, 2, 3), 3
 WAVE = {
     "waves": ["100%"],
@@ -47,7 +47,7 @@ _STEP = 3.0
 _AT_ONCE = 1e9  # bytes per second
 _VOLUME = re.compile(r"(\w+) \S+/volumes/kubernetes\.io~(empty-dir|secret)/(\S+)")
 _EVENT = re.compile(rb'"uuid": "([0-9a-f-]{36})"')
-# A piece of what is written down is found wherever it lies whole.
+# The search finds a piece of written data wherever it is stored contiguously.
 _PIECE = 48
 BLOCK = 64 << 20
 
@@ -55,12 +55,12 @@ Say = Callable[[str], None]
 
 
 def reference() -> str:
-    """Return the image that the documented Job wants."""
+    """Return the image of the documented Job."""
     return str(_pod()["containers"][0]["image"])
 
 
 def labels() -> dict[str, str]:
-    """Return what the documented Job asks of its node."""
+    """Return the labels that the documented Job requires of its node."""
     found: dict[str, str] = _pod()["nodeSelector"]
     return found
 
@@ -71,7 +71,7 @@ def _pod() -> dict[str, Any]:
 
 
 class Acts:
-    """What happens, in its order. ``work`` is an empty directory, ``programs`` one with kubectl."""
+    """The acts, in order. ``work`` is an empty directory, ``programs`` a directory with kubectl."""
 
     def __init__(self, lab: JoinLab, hosts: Fleet, work: Path, programs: Path, say: Say) -> None:
         self.lab, self.hosts, self.work, self.say = lab, hosts, work, say
@@ -84,7 +84,7 @@ class Acts:
         }
 
     def play(self, instance: Instance, archive: Path) -> dict[str, Any]:
-        """Do it all with a machine and an image for it; return what was seen. The machine is off in the end."""
+        """Run all acts with a machine and an image for it; return the observations. At the end the machine is off."""
         member = Member(self.lab, instance, self.say)
         member.deallocate([Local("local")])
         node = member.enter()
@@ -114,7 +114,7 @@ class Acts:
         }
 
     def _load(self, instance: Instance, archive: Path) -> dict[str, Any]:
-        """Give the machine's containerd the image."""
+        """Import the image into the machine's containerd."""
         self.say(f"ctr images import: {archive.stat().st_size / 1e6:.0f} MB")
         started = time.monotonic()
         instance.ssh.put(archive.read_bytes(), _ARCHIVE)
@@ -126,10 +126,10 @@ class Acts:
         }
 
     def _way_to_kubelet(self, instance: Instance) -> Link:
-        """Let the API server reach the kubelet where the Node object says that it is.
+        """Let the API server reach the kubelet at the address in the Node object.
 
-        QEMU shows whoever comes from a loopback address as the machine's gateway. What came from the machine's own
-        address, as connections to it do here, the machine would not answer.
+        QEMU makes clients with a loopback address look to the machine like its gateway. The machine wouldn't answer
+        packets from its own address, the source of direct connections to it here.
         """
         line = f"hostfwd_add net tcp:127.0.0.1:{KUBELET}-:{KUBELET}"
         said = monitor.execute(
@@ -140,7 +140,7 @@ class Acts:
         return Link((MACHINE, KUBELET), ("127.0.0.1", KUBELET), _AT_ONCE)
 
     def _put_inputs(self, rollout: Rollout) -> None:
-        """Put what the page speaks of where its commands run, by the names that it has there."""
+        """Put the files that the page mentions where its commands run, under the names used there."""
         for name, target in {
             "h100.plan.json": rollout.plan,
             "hosts.keys": self.hosts.pinned.path,
@@ -150,11 +150,11 @@ class Acts:
         (self.work / "job.yaml").write_text(slices_howto.manifest(), encoding="utf-8")
 
     def _jobs(self, instance: Instance) -> dict[str, Any]:
-        """Run the documented commands; return what became of the Jobs."""
+        """Run the documented commands; return what happened to the Jobs."""
         start, take_in = slices_howto.commands()
         self.say("the commands that start the Job")
         process.run(["sh", "-euc", start], cwd=self.work, env=self._environment, on_line=self._show)
-        # Before the other commands delete it.
+        # Read the Secret before the other commands delete it.
         (secret,) = self._secrets()
         self._streams = {name: base64.b64decode(stream) for name, stream in secret["data"].items()}
         self.say("those that take in what they say")
@@ -213,7 +213,7 @@ class Acts:
         }
 
     def _pods(self, number: str) -> dict[str, Any]:
-        """Return what became of a slice's pods."""
+        """Return what happened to a slice's pods."""
         pods = [pod for pod in self._items(_PODS) if pod["metadata"]["labels"].get(_INDEX) == number]
         ends = [
             status["state"]["terminated"] | {"restarts": status["restartCount"]}
@@ -233,18 +233,18 @@ class Acts:
         return [one for one in self._items(_SECRETS) if one["metadata"]["name"] == "pool-slices"]
 
     def _volumes(self, instance: Instance) -> set[str]:
-        """Return what kubelet has mounted for the pods of slices."""
+        """Return the volumes that the kubelet has mounted for the pods of slices."""
         return volumes(instance.shell("findmnt -rno FSTYPE,TARGET"))
 
     def _left(self, instance: Instance) -> list[str]:
-        """Wait until kubelet has taken the pods' volumes away; return those that it didn't, and Secrets."""
+        """Wait until the kubelet has removed the pods' volumes; return those left after the timeout, and Secrets."""
         deadline = time.monotonic() + _GONE_SECONDS
         while (found := self._volumes(instance)) and time.monotonic() < deadline:
             time.sleep(_STEP)
         return [*sorted(found), *(secret["metadata"]["name"] for secret in self._secrets())]
 
     def _patterns(self) -> tuple[list[bytes], list[bytes]]:
-        """Return what may be on no disk, and what is on one if the search sees anything: an event of each slice."""
+        """Return what no disk may contain, and controls that the search must find: an event of each slice."""
         secrets = pieces(self.hosts.key.read_bytes(), list(self._streams.values()))
         events = [_EVENT.search(path.read_bytes()) for path in sorted(self.work.glob("told-*"))]
         return secrets, [event[1] for event in events if event]
@@ -259,14 +259,14 @@ class Acts:
 
 
 def volumes(mounts: str) -> set[str]:
-    """Return file system, kind and name of each volume of a pod in ``findmnt``'s lines."""
+    """Return the filesystem, kind and name of each pod volume in ``findmnt``'s lines."""
     return {" ".join(match.groups()) for line in mounts.splitlines() if (match := _VOLUME.match(line))}
 
 
 def pieces(key: bytes, streams: Iterable[bytes]) -> list[bytes]:
-    """Return what stands for a private key and for streams: lines of the one, parts of the others' archives.
+    """Return pieces that identify a private key and streams: lines of the former, parts of the latter's archives.
 
-    The first line of a key says of which kind it is: the machine's own host key has the same.
+    The first line of a key's data only gives its type: the machine's own host key has the same one.
     """
     parts = [line for line in key.splitlines()[2:] if len(line) >= _PIECE]
     for stream in streams:
@@ -276,9 +276,9 @@ def pieces(key: bytes, streams: Iterable[bytes]) -> list[bytes]:
 
 
 def search(folder: Path, secrets: Sequence[bytes], controls: Sequence[bytes]) -> dict[str, Any]:
-    """Look through the files of a machine's disks in a folder; return what of both was found.
+    """Search the files of a machine's disks in a folder; return how much of both was found.
 
-    ``controls`` are there if the search sees anything at all.
+    ``controls`` are found if the search works at all.
     """
     files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".raw", ".qcow2")]
     found: set[bytes] = set()
@@ -308,7 +308,7 @@ def _found(path: Path, patterns: Iterable[bytes]) -> set[bytes]:
 
 
 def _data(fd: int) -> list[tuple[int, int]]:
-    """Return the parts of a sparse file that are no holes: where they begin and end."""
+    """Return the start and end of each part of a sparse file that isn't a hole."""
     size, at, parts = os.fstat(fd).st_size, 0, []
     while at < size:
         try:
@@ -321,7 +321,7 @@ def _data(fd: int) -> list[tuple[int, int]]:
 
 
 def _processed(folder: Path) -> dict[str, str]:
-    """Return what ansible-runner wrote down of a slice."""
+    """Return what ansible-runner recorded about a slice."""
     return {name: (folder / "artifacts" / name).read_text() for name in ("rc", "status")}
 
 

@@ -1,8 +1,8 @@
-"""Mutations for the checks that only a running machine can be asked: commands run as root on the machine.
+"""Mutations for the checks that need a running machine: commands that run as root on that machine.
 
-A run with ``broken:`` (image_builder/suite/broken_fixtures.py) asks each of these checks twice: it has to pass, then
-the command is run by ``sh -euc`` on the same throw-away VM, and it has to fail. What would turn later checks red as well
-is mended, or comes last. None of the commands may take away the login, or what the checks are made with.
+A run with ``broken:`` (image_builder/suite/broken_fixtures.py) runs each of these checks twice: first it must pass;
+then the command runs under ``sh -euc`` on the same throw-away VM, and the check must fail. A mutation that would turn
+later checks red as well is undone, or comes last. No command may break the login or the tools that the checks use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple, TypedDict
 
 
 class Broken(NamedTuple):
-    """What breaks a machine and what mends it again; ``turn`` orders those that nothing mends: 0 comes first."""
+    """A command that breaks a machine and one that undoes it; ``turn`` orders those that nothing undoes, 0 first."""
 
     command: str
     mend: str
@@ -36,14 +36,14 @@ def ordered() -> dict[str, Broken]:
 
 
 class Edit(TypedDict):
-    """How a file is edited, and mended again."""
+    """The commands that edit a file and restore it."""
 
     command: str
     mend: str
 
 
 def edited(path: str, expression: str) -> Edit:
-    """Return the command that edits a file by an expression of sed's, which must change something, and its mend."""
+    """Return the command that edits a file with a sed expression, which must change something, and its undo command."""
     kept = "/run/mutation-kept"
     return {
         "command": f"cp -p {path} {kept}; sed -i -E '{expression}' {path}; if cmp -s {path} {kept}; then exit 1; fi",
@@ -52,7 +52,7 @@ def edited(path: str, expression: str) -> Edit:
 
 
 def await_port(port: int | str) -> str:
-    """Return the command that waits until something listens on a TCP port, for two minutes."""
+    """Return the command that waits up to two minutes until something listens on a TCP port."""
     return (
         f"for second in $(seq 120); do if ss -Hltn | grep -q :{port}; then break; fi; sleep 1; done; "
         f"ss -Hltn | grep -q :{port}"
@@ -94,7 +94,7 @@ record_booted(
     "systemd-run --quiet --unit=mutation-three -p Restart=on-failure -p RestartSec=1 /bin/false; sleep 4",
     mend="systemctl stop mutation-three.service; systemctl reset-failed",
 )
-# What is written in the journal stays there: before others break what may say something of it there.
+# A journal entry stays: run this one before other mutations break things that may log errors.
 record_booted("test_journal_has_no_trouble", "echo 'Kernel panic - not syncing: mutation' | systemd-cat")
 record_booted("test_kernel_is_not_tainted", "echo 64 > /proc/sys/kernel/tainted")
 record_booted(
@@ -107,7 +107,7 @@ record_booted(
     f"echo $(( $(cat {DISK_SIZE}) + 2097152 )) > /run/disk-size && mount --bind /run/disk-size {DISK_SIZE}",
     mend=f"umount {DISK_SIZE}",
 )
-# An error of the filesystem stays.
+# A filesystem error is permanent.
 record_booted(
     "test_root_is_sound",
     "echo mutation > /sys/fs/ext4/$(basename $(findmnt --noheadings --output SOURCE /))/trigger_fs_error",
@@ -150,8 +150,8 @@ record_booted(
 )
 record_booted(
     "test_docker_runs_with_overlay2",
-    # A setting that a reload takes: a daemon that is started anew with another driver has no images any more, and
-    # every check of those would be red for this.
+    # Use a setting that a reload applies: a daemon restarted with another driver no longer has any images, which would
+    # turn every check of the images red.
     TOGGLE_LIVE_RESTORE,
     mend=TOGGLE_LIVE_RESTORE,
 )

@@ -34,7 +34,7 @@ def cloud_config(text: str) -> Mutation:
 
 
 def without_driver(variables: dict[str, Any]) -> Mutation:
-    """Put an initramfs without any driver in place: an empty cpio archive."""
+    """Replace the initramfs with one that has no drivers: an empty cpio archive."""
     trailer = "070701" + "0" * 88 + "0000000B" + "00000000" + "TRAILER!!!\0"
 
     def mutate(root: Any, _variables: dict[str, Any]) -> None:

@@ -13,22 +13,22 @@ CONTAINERD_DROPIN = "/etc/systemd/system/containerd.service.d/10-container-runti
 
 
 def key(name: str, value: str) -> Mutation:
-    """Give a key of daemon.json another value."""
+    """Change the value of a key in daemon.json."""
     return change(DAEMON, rf'("{name}":) (\[[^\]]*\]|"[^"]*"|[^,\n]+)', rf"\1 {value}")
 
 
 def added(text: str) -> Mutation:
-    """Add a key at the end of daemon.json, where it wins over an earlier one of its name."""
+    """Add a key at the end of daemon.json, where it overrides an earlier one of the same name."""
     return change(DAEMON, r"\n\}\s*\Z", f",\n{text}\n}}\n")
 
 
 def without(name: str) -> Mutation:
-    """Take a key and its value on the same line out of daemon.json."""
+    """Remove a key and its value, both on one line, from daemon.json."""
     return change(DAEMON, rf'^ *"{name}": ("[^"]*"|[^,\[{{\n]+),?\n', "")
 
 
 def _pulling_dropin(variables: dict[str, Any]) -> str:
-    """Return the drop-in of the service that pulls."""
+    """Return the drop-in of the service that pulls images."""
     return DOCKER_DROPIN if variables["__container_runtime_with_docker"] else CONTAINERD_DROPIN
 
 

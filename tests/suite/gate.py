@@ -65,7 +65,7 @@ record(
     write("/var/lib/node-agent/preflight.json", '{"build": "", "reboots": 1, "boot_id": ""}\n'),
 )
 
-# In this order the last one still finds a verdict.
+# The order matters: the last one must still find a verdict.
 record_booted(
     "test_this_boot_has_a_verdict",
     **edited("/run/node/preflight.json", 's/"boot_id": "[^"]*/"boot_id": "00000000/'),

@@ -16,12 +16,12 @@ STATUS = "/var/lib/dpkg/status"
 
 
 def _module(root: Path, name: str) -> Path:
-    """Return a module's file, wherever it came from."""
+    """Return a module's file, whichever package installed it."""
     return next((root / "usr/lib/modules").rglob(f"{name}.ko"))
 
 
 def bytes_of(name: str, old: bytes, new: bytes) -> Mutation:
-    """Replace bytes in a module's file by as many others; they must be there."""
+    """Replace bytes in a module's file with others of the same length. Raises ValueError if they aren't there."""
 
     def mutate(root: Path, _variables: dict[str, Any]) -> None:
         path = _module(root, name)
@@ -34,7 +34,7 @@ def bytes_of(name: str, old: bytes, new: bytes) -> Mutation:
 
 
 def _without_kernel_option(name: str) -> Mutation:
-    """Have the kernel's configuration say that an option is not set."""
+    """Mark an option as not set in the kernel's configuration."""
 
     def mutate(root: Path, _variables: dict[str, Any]) -> None:
         (path,) = (root / "boot").glob("config-*")
@@ -53,7 +53,7 @@ def without_module(name: str) -> Mutation:
 
 
 def twice(name: str) -> Mutation:
-    """Put a second module of that name where another package would have it."""
+    """Add a second module of that name where another package would install it."""
 
     def mutate(root: Path, _variables: dict[str, Any]) -> None:
         place = _module(root, name)
@@ -65,7 +65,7 @@ def twice(name: str) -> Mutation:
 
 
 def _other_interface(root: Path, _variables: dict[str, Any]) -> None:
-    """Give the module another checksum of the kernel's structures, as a build by other headers has it."""
+    """Change the module's checksum of the kernel's structures, as if it were built against other headers."""
     path = _module(root, "nvidia-uvm")
     data = bytearray(path.read_bytes())
     # struct modversion_info: the checksum in 8 bytes, then the symbol's name.
@@ -75,13 +75,13 @@ def _other_interface(root: Path, _variables: dict[str, Any]) -> None:
 
 
 def _longer_module(root: Path, _variables: dict[str, Any]) -> None:
-    """Add a byte to a module: still loadable, no longer the one that was built."""
+    """Append a byte to a module: it can still be loaded, but is no longer the one that was built."""
     with _module(root, "nvidia-modeset").open("ab") as stream:
         stream.write(b"\0")
 
 
 def _initramfs(*names: str) -> Mutation:
-    """Replace the initramfs by one (cpio, "newc") that has these empty files alone."""
+    """Replace the initramfs with one (cpio, "newc") that contains only these empty files."""
 
     def entry(name: str, mode: int) -> bytes:
         fields = (0, mode, 0, 0, 1, 0, 0, 0, 0, 0, 0, len(name) + 1, 0)
@@ -97,7 +97,7 @@ def _initramfs(*names: str) -> Mutation:
 
 
 def _first_library(root: Path, _variables: dict[str, Any]) -> None:
-    """Let CUDA's library be one that another driver has left."""
+    """Make CUDA's library one left over from another driver."""
     place = root / "usr/lib/x86_64-linux-gnu"
     (place / "libcuda.so.1").unlink()
     shutil.copyfile(place / "libc.so.6", place / "libcuda.so.525.1.2")
@@ -105,7 +105,7 @@ def _first_library(root: Path, _variables: dict[str, Any]) -> None:
 
 
 def installed(package: str, version: str = "1") -> Mutation:
-    """Let dpkg believe that a package is installed."""
+    """Make dpkg believe that a package is installed."""
     return append(
         STATUS,
         f"\nPackage: {package}\nStatus: install ok installed\nPriority: optional\nSection: misc\n"

@@ -59,7 +59,7 @@ record(
     chmod("/usr/bin/nvidia-ctk", 0o644),
 )
 
-# None of them outlives the boot: the next one is with the toolkit as it was.
+# None of these survives a reboot: after the next boot the toolkit is as it was.
 record_booted("test_gpu_devices_have_links", "mknod /dev/nvidia7 c 195 7")
 record_booted(
     "test_gpu_cdi_describes_what_is_there",

@@ -34,7 +34,7 @@ def _below_the_tmpfs(root: Path, _variables: dict[str, Any]) -> None:
 
 
 def capable(path: str, mask: int) -> Mutation:
-    """Give a program capabilities that are in force when it starts, as ``setcap`` does."""
+    """Give a program capabilities that take effect when it starts, as ``setcap`` does."""
 
     def mutate(root: Path, _variables: dict[str, Any]) -> None:
         low, high = mask & 0xFFFFFFFF, mask >> 32
@@ -123,8 +123,8 @@ record(
 record(
     "test_only_known_file_capabilities",
     capable("/usr/bin/env", 1 << 7),  # CAP_SETUID
-    capable("/usr/bin/env", 1 << 39),  # CAP_BPF: its second word
-    capable("/usr/bin/ping", 1 << 13 | 1 << 12),  # CAP_NET_ADMIN beside what it may
+    capable("/usr/bin/env", 1 << 39),  # CAP_BPF: in the second word
+    capable("/usr/bin/ping", 1 << 13 | 1 << 12),  # CAP_NET_ADMIN in addition to the allowed one
 )
 record("test_no_world_writable_files", chmod("/etc/hosts", 0o666), chmod("/etc/passwd", 0o646))
 record(

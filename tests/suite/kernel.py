@@ -1,4 +1,4 @@
-"""Mutations for kernel, kernel settings and the system's services."""
+"""Mutations for the kernel, its settings and the system's services."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _half_an_initramfs(root: Path, _variables: dict[str, Any]) -> None:
 
 
 def _other_code(root: Path, _variables: dict[str, Any]) -> None:
-    """Change a byte in the middle of GRUB, of whose bytes the signature no longer is."""
+    """Change a byte in the middle of GRUB, so that its signature no longer matches."""
     grub = outside(root, "/usr/lib/grub/x86_64-efi-signed/grubx64.efi.signed")
     content = bytearray(grub.read_bytes())
     content[len(content) // 2] ^= 0x55
@@ -136,7 +136,7 @@ record(
 )
 
 record_booted("test_sysctls_are_live", "sysctl --write net.ipv4.neigh.default.gc_thresh1=128")
-# A kubelet that is started later ends itself where a kernel setting is not what it relies on.
+# A kubelet that starts later exits if a kernel setting isn't the one it relies on.
 record_booted(
     "test_kubelets_sysctls_are_live",
     "sysctl --write vm.panic_on_oom=1",
@@ -144,7 +144,7 @@ record_booted(
 )
 record_booted(
     "test_modules_are_loaded",
-    # Nothing has to be unloaded: another table is read instead.
+    # No module has to be unloaded: the check reads another table instead.
     "grep -v '^br_netfilter ' /proc/modules > /run/modules; mount --bind /run/modules /proc/modules",
     mend="umount /proc/modules",
 )

@@ -12,7 +12,7 @@ UNIT = "/etc/systemd/system/kubelet.service"
 
 
 def field(name: str, value: str) -> Mutation:
-    """Give a field of the kubelet's configuration another value, on one line."""
+    """Replace the value of a field of the kubelet's configuration, on one line."""
     return change(CONFIG, rf"^{name}:.*(\n[ -].*)*", f"{name}: {value}")
 
 
@@ -25,12 +25,12 @@ def flag(name: str, value: str) -> Mutation:
 
 
 def drop_in(text: str) -> Mutation:
-    """Change the unit by a file beside it."""
+    """Change the unit with a drop-in file."""
     return write("/etc/systemd/system/kubelet.service.d/99-mutation.conf", text)
 
 
 def program(text: str) -> Mutation:
-    """Put a script in the kubelet's place."""
+    """Replace the kubelet with a script."""
     return given(lambda v: write(v["__kubelet_binary"].strip(), text, 0o755))
 
 
@@ -44,7 +44,7 @@ def _other_engine(variables: dict[str, Any]) -> Mutation:
 
 
 OPEN_FLAGS = "--anonymous-auth=true --authorization-mode=AlwaysAllow --read-only-port=10255 --address=0.0.0.0"
-# Flags win over the file's fields, wherever they stand.
+# Flags override the file's fields, whatever their position.
 OPEN_KUBELET = change(UNIT, r"(--config=\S+)", rf"\1 {OPEN_FLAGS}")
 OTHER_COMMAND = "[Service]\nExecStart=\nExecStart=/usr/local/bin/kubelet --v=2\n"
 

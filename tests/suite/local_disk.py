@@ -15,7 +15,7 @@ SETTINGS = "/etc/node-agent/disk.json"
 
 
 def sources_alone(root: Path, _variables: dict[str, Any]) -> None:
-    """Put the archive of the sources in the program's place: it runs, but starts slowly."""
+    """Replace the program with the archive of its sources: it runs, but starts slowly."""
     outside(root, PROGRAM).write_bytes(outside(root, SOURCES).read_bytes())
 
 
@@ -54,6 +54,6 @@ record_booted(
 record_booted(
     "test_engine_data_is_on_the_local_disk",
     "mount --bind /mnt/local /var/lib/kubelet",
-    # The kubelet runs, and may have a file of it open.
+    # The kubelet is running and may have a file in it open.
     mend="umount --lazy /var/lib/kubelet",
 )

@@ -1,8 +1,8 @@
-"""For every check the damage that it must see: what keeps the suite from passing vacuously.
+"""The damage that each check must detect, so that the suite can't pass vacuously.
 
-A mutation changes a root from outside, by other means than the check reads it: it writes, removes and
-changes bytes and modes, where the check asks programs or lists files. ``tests/bake/test_mutations.py``
-gives each check a fresh overlay of a good image with one of its mutations, and the check has to fail.
+A mutation changes a root filesystem from outside, by other means than those by which the check reads it: it writes,
+removes and changes bytes and modes, while the check runs programs or lists files. ``tests/bake/test_mutations.py``
+gives each check a fresh overlay of a good image with one of its mutations, and the check must fail.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {}
 
 
 def record(check: str, *mutations: Mutation) -> None:
-    """Record the mutations of a check; each of them alone must turn it red."""
+    """Record the mutations of a check; each one by itself must turn it red."""
     if check in MUTATIONS:
         raise ValueError(f"{check} is recorded twice")
     MUTATIONS[check] = mutations
 
 
 def outside(root: Path, path: str) -> Path:
-    """Return where a path of the image is on this side; its last component may be a link.
+    """Return the host's path for a path in the image; its last component may be a link.
 
-    Raises ValueError when a link on the way would lead out of the root: nothing of the host is ever written.
+    Raises ValueError if a link along the path leads out of the root, so that nothing on the host is ever written.
     """
     place = root / path.lstrip("/")
     parent = Path(os.path.realpath(place.parent))
@@ -53,7 +53,7 @@ def write(path: str, text: str = "x\n", mode: int = 0o644) -> Mutation:
 
 
 def append(path: str, text: str) -> Mutation:
-    """Add text to a file that exists."""
+    """Append text to an existing file."""
 
     def mutate(root: Path, _variables: dict[str, Any]) -> None:
         with outside(root, path).open("r+", encoding="utf-8") as stream:
@@ -64,7 +64,7 @@ def append(path: str, text: str) -> Mutation:
 
 
 def change(path: str, pattern: str, replacement: str) -> Mutation:
-    """Replace every match of a regular expression in a file; there must be one."""
+    """Replace every match of a regular expression in a file; there must be at least one."""
 
     def mutate(root: Path, _variables: dict[str, Any]) -> None:
         place = outside(root, path)
@@ -77,7 +77,7 @@ def change(path: str, pattern: str, replacement: str) -> Mutation:
 
 
 def edit_json(path: str, edit: Callable[[dict[str, Any]], object]) -> Mutation:
-    """Change the object in a file of JSON, in place."""
+    """Change the object in a JSON file, in place."""
 
     def mutate(root: Path, _variables: dict[str, Any]) -> None:
         place = outside(root, path)
@@ -93,7 +93,7 @@ def remove(*paths: str) -> Mutation:
 
     def mutate(root: Path, _variables: dict[str, Any]) -> None:
         for path in paths:
-            # A literal name may be a link that leads nowhere on this side, which glob doesn't see.
+            # A literal name may be a link that dangles on the host, which glob doesn't find.
             found = list(root.glob(path.lstrip("/"))) if "*" in path else [root / path.lstrip("/")]
             if not found:
                 raise ValueError(f"{path} is not there")
@@ -139,7 +139,7 @@ def mkdir(path: str, mode: int = 0o755) -> Mutation:
 
 
 def uninstall(*packages: str) -> Mutation:
-    """Take packages out of dpkg's status file, their files stay."""
+    """Remove packages from dpkg's status file; their files stay."""
 
     def mutate(root: Path, _variables: dict[str, Any]) -> None:
         status = root / "var/lib/dpkg/status"
@@ -167,7 +167,7 @@ def both(*mutations: Mutation) -> Mutation:
     return mutate
 
 
-# The records stand in one module per topic, like the checks.
+# The records are in one module per topic, like the checks.
 import tests.suite.cloud  # noqa: E402
 import tests.suite.container_runtime  # noqa: E402
 import tests.suite.gate  # noqa: E402

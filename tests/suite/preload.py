@@ -1,4 +1,4 @@
-"""Mutations for test_preload.py and test_preload_archive.py: the list's JSON and the archive's bytes are changed in place."""
+"""Mutations for test_preload.py and test_preload_archive.py: in-place changes of the JSON list and the archive."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def edit(change_list: Callable[[dict[str, Any]], object]) -> Mutation:
 
 
 def of_last(key: str, value: Any) -> Mutation:
-    """Give the last image of the list another value."""
+    """Change a value of the last image in the list."""
     return edit(lambda content: content["images"][-1].update({key: value}))
 
 
 def _without(variables: dict[str, Any]) -> Mutation:
-    """Take a required image out of the list."""
+    """Remove a required image from the list."""
     required = next(image["ref"] for image in variables["image_preload"] if image["required"])
     return _unlist(required)
 
@@ -59,14 +59,14 @@ def _listed_as_well(content: dict[str, Any]) -> None:
 
 
 def overwrite(place: Path, offset: int, data: bytes) -> None:
-    """Write over bytes of a file; a negative offset counts from its end."""
+    """Overwrite bytes of a file; a negative offset counts from its end."""
     with place.open("r+b") as stream:
         stream.seek(offset, 0 if offset >= 0 else 2)
         stream.write(data)
 
 
 def flip(place: Path, offset: int) -> None:
-    """Give one byte of a file another value."""
+    """Change one byte of a file."""
     with place.open("rb") as stream:
         stream.seek(offset, 0 if offset >= 0 else 2)
         found = stream.read(1)
@@ -74,7 +74,7 @@ def flip(place: Path, offset: int) -> None:
 
 
 def last_byte(root: Path, _variables: dict[str, Any]) -> None:
-    """Change the archive's last byte, which lies behind the end of the tar."""
+    """Change the archive's last byte, which is past the end of the tar."""
     flip(outside(root, ARCHIVE), -1)
 
 
@@ -91,7 +91,7 @@ def _manifest(tar: tarfile.TarFile) -> list[dict[str, Any]]:
 
 
 def renamed_tag(root: Path, _variables: dict[str, Any]) -> None:
-    """Let the archive's manifest.json name an image otherwise, by as many bytes."""
+    """Rename an image in the archive's manifest.json, to a name of the same length."""
     place = outside(root, ARCHIVE)
     with tarfile.open(place) as tar:
         tag = next(tag for entry in _manifest(tar) for tag in entry["RepoTags"] or []).encode()
@@ -103,7 +103,7 @@ def renamed_tag(root: Path, _variables: dict[str, Any]) -> None:
 
 
 def _layer(place: Path) -> tarfile.TarInfo:
-    """Return the first image's last layer that is no link."""
+    """Return the first image's last layer that isn't a link."""
     with tarfile.open(place) as tar:
         layers = [tar.getmember(name) for name in _manifest(tar)[0]["Layers"]]
     return next(info for info in reversed(layers) if info.isreg())
@@ -116,7 +116,7 @@ def damaged_layer(root: Path, _variables: dict[str, Any]) -> None:
 
 
 def renamed_layer(root: Path, _variables: dict[str, Any]) -> None:
-    """Take a layer away by giving its header another name, and a checksum that fits."""
+    """Remove a layer by changing the name in its header, with a checksum that matches."""
     place = outside(root, ARCHIVE)
     info = _layer(place)
     info.name = "x" * min(len(info.name), 90)
@@ -124,7 +124,7 @@ def renamed_layer(root: Path, _variables: dict[str, Any]) -> None:
 
 
 def _other_pause(variables: dict[str, Any]) -> Mutation:
-    """Tell the engine of another pause image."""
+    """Configure the engine with another pause image."""
     if variables["container_runtime_engine"] == "containerd":
         other = r'\1 = "registry.invalid/pause:1"'
         return change("/etc/containerd/config.toml", "(sandbox(_image)?) = .*", other)
@@ -137,7 +137,7 @@ def _other_pause(variables: dict[str, Any]) -> Mutation:
 
 
 def _other_gate(variables: dict[str, Any]) -> Any:
-    """Let the kubelet start after a failure where it must not, or the other way round."""
+    """Let the kubelet start after a failure where it must not, or vice versa."""
     if variables["image_preload_gates_kubelet"]:
         return change(KUBELET, "^ExecStartPre=.*\n", "")
     return change(KUBELET, "^After=.*", "\\g<0>\n[Service]\nExecStartPre=/bin/false")
@@ -236,7 +236,7 @@ record(
     write(PROGRAM, "#!/usr/bin/python3\nimport nothing_of_this_name\n", 0o755),
 )
 
-# The last image of the list, which is not the pause image, as shell variables for the commands below.
+# The last image of the list that isn't the pause image, as shell variables for the commands below.
 LAST = (
     "eval $(python3 -c 'import json; "
     f'c = json.load(open("{LIST}")); i = c["images"]; '
@@ -253,12 +253,12 @@ record_booted(
 )
 record_booted(
     "test_preloaded_images_are_pinned",
-    # The CRI gives its pause image the label again whenever the image changes.
+    # The CRI plugin labels its pause image again whenever the image changes.
     "sed -i 's#/pause:#/gone:#' /etc/containerd/config.toml && systemctl restart containerd.service; "
     + f"{ALL_PINNED} ctr -n k8s.io images label $n io.cri-containerd.pinned= ; done",
     turn=1,
 )
-# Also where the image has no pin: then the guard of another image is one too many.
+# This also works if no image is pinned: then the added guard is one too many.
 record_booted(
     "test_preloaded_images_are_guarded",
     "guards=$(docker container ls --all --quiet --filter label=image-builder.pin=1); "

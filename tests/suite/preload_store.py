@@ -1,4 +1,4 @@
-"""Mutations for test_preload_store.py: the manifest's JSON and the store's bytes are changed in place."""
+"""Mutations for test_preload_store.py, which change the manifest's JSON and the store's bytes in place."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def other_byte(root: Path, _variables: dict[str, Any]) -> None:
 
 
 def other_hashes(root: Path, _variables: dict[str, Any]) -> None:
-    """Change a byte of the hash tree, at its end."""
+    """Change a byte near the end of the hash tree."""
     flip(outside(root, STORE), -4096)
 
 
 def longer(variables: dict[str, Any]) -> Mutation:
-    """Make the engine's program another one."""
+    """Change the engine's program by appending a byte."""
 
     def mutate(root: Path, _variables: dict[str, Any]) -> None:
         engine = {"docker": "/usr/sbin/dockerd", "containerd": "/usr/bin/containerd"}
@@ -59,7 +59,7 @@ record(
 )
 record(
     "test_store_can_be_verified",
-    # Each of them with dm-verity and without.
+    # Each of these must work with and without dm-verity.
     edit_json(MANIFEST, lambda found: found.update(verity=None, sha256=None)),
     edit_json(
         MANIFEST, lambda found: found.update(verity={**(found["verity"] or {}), "root_hash": "0" * 64})
@@ -77,7 +77,7 @@ record(
 record_booted("test_images_were_seeded", **edited(STATUS, 's/"store": "/&0/'))
 record_booted(
     "test_store_is_verified_by_the_kernel",
-    # Promoted or not: something else is mounted there than a mapping of the kernel's.
+    # Whether promoted or not: afterwards the mount there isn't a device-mapper device.
     "if mountpoint -q /var/lib/preload; then umount /var/lib/preload; fi; mount -t tmpfs preload /var/lib/preload",
     turn=3,
 )
@@ -85,7 +85,7 @@ record_booted(
     "test_every_layer_is_somewhere",
     "for d in /mnt/local/docker/overlay2/*/diff "
     "/mnt/local/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots/*/fs; do "
-    # The engine may take a snapshot away meanwhile.
+    # The engine may remove a snapshot in the meantime.
     "if mv $d $d.gone 2>/dev/null; then ln -s /var/lib/preload/layers/gone $d; fi; done",
     turn=4,
 )

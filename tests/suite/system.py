@@ -1,4 +1,4 @@
-"""Mutations for identity, packages and the boot's configuration."""
+"""Mutations for identity, packages and the boot configuration."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ record(
     "test_packages_files_are_unchanged",
     _damaged_program,
     remove("/usr/bin/env"),
-    # dpkg then compares nothing, and prints nothing.
+    # With this dpkg compares nothing and prints nothing.
     write("/var/lib/dpkg/status", "Package\n"),
 )
 record(

@@ -61,7 +61,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 where all steps were done, 1 where not, 2 for wrong usage."""
+    """Return the exit status: 0 if all steps were done, 1 if not, 2 for wrong usage."""
     options = parse(sys.argv[1:] if argv is None else argv)
     try:
         return _COMMANDS[options.command](options)

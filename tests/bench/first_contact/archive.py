@@ -1,4 +1,4 @@
-"""This program as one file: the agent's package, this one, and what it takes of ``tests/bench/gpu.py``."""
+"""This program as one file: the agent's package, this one, and ``tests/bench/gpu.py``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(target: Path) -> int:
 
 
 def archive() -> bytes:
-    """Return the file: executable, nothing compiled, the same bytes everywhere."""
+    """Return the file's bytes: executable, without compiled code, the same everywhere."""
     checkout = context.checkout()
     if checkout is None:
         raise OSError("this is the packed program already")

@@ -1,4 +1,4 @@
-"""What the project assumes of GPUs, row by row, and what a first contact has seen of it."""
+"""The project's assumptions about GPUs, row by row, and what a first contact observed of each."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _DRILLS = {
 
 
 class Contact:
-    """A first contact's directory, read. What a step did not get to is empty."""
+    """The contents of a first contact's directory. Anything that a step didn't get to is empty."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
 
     def result(self, step: str) -> dict[str, Any]:
-        """Return what a step has found."""
+        """Return a step's findings."""
         return read_json(self._out / "steps" / step / RESULT)
 
     def lines(self, step: str, name: str) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ class Contact:
 
     @cached_property
     def outcomes(self) -> dict[str, dict[str, Any]]:
-        """Return how each step ended, by its name."""
+        """Return each step's outcome, by step name."""
         return {step["step"]: step for step in self.summary.get("steps", [])}
 
     @cached_property
@@ -90,7 +90,7 @@ class Contact:
             yield from worker.get("measurements", [])
 
     def runs(self, name: str) -> dict[str, list[float]]:
-        """Return the runs of one measurement that were done, by GPU."""
+        """Return the completed runs of one measurement, by GPU."""
         runs: dict[str, list[float]] = {}
         for key in ("workers", "links"):
             for measurement in self.measurements("spread", key):
@@ -103,7 +103,7 @@ class Contact:
         return runs
 
     def doubts(self) -> Iterator[str]:
-        """Yield why this machine is not an example of a healthy one."""
+        """Yield the reasons why this machine isn't an example of a healthy one."""
         if not self.size:
             yield "the machine's size is unknown: give --vm-size"
         if self.summary.get("pace") != 1:
@@ -119,7 +119,7 @@ class Contact:
             yield f"wrong answers: {', '.join(wrong)}"
         document = self.result("smoke-full").get("document", {})
         failed = [check["id"] for check in document.get("checks", []) if check["status"] in ("fail", "error")]
-        # Floors are what this is for.
+        # Failed floors don't count: this run is meant to find new ones.
         failed = sorted({check for check in failed if not check.startswith(("bw.", "perf."))})
         if not document:
             yield "gpu-smoke boot-full left no document"
@@ -129,7 +129,7 @@ class Contact:
 
 @dataclass(frozen=True)
 class Row:
-    """One assumption. ``holds`` is None where nothing was seen."""
+    """One assumption. ``holds`` is None if nothing was observed."""
 
     subject: str
     assumed: str
@@ -138,7 +138,7 @@ class Row:
 
 
 def rows(contact: Contact) -> list[Row]:
-    """Return all assumptions with what was seen of each."""
+    """Return all assumptions with the observations of each."""
     return [row for part in (_steps, _driver, _answers, _speeds, _drills, _table) for row in part(contact)]
 
 
@@ -170,7 +170,7 @@ def _steps(contact: Contact) -> Iterator[Row]:
     for name, outcome in contact.outcomes.items():
         if outcome["state"] in ("done", "planned"):
             continue
-        # What was skipped was not seen; all else went another way than it should.
+        # A skipped or interrupted step wasn't observed; all others went wrong.
         holds = None if outcome["state"] in ("skipped", "interrupted") else False
         yield Row(f"the step `{name}`", "done", f"{outcome['state']}: {outcome['why']}", holds)
 
@@ -290,7 +290,7 @@ def _speeds(contact: Contact) -> Iterator[Row]:
 
 
 def _best(contact: Contact, kind: str) -> dict[str, float]:
-    """Return for each way of copying the slowest GPU's best NUMA node."""
+    """Return, for each way of copying, the speed of the slowest GPU from its best NUMA node."""
     best: dict[tuple[str, str], float] = {}
     for measurement in contact.measurements("copies", kind):
         if measurement["id"].startswith("bw.") and measurement["measured"] is not None:

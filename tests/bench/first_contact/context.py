@@ -1,4 +1,4 @@
-"""What a step is given: where it writes, how long it has, and where the machine's files are."""
+"""A step's context: where it writes, how much time it has, and where the machine's files are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from image_builder.node import files
 from image_builder.node.gpu.machine import Places
 
-# What the whole may take on any machine; a shorter run does less of everything, in proportion.
+# The time limit of the whole run on any machine; a shorter run does proportionally less of everything.
 TOTAL_SECONDS = 540.0
 FACTS, RESULT = "facts.json", "result.json"
 _LIBRARY_PATH = "LD_LIBRARY_PATH"
@@ -23,9 +23,9 @@ _LIBRARY_PATH = "LD_LIBRARY_PATH"
 
 @dataclass(frozen=True)
 class Context:
-    """One step's surroundings. ``end`` is by the monotonic clock; ``pace`` is 1, or less in a shorter run.
+    """One step's context. ``end`` is by the monotonic clock; ``pace`` is 1, or less in a shorter run.
 
-    ``root`` is where the machine's own files are: /proc, /sys and /dev are looked for below it.
+    ``root`` is where the machine's own files are: /proc, /sys and /dev are expected below it.
     """
 
     out: Path
@@ -43,7 +43,7 @@ class Context:
 
     @property
     def places(self) -> Places:
-        """Return where the machine keeps things; what the agent would write below /run lies in the step's directory."""
+        """Return the machine's paths; what the agent would write below /run goes to the step's directory."""
         root = self.root
         return Places(
             root=root,
@@ -55,15 +55,15 @@ class Context:
         )
 
     def left(self, most: float = TOTAL_SECONDS) -> float:
-        """Return the seconds that this step still has, at most so many."""
+        """Return the seconds that this step still has, at most ``most``."""
         return max(0.0, min(most, self.end - time.monotonic()))
 
     def facts(self) -> dict[str, Any]:
-        """Return what the first step has found out; empty where it didn't get so far."""
+        """Return the findings of the first step; empty if it didn't get that far."""
         return read_json(self.out / FACTS)
 
     def result_of(self, step: str) -> dict[str, Any]:
-        """Return what another step has found out; empty where it didn't get so far."""
+        """Return the findings of another step; empty if it didn't get that far."""
         return read_json(self.out / "steps" / step / RESULT)
 
 
@@ -77,7 +77,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def append(path: Path, value: Any) -> None:
-    """Add a line of JSON to a file. It is there when this returns, whatever becomes of the process."""
+    """Append a line of JSON to a file. It is written when this returns, whatever happens to the process."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")
 
@@ -98,7 +98,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_result(context: Context, value: dict[str, Any]) -> None:
-    """Write a step's result, also before it is complete."""
+    """Write a step's result; it may be incomplete."""
     files.write_json(context.directory / RESULT, value)
 
 
@@ -111,14 +111,14 @@ def program() -> list[str]:
 
 
 def checkout() -> Path | None:
-    """Return the directory that the module is started from; None for an archive."""
+    """Return the directory that the module is run from; None for an archive."""
     return None if "-I" in program() else Path(__file__).resolve().parents[3]
 
 
 def worker_argv(context: Context, gpu: str, seed: int, *more: str, tier: str = "boot-quick") -> list[str]:
     """Return the command of one GPU's worker: the agent's own, at this run's pace."""
     path = os.environ.get(_LIBRARY_PATH)
-    # A worker's environment is made from nothing; where the driver's libraries lie elsewhere, it must know as well.
+    # A worker starts with an empty environment; if the driver's libraries are elsewhere, it must be told.
     environment = ["/usr/bin/env", f"{_LIBRARY_PATH}={path}"] if path else []
     arguments = ["--gpu", gpu, "--tier", tier, "--seed", str(seed), "--pace", f"{context.pace:.6f}"]
     return [*environment, *program(), "worker", *arguments, "--scratch", str(context.out / "scratch"), *more]
@@ -152,6 +152,6 @@ def step_argv(context: Context) -> list[str]:
 
 
 def from_options(options: argparse.Namespace) -> Context:
-    """Return the context that ``step_argv`` has put into words."""
+    """Return the context that ``step_argv`` put on the command line."""
     end = time.monotonic() + options.seconds
     return Context(options.out, options.name, end, options.pace, options.root, options.vm_size)

@@ -1,4 +1,4 @@
-"""What goes wrong on purpose, and whether it is noticed."""
+"""Deliberate faults, and whether they are detected."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.bench.first_contact.measuring import together
 from tests.bench.first_contact.smoke import SEED, gpus
 
 _HOLD_SECONDS = 15.0
-_HUNG_SECONDS = 6.0  # until a worker that hangs is given up, however short the run
-_LOG_SECONDS = 2.0  # until the kernel's log has what a kernel of ours provoked
+_HUNG_SECONDS = 6.0  # until a hanging worker is given up on, however short the run
+_LOG_SECONDS = 2.0  # until the kernel's log contains what one of our GPU kernels provoked
 
 
 def step(kind: str) -> Callable[[Context], dict[str, Any]]:
-    """Return the step that lets one kind of thing go wrong in a worker of the first GPU."""
+    """Return the step that causes one kind of fault in a worker of the first GPU."""
 
     def work(context: Context) -> dict[str, Any]:
         hung = max(_HUNG_SECONDS, bench.HUNG_DEADLINE * context.pace)
@@ -47,7 +47,7 @@ def step(kind: str) -> Callable[[Context], dict[str, Any]]:
 
 @contextmanager
 def _held(context: Context, percent: float) -> Iterator[dict[str, Any]]:
-    """Hold some of the first GPU's free memory by a process of its own, until the block ends."""
+    """Hold some of the first GPU's free memory in a separate process until the block ends."""
     gpu, seed = gpus(context)[0], SEED + int(percent)
     argv = worker_argv(context, gpu, seed, "--mode", "hold", "--percent", str(percent))
     mark = context.out / "scratch" / f"held-{seed}"
@@ -61,7 +61,7 @@ def _held(context: Context, percent: float) -> Iterator[dict[str, Any]]:
 
 
 def nearly_full(context: Context) -> dict[str, Any]:
-    """Test a GPU whose memory somebody else has nearly all of: no crash, and no wrong answer."""
+    """Test a GPU whose memory another process holds nearly all of: there must be no crash and no wrong answer."""
     with _held(context, 97) as memory:
         gpu = memory["gpu"]
         worker = together(context, {gpu: worker_argv(context, gpu, SEED)}, context.left() * 0.9)[gpu]
@@ -74,7 +74,7 @@ def nearly_full(context: Context) -> dict[str, Any]:
 
 
 def in_use(context: Context) -> dict[str, Any]:
-    """Run the smoke test while a process uses a GPU: it must see that, and test nothing."""
+    """Run the smoke test while a process uses a GPU: it must notice that, and test nothing."""
     with _held(context, 1) as memory:
         tested = smoke.tested(context, "boot-quick", "enforce")
     procs = [check for check in tested["document"].get("checks", ()) if check["id"] == "procs"]
@@ -83,7 +83,7 @@ def in_use(context: Context) -> dict[str, Any]:
 
 
 def provoked(number: int, mode: str) -> Callable[[Context], dict[str, Any]]:
-    """Return the step in which a kernel of ours provokes an Xid."""
+    """Return the step in which one of our GPU kernels provokes an Xid."""
 
     def work(context: Context) -> dict[str, Any]:
         gpu = gpus(context)[0]

@@ -18,7 +18,7 @@ from image_builder.node.net import imds
 from image_builder.node.net.retry import Deadline
 from tests.bench.first_contact.context import FACTS, Context
 
-# The platform answers at once or is not there; nothing else is asked over a network.
+# The platform's metadata service answers at once or doesn't exist; nothing else is queried over a network.
 PLATFORM_SECONDS = 3.0
 _PROGRAM_SECONDS = 12.0
 _FILES = ("version", "cmdline", "meminfo", "driver/nvidia/version", "driver/nvidia/params", "1/cgroup")
@@ -44,7 +44,7 @@ _CHARACTERS = 400_000  # of one program's output
 
 
 def step(context: Context) -> dict[str, Any]:
-    """Write ``facts.json`` first without the programs, which may hang, then with them."""
+    """Write ``facts.json`` first without the output of the programs, which may hang, then with it."""
     places = context.places
     node = machine.look(places, context.vm_size, _platform)
     facts: dict[str, Any] = {
@@ -93,7 +93,7 @@ def _size(node: Machine) -> str:
 
 
 def _pci(device: Path) -> dict[str, Any]:
-    """Return what the kernel says of a GPU's place, up to the root of the bus: who shares a switch shows there."""
+    """Return the kernel's data on a GPU's place, up to the root of the bus, which shows which GPUs share a switch."""
     return {"path": str(device.resolve()), **{name: _text(device / name) for name in _PCI}}
 
 
@@ -112,11 +112,11 @@ def _text(path: Path) -> str:
         return f"({error.strerror})"
 
 
-# -- what the driver and the kernel say ------------------------------------------------------------------------
+# -- the driver and the kernel ---------------------------------------------------------------------------------
 
 
 def look(context: Context) -> dict[str, Any]:
-    """Return what the smoke test reads of all GPUs, some looks as it takes under load, and the kernel's Xids."""
+    """Return what the smoke test reads of all GPUs, some samples as it takes under load, and the kernel's Xids."""
     with nvml.opened() as library:
         answers = readings.look(library)
         samples = [
@@ -136,7 +136,7 @@ def kernel(context: Context) -> dict[str, Any]:
 
 
 def read_xids(context: Context) -> tuple[Xid, ...]:
-    """Return this boot's Xids: from the journal, or, as in a container, from /dev/kmsg. Raises NodeError."""
+    """Return this boot's Xids, from the journal or, as in a container, from /dev/kmsg. Raises NodeError."""
     reason = ""
     if context.root == Path("/"):
         try:
@@ -151,7 +151,7 @@ def read_xids(context: Context) -> tuple[Xid, ...]:
 
 
 def _records(path: Path) -> list[str]:
-    """Return the records of the kernel's log: each read gives one of them."""
+    """Return the records of the kernel's log; each read returns one of them."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     records: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""How fast, how alike from run to run, and beside what: the numbers that floors and ratios are made of."""
+"""Speeds, their spread from run to run, and references: the figures from which floors and ratios are computed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def together(
     others: Mapping[str, Sequence[str]] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Worker]:
-    """Run one worker for each of these GPUs, side by side; return what became of each."""
+    """Run one worker for each of these GPUs in parallel; return each worker's result."""
     end = time.monotonic() + context.left(seconds)
     with fleet.Fleet() as running:
         for gpu, argv in commands.items():
@@ -35,12 +35,12 @@ def together(
 
 
 def as_documents(workers: Mapping[str, Worker]) -> list[dict[str, Any]]:
-    """Return workers as JSON has them."""
+    """Return workers as JSON objects."""
     return [asdict(worker) for worker in workers.values()]
 
 
 def spread(context: Context) -> dict[str, Any]:
-    """Run every measurement ten times on all GPUs side by side, then every link."""
+    """Run every measurement ten times on all GPUs in parallel, then every link."""
     names = gpus(context)
     links = len(names) > 1
     alone = together(
@@ -65,7 +65,7 @@ def spread(context: Context) -> dict[str, Any]:
 
 
 def spreads(workers: Any) -> list[dict[str, Any]]:
-    """Return for each GPU and measurement: how many runs, lowest, median, highest, standard deviation, failures."""
+    """Return for each GPU and measurement: number of runs, lowest, median, highest, standard deviation, failures."""
     runs_by_key: dict[tuple[str, str], list[Any]] = {}
     for worker in workers:
         for measurement in worker.measurements:
@@ -90,7 +90,7 @@ def spreads(workers: Any) -> list[dict[str, Any]]:
 
 
 def copies(context: Context) -> dict[str, Any]:
-    """Copy to and from each GPU alone, from each NUMA node, then all GPUs side by side."""
+    """Copy to and from each GPU alone, from each NUMA node, then with all GPUs in parallel."""
     names = gpus(context)
     result: dict[str, Any] = {"alone": [], "together": []}
     for number, gpu in enumerate(names):
@@ -105,13 +105,13 @@ def copies(context: Context) -> dict[str, Any]:
 
 
 def coverage(context: Context) -> dict[str, Any]:
-    """Count the SMs that blocks are seen on."""
+    """Count the SMs that run blocks."""
     commands = {gpu: worker_argv(context, gpu, SEED, "--mode", "cover") for gpu in gpus(context)}
     return {"workers": as_documents(together(context, commands, context.left() * 0.95))}
 
 
 def compiling(context: Context) -> dict[str, Any]:
-    """Time the driver's compiler: without its cache as at boot, with an empty one, with a full one."""
+    """Time the driver's compiler: without its cache as at boot, with an empty cache, with a full one."""
     gpu = gpus(context)[0]
     cache = context.directory / "cache"
     argv = worker_argv(context, gpu, SEED, "--mode", "jit")
@@ -123,7 +123,7 @@ def compiling(context: Context) -> dict[str, Any]:
 
 
 def devices(context: Context) -> dict[str, Any]:
-    """Return what CUDA says of all GPUs, each pair's links, and the time until the first of them is at hand."""
+    """Return CUDA's data on all GPUs, each pair's links, and the time until the driver is initialized."""
     del context
     began = time.monotonic()
     driver = cuda.Driver()
@@ -151,7 +151,7 @@ def devices(context: Context) -> dict[str, Any]:
 
 
 def references(context: Context) -> dict[str, Any]:
-    """Measure ours beside the driver's own copies and cuBLAS, on the first GPU."""
+    """Compare ours with the driver's own copies and cuBLAS, on the first GPU."""
     _, candidates = bench.find()
     device = next(
         (candidate for candidate in candidates if candidate.uuid == gpus(context)[0]), candidates[0]
@@ -165,6 +165,6 @@ def references(context: Context) -> dict[str, Any]:
     for name, measure in measures.items():
         try:
             result |= measure()
-        except Exception as error:  # whatever it is: the other one is measured, and this is told
+        except Exception as error:  # whatever it is: still run the other one, and report this
             result[f"{name}_error"] = f"{type(error).__name__}: {error}"
     return result

@@ -1,7 +1,7 @@
-"""Every answer of NVML as it came: the call, its return code, the bytes, the time it took.
+"""Every NVML answer in raw form: the call, its return code, the bytes, the time it took.
 
-One process calls; another watches it. A call that doesn't return costs its few seconds, is written down as such, and
-the rest is asked by a new process.
+One process makes the calls; another watches it. A call that doesn't return costs a few seconds and is recorded as hung,
+and a new process makes the remaining calls.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tests.bench.first_contact.nvml_calls import Call
 
 ANSWERS = "answers.jsonl"
 HUNG = "hung"
-CALL_SECONDS = 6.0  # a call that takes longer doesn't return
+CALL_SECONDS = 6.0  # a call that takes longer counts as hung
 _NO_FUNCTION = nvml.FUNCTION_NOT_FOUND
 _VALUE_NAMES = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 
 
 def step(context: Context) -> dict[str, Any]:
-    """Ask for everything, by as many processes as it takes; return how many answers there are of each code."""
+    """Make all calls, with as many processes as it takes; return the number of answers by code."""
     path = context.directory / ANSWERS
     hung = 0
     while context.left() > 1:
@@ -45,7 +45,7 @@ def step(context: Context) -> dict[str, Any]:
                 raise RuntimeError(f"the calling process ended with {status} before it called")
             continue
         hung += status is None
-        # What was begun and has no answer: it hangs, or ends the process.
+        # The last call was begun and has no answer: it hangs, or terminated the process.
         append(path, {**done[-1], "code": HUNG if status is None else f"status {status}"})
     codes: dict[str, int] = {}
     for answer in lines(path):
@@ -77,7 +77,7 @@ def _watched(context: Context, path: Path) -> int | None:
 
 
 def ask(path: Path) -> int:
-    """Make every call that the file has no answer of, and add each answer; return 0."""
+    """Make every call for which the file has no answer, and append each answer; return 0."""
     answered = {key(record) for record in lines(path) if "code" in record}
     with nvml.opened() as library:
         for record, answer in questions(library, dict(_handles(library))):
@@ -90,7 +90,7 @@ def ask(path: Path) -> int:
 def questions(
     library: nvml.Library, handles: Mapping[int, c_void_p]
 ) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
-    """Yield every call as it is recorded, and what makes it."""
+    """Yield the record of every call, and the function that makes the call."""
     for call, gpu in _calls(handles):
         yield _record(call, gpu), partial(_answer, library, call, gpu, handles)
     for number, scope in sorted(nvml_calls.fields(), key=lambda field: field[1]):
@@ -130,7 +130,7 @@ def _answer(
 ) -> dict[str, Any]:
     arguments: list[Any] = [handles[index] for index in (gpu, call.peer) if index is not None]
     arguments += [c_uint(number) for number in call.numbers]
-    holders: list[tuple[str, Any, int]] = []  # name, what is written to, its place among the arguments
+    holders: list[tuple[str, Any, int]] = []  # name, output buffer, its position among the arguments
     for name, kind in call.outputs:
         if name == "text":
             buffer = ctypes.create_string_buffer(kind)
@@ -184,7 +184,7 @@ def _word(code: int) -> str:
 
 
 def _readable(holder: Any) -> Any:
-    """Return what was written, as JSON has it."""
+    """Return an output value in a form that JSON can represent."""
     if isinstance(holder, ctypes.Array):
         if holder._type_ is ctypes.c_char:
             return holder.value.decode("utf-8", "replace")

@@ -1,6 +1,6 @@
-"""Which functions of NVML are called, and with what: all that read something of a GPU and need no more than numbers.
+"""The NVML functions to call and their arguments: all that read something from a GPU and take only numbers.
 
-Signatures are those of NVIDIA's nvml.h and of its Python binding (nvidia-ml-py 13.615.71). Nothing here changes a GPU.
+Signatures are those of NVIDIA's nvml.h and of its Python binding (nvidia-ml-py 13.615.71). No call changes a GPU.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from image_builder.node.gpu import nvml
 
 LINKS = range(18)
 FIELDS = range(1, 320)  # a few past the last one that the binding knows (307)
-# Fields whose scope is a link: asked of each.
+# Fields whose scope is a link: queried for each link.
 LINK_FIELDS = (*range(138, 142), *range(164, 173), *range(195, 230))
 Output = tuple[str, Any]  # a name and a ctypes type; "text" has a size instead
 
 
 @dataclass(frozen=True)
 class Call:
-    """One function, with the numbers that it is called with after the handle, and what it writes.
+    """One function, with the numbers passed after the handle, and its outputs.
 
-    ``peer``: a second handle follows the first. ``length``: an output's capacity is passed by its own address before
-    it (``in-out``) or as a number after it (``text``).
+    ``peer``: a second handle follows the first. An output's capacity is passed by address before it (``in-out``) or as
+    a number after it (``text``).
     """
 
     function: str
@@ -139,7 +139,7 @@ _VERSIONED: Mapping[str, tuple[Any, int]] = {
     "UnrepairableMemoryFlag_v1": (nvml.UnrepairableMemory, 1),
 }
 VERSIONS: Mapping[Any, int] = dict(_VERSIONED.values())
-# Functions, what their numbers may be, and what they write.
+# Functions, the choices for their numbers, and their outputs.
 _OF_NUMBERS: Sequence[tuple[str, Sequence[Sequence[int]], tuple[Output, ...]]] = (
     ("InforomVersion", [range(4)], (("text", 16),)),
     ("ClockInfo", [range(4)], _U),
@@ -168,12 +168,12 @@ _OF_PEERS: Sequence[tuple[str, Sequence[Sequence[int]]]] = (
 
 
 def of_system() -> list[Call]:
-    """Return the calls that are about no GPU."""
+    """Return the calls that don't concern a GPU."""
     return list(_SYSTEM)
 
 
 def of_gpu(gpu: int, count: int) -> Iterator[Call]:
-    """Yield the calls about one of so many GPUs; those of field values, which need a structure each, are not here."""
+    """Yield the calls about one of ``count`` GPUs, except those for field values, which need a structure each."""
     for name, size in _TEXTS.items():
         yield _call(name, (), (("text", size),))
     for name in _NUMBERS:

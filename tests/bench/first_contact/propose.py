@@ -1,7 +1,7 @@
-"""What a first contact is worth to the project: recordings, floors, and what was assumed beside what was seen.
+"""What the project gains from a first contact: recordings, floors, and a comparison of assumptions and observations.
 
-Nothing of it says which machine it was: no serial number, no UUID. Nothing is changed in the project: a person reads
-the proposal, and moves what is right.
+Nothing in it identifies the machine: no serial number, no UUID. Nothing is changed in the project: a person reads
+the proposal, and copies what is right.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.bench.first_contact.assumptions import Contact
 from tests.bench.first_contact.nvml_answers import ANSWERS
 
 SIGMAS = 5
-# Ten runs in a row on one machine are more alike than two machines are: on two H200 the medians of perf.mma were 0.2 %
-# apart, nearly four of its deviations, and a floor of five would have failed the other one's slowest run.
+# Ten runs in a row on one machine differ less than two machines do: on two H200 the medians of perf.mma were 0.2 %
+# apart, nearly four of its deviations, and with a floor of five the other machine's slowest run would have failed.
 LEAST_MARGIN = 0.05
-_LEAST_RUNS = 8  # of the ten, on each GPU, so that a floor is made of them
-_WIDEST = 0.5  # a floor below this part of the median says that the spread is no noise
+_LEAST_RUNS = 8  # of the ten, on each GPU, that a floor requires
+_WIDEST = 0.5  # a floor below this fraction of the median means that the spread isn't noise
 _NOBODY = "GPU-00000000-0000-0000-0000-{:012x}"
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
-# Answers that name a machine; of the fabric's, the cluster's UUID at bytes 4 to 20.
+# Answers that identify a machine; in the fabric's it is the cluster's UUID, at bytes 4 to 20.
 NAMING = ("nvmlDeviceGetSerial", "nvmlDeviceGetUUID", "nvmlDeviceGetBoardId")
 _FABRIC, _CLUSTER = "nvmlDeviceGetGpuFabricInfoV", slice(8, 40)
 _FLOORS = {
@@ -39,12 +39,12 @@ _FLOORS = {
     "bw.d2h": "d2h_floor_gbps",
     "bw.p2p": "p2p_floor_gbps",
 }
-# What the smoke test's rule makes of it: the floor is 0.85 of the reference.
+# References instead of floors: by the smoke test's rule the floor is 0.85 of the reference.
 _REFERENCES = {"perf.mma": "mma_reference_tflops"}
 
 
 def run(out: Path, into: Path) -> int:
-    """Write the proposal; return 0. Raises OSError; ValueError where something would name the machine."""
+    """Write the proposal; return 0. Raises OSError, and ValueError if something would identify the machine."""
     contact = Contact(out)
     into.mkdir(parents=True, exist_ok=True)
     secrets = list(names_of(contact))
@@ -73,7 +73,7 @@ def _json(value: Any) -> bytes:
 
 
 def names_of(contact: Contact) -> Iterator[bytes]:
-    """Yield what must not stand in any file: serial numbers and UUIDs, as text and as NVML's bytes in hex."""
+    """Yield what no file may contain: serial numbers and UUIDs, as text and as NVML's bytes in hex."""
     for gpu in contact.gpus:
         for text in (gpu.get("serial"), gpu["uuid"], gpu["uuid"].removeprefix("GPU-")):
             if text:
@@ -83,7 +83,7 @@ def names_of(contact: Contact) -> Iterator[bytes]:
 
 
 def _nameless(value: Any, places: Mapping[str, int]) -> Any:
-    """Return JSON with each GPU's UUID replaced by one that has only its index."""
+    """Return a JSON value with each GPU's UUID replaced by one that contains only its index."""
     text = _UUID.sub(lambda match: _NOBODY.format(places.get(match[0].lower(), 0xFF)), json.dumps(value))
     return json.loads(text)
 
@@ -96,18 +96,18 @@ def _places(contact: Contact) -> dict[str, int]:
 
 
 def recording_name(contact: Contact) -> str:
-    """Return the files' name: the GPU's and the driver's."""
+    """Return the files' base name, made from the GPU's name and the driver's version."""
     slug = re.sub(r"[^a-z0-9]+", "-", str(contact.gpus[0].get("name", "gpu")).lower()).strip("-")
     return f"{slug.removeprefix('nvidia-').removeprefix('tesla-')}-{contact.driver}"
 
 
 def recording(contact: Contact) -> dict[str, Any]:
-    """Return the answers of NVML as tests/data/gpu has them: all GPUs, before anything was put under load."""
+    """Return NVML's answers in the format of tests/data/gpu: all GPUs, before any of them was put under load."""
     gpus = []
     for gpu in contact.gpus:
         fields = {key: value for key, value in gpu.items() if key != "serial" and value not in (None, {})}
         gpus.append(_nameless(fields, _places(contact)))
-        decode(Gpu, gpus[-1])  # what the tests will read it by
+        decode(Gpu, gpus[-1])  # the tests will read it this way
     return {
         "format": 1,
         "source": f"first contact, {contact.date}, program {contact.agent}",
@@ -120,7 +120,7 @@ def recording(contact: Contact) -> dict[str, Any]:
 
 
 def answers(contact: Contact) -> Iterator[dict[str, Any]]:
-    """Yield every answer of NVML about the machine and its first GPU, with its bytes, but what names the machine."""
+    """Yield every NVML answer about the machine and its first GPU, including its bytes, without identifying data."""
     for answer in contact.lines("nvml", ANSWERS):
         if "code" in answer and answer["gpu"] in (None, 0):
             yield _nameless(_without_names(answer), _places(contact))
@@ -142,9 +142,9 @@ def _without_names(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def calibration(contact: Contact) -> dict[str, Any]:
-    """Return what ``/etc/node-agent/gpu.json`` may have after this: the record of the calibration, and floors.
+    """Return what ``/etc/node-agent/gpu.json`` may contain after this: the record of the calibration, and floors.
 
-    A machine on which something went wrong calibrates nothing: ``why_not`` says what.
+    A machine on which something went wrong isn't used for calibration: ``why_not`` gives the reasons.
     """
     why_not = [*contact.doubts()]
     floors: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""Runs the steps one by one, each as a process with a deadline, and writes down how each ended.
+"""Runs the steps one by one, each as a process with a deadline, and records how each ended.
 
-Nothing here waits for longer than was said: a step that the driver keeps is left behind. Each outcome is on the disk
-before the next step begins, so that whatever ends this process leaves all that is known by then.
+Nothing here waits longer than promised: a step that is stuck in the driver is left behind. Each outcome is on disk
+before the next step begins, so that nothing known by then is lost if this process dies.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DONE, PARTLY, USAGE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Step:
-    """One step. ``seconds`` is its deadline; with less than ``least`` it isn't begun.
+    """One step. ``seconds`` is its deadline; with less than ``least`` left it isn't started.
 
-    So much is kept for it whatever comes before it, unless it is ``spare``.
+    ``least`` is reserved for it whatever comes before it, unless it is ``spare``.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Step:
 class Outcome:
     """How a step ended.
 
-    ``state``: planned, running, done, failed (it said why), died (of a signal), late (killed at its deadline),
-    unkillable (at its deadline, and it is still there), skipped, interrupted.
+    ``state``: planned, running, done, failed (with a reason), died (of a signal), late (killed at its deadline),
+    unkillable (at its deadline, but still running), skipped, interrupted.
     """
 
     step: str
@@ -65,7 +65,7 @@ class Outcome:
 
 
 class Log:
-    """The outcomes of all steps, on the disk."""
+    """The outcomes of all steps, on disk."""
 
     def __init__(self, context: Context, steps: Sequence[Step]) -> None:
         self._out = context.out
@@ -101,11 +101,11 @@ class Log:
 
 
 def run(context: Context, steps: Sequence[Step], share: float, say: Callable[[str], None]) -> int:
-    """Run all steps within the context's time; return the exit status. Raises OSError: OUT can't be written.
+    """Run all steps within the context's time; return the exit status. Raises OSError if OUT can't be written.
 
-    ``share`` is the part of the usual deadlines that each step has.
+    ``share`` is the fraction of the usual deadlines that each step gets.
     """
-    # The session that started this may end, as one over SSH does; the rest of the ten minutes is worth more.
+    # The session that started this may end, as an SSH session does; the rest of the ten minutes must not be lost.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     interrupts: list[int] = []
     for ending in _ENDINGS:
@@ -142,7 +142,7 @@ def _one(context: Context, seconds: float, log: Log, interrupts: Sequence[int]) 
         try:
             child = subprocess.Popen(
                 step_argv(context),
-                stdin=subprocess.PIPE,  # by which a step notices that this process died first
+                stdin=subprocess.PIPE,  # lets a step notice that this process died first
                 stdout=output,
                 stderr=errors,
                 cwd=checkout(),
@@ -162,7 +162,7 @@ def _one(context: Context, seconds: float, log: Log, interrupts: Sequence[int]) 
 
 
 def _environment() -> dict[str, str]:
-    # No compiled kernel of an earlier run may be met, and GPUs are counted as NVML does.
+    # Kernels compiled in an earlier run must not be reused, and GPUs are numbered as in NVML.
     fixed = {"CUDA_CACHE_DISABLE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONDONTWRITEBYTECODE": "1"}
     return {**os.environ, **fixed}
 
@@ -177,14 +177,14 @@ def _ended(child: subprocess.Popen[bytes], end: float, interrupts: Sequence[int]
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End what is left of a step; its workers go with it. What can't be killed isn't waited for."""
+    """Kill what is left of a step, including its workers. Don't wait for what can't be killed."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     end = time.monotonic() + REAP_SECONDS
     while child.poll() is None and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
     if child.poll() is None:
-        child.returncode = -int(signal.SIGKILL)  # or Python would complain that nobody waited for it
+        child.returncode = -int(signal.SIGKILL)  # or Python would warn that it was never waited for
 
 
 def _ending(context: Context, child: subprocess.Popen[bytes], status: int | None) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _now() -> str:
 
 
 def teller(stream: Any) -> Callable[[str], None]:
-    """Return a function that prints a line. A reader that is gone is no reason to stop."""
+    """Return a function that prints a line. It ignores a reader that is gone."""
 
     def say(text: str) -> None:
         with suppress(OSError, ValueError):
@@ -219,7 +219,7 @@ def teller(stream: Any) -> Callable[[str], None]:
 
 
 def shown(summary: dict[str, Any]) -> str:
-    """Return a run's summary for people."""
+    """Return a run's summary in human-readable form."""
     rows = [
         f"{step['step']:24}{step['state']:12}{step['seconds']:>8.1f} s  {step['why']}"
         for step in summary.get("steps", [])

@@ -13,7 +13,7 @@ from tests.bench.first_contact import facts
 from tests.bench.first_contact.context import Context, peers, read_json, worker_argv
 
 SEED = 20261124
-# What looking at the GPUs after the load, and the document, may take: seconds, and the part of a short step's time.
+# The time for reading the GPUs after the load and writing the document: seconds, and the share of a short step's time.
 _AFTER_SECONDS, _AFTER_SHARE = 8.0, 0.25
 _LINKS_SECONDS = 20.0
 _FABRIC_SECONDS, _PORTS_SECONDS = 60.0, 20.0
@@ -29,7 +29,7 @@ def step(tier: Tier, mode: str) -> Callable[[Context], dict[str, Any]]:
 
 
 def tested(context: Context, tier: Tier, mode: str, **more: Any) -> dict[str, Any]:
-    """Run ``gpu-smoke --json``; return its exit status, seconds and document. Its output is this step's."""
+    """Run ``gpu-smoke --json``; return its exit status, seconds and document. Its output goes to this step's output."""
     directory = context.directory / "settings"
     directory.mkdir(parents=True, exist_ok=True)
     files.write_json(directory / "gpu.json", {**settings(context), "mode": mode, **more})
@@ -73,7 +73,7 @@ def _load(context: Context) -> command.Load:
     def load(
         uuids: Sequence[str], tier: Tier, seed: int, deadline_seconds: float, on_tick: Callable[[], None]
     ) -> Sequence[Worker]:
-        # A document of workers that were cut short is worth more than none.
+        # A document about workers that were cut short is better than none.
         left = context.left()
         after = min(_AFTER_SECONDS, _AFTER_SHARE * left)
         return fleet.run(
@@ -90,5 +90,5 @@ def _load(context: Context) -> command.Load:
 
 
 def _nobody() -> Mapping[str, Any]:
-    """The platform was asked at the start."""
+    """Raise OSError: the platform was queried at the start."""
     raise OSError("the platform is not asked again")

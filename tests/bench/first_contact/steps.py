@@ -1,12 +1,12 @@
-"""The steps in their order: what is worth most, and what disturbs least, comes first."""
+"""The steps in order: the most valuable and least disruptive come first."""
 
 from __future__ import annotations
 
 from tests.bench.first_contact import drills, facts, measuring, nvml_answers, smoke
 from tests.bench.first_contact.runner import Step
 
-# Seconds: the deadline, and what is kept for the step whatever came before it. All that is kept fits into nine
-# minutes; what a step leaves of its deadline goes to those that follow.
+# Seconds: the deadline, and the time reserved for the step whatever came before it. All reserved times fit into nine
+# minutes; the steps that follow get what a step leaves of its deadline.
 STEPS = (
     Step("facts", "the machine, its driver, kernel and topology", facts.step, 45, 10),
     Step("readings", "what the smoke test reads of NVML", facts.look, 30, 5),

@@ -1,6 +1,6 @@
-"""A GPU's worker: the agent's own, at the run's pace, and what only a first contact asks of a GPU.
+"""A GPU's worker: the agent's own, at the run's pace, and what only a first contact measures on a GPU.
 
-Standard output is a worker's: a measurement a line, and the summary, as ``fleet`` reads them.
+Standard output has a worker's format: one measurement per line, and the summary, as ``fleet`` reads them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from image_builder.node.gpu.smoke.cuda import U64, CudaError, Device
 RUNS, _FEWEST_RUNS = 10, 3
 MODULES = ("base", "memory", "tc_sm70", "tc_sm80")
 PER_SM = (1, 2, 4, 8, 16)
-# A store to an address: of no memory at all, and of memory that it isn't aligned to.
+# A store to an address, which is unmapped or misaligned.
 FAULT = b"""
 .version 6.5
 .target sm_70
@@ -42,9 +42,9 @@ FAULT = b"""
 \0"""
 _NO_MEMORY = 0x10
 _BARRIER_SECONDS = 20.0
-_OVERLAPPING = 60  # copies, so that those of all GPUs are under way at the same time
+_OVERLAPPING = 60  # copies, enough for those of all GPUs to overlap
 _SMALLEST_COPY = 8 << 20
-_SMALLEST_UNIT = 1 << 20  # of memory that is tested: a stand-in has little of it
+_SMALLEST_UNIT = 1 << 20  # of tested memory: a stand-in has little of it
 
 
 def parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,9 +63,9 @@ def parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what one GPU's worker is asked for; return 0. Raises NodeError."""
+    """Run one GPU's worker in the requested mode; return 0. Raises NodeError."""
     options.scratch.mkdir(parents=True, exist_ok=True)
-    bandwidth.LOCK = options.scratch / "copies.lock"  # the agent's own place needs root
+    bandwidth.LOCK = options.scratch / "copies.lock"  # the agent's own path needs root
     plan = paced(agent.PLANS[options.tier], options.pace)
     agent.PLANS = {**agent.PLANS, options.tier: plan}
     if options.pace < 1:
@@ -102,7 +102,7 @@ def paced(plan: agent.Plan, pace: float) -> agent.Plan:
 
 
 def runs(pace: float) -> int:
-    """Return how often everything is measured: less often in a run of less than a fifth of the usual length."""
+    """Return how many times everything is measured: fewer in a run of less than a fifth of the usual length."""
     return max(_FEWEST_RUNS, min(RUNS, round(5 * RUNS * pace)))
 
 
@@ -123,7 +123,7 @@ Mode = Callable[[Device, argparse.Namespace, agent.Plan, list[Device]], Iterator
 def _repeated(
     device: Device, options: argparse.Namespace, plan: agent.Plan, peers: list[Device]
 ) -> Iterator[Measurement]:
-    """Measure everything, so many times with a seed of its own; with peers only the link."""
+    """Measure everything repeatedly, each time with another seed; with peers only the link."""
     for number in range(runs(options.pace)):
         seed = options.seed + number
         if peers:
@@ -172,7 +172,7 @@ def _on(processors: set[int], measure: Callable[[], Measurement]) -> Measurement
 
 @contextmanager
 def _barrier(options: argparse.Namespace, uuid: str, key: str) -> Iterator[None]:
-    """Wait until all GPUs are about to copy. One that doesn't come is not waited for any longer."""
+    """Wait until all GPUs are about to copy, or until the timeout if one doesn't get there."""
     directory = options.scratch / f"barrier-{options.seed}-{key}"
     directory.mkdir(exist_ok=True)
     (directory / uuid).touch()
@@ -185,7 +185,7 @@ def _barrier(options: argparse.Namespace, uuid: str, key: str) -> Iterator[None]
 def _covered(
     device: Device, options: argparse.Namespace, _: agent.Plan, __: list[Device]
 ) -> Iterator[Measurement]:
-    """Count on how many SMs blocks ran, and how many on each, for more and more blocks."""
+    """Count the SMs on which blocks ran, for an increasing number of blocks."""
     case = replace(reference.CASES[0], rounds=4)
     for per_sm in PER_SM:
         blocks = per_sm * device.sms
@@ -200,7 +200,7 @@ def _covered(
 def _compiled(
     device: Device, options: argparse.Namespace, _: agent.Plan, __: list[Device]
 ) -> Iterator[Measurement]:
-    """Time what the driver takes to compile each module."""
+    """Time how long the driver takes to compile each module."""
     del options
     for module in MODULES:
         if module == "tc_sm80" and device.capability < (8, 0):
@@ -218,7 +218,7 @@ def _entry(module: str) -> str:
 def _held(
     device: Device, options: argparse.Namespace, _: agent.Plan, __: list[Device]
 ) -> Iterator[Measurement]:
-    """Take memory and keep it until this process is ended."""
+    """Allocate memory and keep it until this process is terminated."""
     free, _total = device.memory()
     remaining, chunk = int(free * options.percent / 100), 1 << 30
     while remaining >= 1 << 24:
@@ -239,7 +239,7 @@ def _held(
 def _faulted(
     device: Device, options: argparse.Namespace, _: agent.Plan, __: list[Device]
 ) -> Iterator[Measurement]:
-    """Make a kernel of ours store where it must not; report the driver's answer."""
+    """Make one of our GPU kernels store to an invalid address; report the driver's answer."""
     shipped = cuda.text_of
     cuda.text_of = lambda module: FAULT if module == "fault" else shipped(module)
     kernel = device.kernel("fault", "store")
