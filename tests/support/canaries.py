@@ -1,4 +1,4 @@
-"""Where a secret shows: in argument lists and environments of processes, and in files."""
+"""Searches for leaked secrets: in argument lists and environments of processes, and in files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.registries.pulls import processes
 
 @dataclass
 class Sightings:
-    """What was seen: ``programs`` that ran, those with a secret in their ``arguments``, or in their ``environment``."""
+    """What was seen: ``programs`` that ran, and those with a secret in their ``arguments`` or ``environment``."""
 
     programs: set[str] = field(default_factory=set)
     arguments: set[str] = field(default_factory=set)
@@ -23,7 +23,7 @@ class Sightings:
 
 @contextmanager
 def watched_processes(words: Callable[[], Collection[str]]) -> Iterator[Sightings]:
-    """Look at all processes of this PID namespace for ``words()`` while the block lasts."""
+    """Search all processes of this PID namespace for ``words()`` until the block ends."""
     seen, over = Sightings(), threading.Event()
 
     def look() -> None:
@@ -47,7 +47,7 @@ def watched_processes(words: Callable[[], Collection[str]]) -> Iterator[Sighting
 
 
 def files_with(folder: Path, words: Collection[str]) -> list[str]:
-    """Return the files below ``folder`` that hold one of the words; what is mounted there is not looked into."""
+    """Return the files below ``folder`` that contain one of the words; filesystems mounted there are skipped."""
     found = []
     device = folder.stat().st_dev
     for place, names, files in os.walk(folder):

@@ -22,7 +22,7 @@ SUITE = "trixie"
 def build_deb(
     folder: Path, name: str, *, version: str = "1.0", postinst: str | None = None, extra: str = ""
 ) -> Path:
-    """Make a package with dpkg-deb; ``postinst`` is a shell script, ``extra`` more control fields."""
+    """Make a package with dpkg-deb; ``postinst`` is a shell script, ``extra`` has additional control fields."""
     tree = folder / f"{name}_{version}"
     (tree / "DEBIAN").mkdir(parents=True)
     (tree / "usr/share/doc" / name).mkdir(parents=True)
@@ -71,7 +71,7 @@ class Repository:
         return target
 
     def publish(self, *, valid_for: float = 3600.0, age: float = 86400.0) -> None:
-        """Write the indices and sign them, ``age`` seconds ago; ``valid_for`` seconds from now, negative: expired."""
+        """Write and sign indices dated ``age`` seconds ago that expire in ``valid_for`` seconds (negative: expired)."""
         index = ""
         for deb in sorted((self.path / "pool").glob("*.deb")):
             control = subprocess.run(
@@ -107,14 +107,14 @@ class Repository:
 
 @contextmanager
 def serve(path: Path) -> Iterator[str]:
-    """Serve a directory on the loopback interface; the address, without a slash at its end."""
+    """Serve a directory on the loopback interface; yield the address without a trailing slash."""
     with serve_counted(path) as (address, _):
         yield address
 
 
 @contextmanager
 def serve_counted(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serve a directory like ``serve``; also the paths that were asked for, in their order."""
+    """Serve a directory like ``serve``; also yield the requested paths, in order."""
     asked: list[str] = []
     handler = functools.partial(_Quiet, asked, directory=str(path))
     with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
@@ -122,7 +122,7 @@ def serve_counted(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
-    """Notes what is asked for, and says nothing."""
+    """A handler that records the requested paths and logs nothing."""
 
     def __init__(self, asked: list[str], *args: Any, **options: Any) -> None:
         self.asked = asked

@@ -1,6 +1,6 @@
-"""Facts that tables and examples are held to: files of ../shared, which a checkout may have beside it.
+"""Facts that tables and examples are checked against: files of ../shared, which may exist next to a checkout.
 
-A module that needs them names them in tests/allowed_skips.txt: alone, a checkout skips what needs them.
+A module that needs them is listed in tests/allowed_skips.txt: a checkout without ../shared skips its tests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A Galaxy server that stands in for a real one: the documents of API v3 that ``ansible-galaxy`` asks for.
+"""A stand-in for a Galaxy server: the documents of API v3 that ``ansible-galaxy`` requests.
 
-Shapes as in galaxy_ng's ``/api/v3/collections/``; archives are built by ``ansible-galaxy collection build``.
+Shapes are as in galaxy_ng's ``/api/v3/collections/``; archives are built by ``ansible-galaxy collection build``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from image_builder.canonical import JSON
 
 
 def build_collection(place: Path, name: str, version: str, files: Mapping[str, str], **info: JSON) -> Path:
-    """Write the source of a collection below ``place`` and build its archive; return that."""
+    """Write the source of a collection below ``place``, build its archive and return the archive's path."""
     namespace, _, short = name.partition(".")
     source = place / f"{name}-{version}"
     galaxy = {"namespace": namespace, "name": short, "version": version, "readme": "README.md", **info}
@@ -42,7 +42,7 @@ def build_collection(place: Path, name: str, version: str, files: Mapping[str, s
 
 @dataclass
 class Galaxy:
-    """What a server has: archives by name and version, with what each depends on; ``down`` answers nothing."""
+    """A server's archives, by name and version, and collections' dependencies; ``down`` answers everything with 500."""
 
     archives: dict[tuple[str, str], Path] = field(default_factory=dict)
     dependencies: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Galaxy:
         return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
     def answer(self, path: str) -> bytes | None:
-        """Return what the server has at a path."""
+        """Return the content at a path, or None if there is none."""
         match path.strip("/").split("/"):
             case ["api"]:
                 return _json({"available_versions": {"v3": "v3/"}})

@@ -1,8 +1,8 @@
-"""Keep unit tests from side effects: no process, no socket, nothing that only root may do.
+"""Keeps unit tests free of side effects: no processes, no sockets, nothing that only root may do.
 
-Python's audit events tell of processes and sockets wherever they come from, a library included. Root's powers
-are taken from the thread as capabilities; the ones to read and write other users' files are left, since a
-checkout may be someone else's.
+Python's audit events report processes and sockets wherever they come from, including libraries. Root's powers
+are dropped from the thread as capabilities, except those to read and write other users' files, since a checkout
+may belong to someone else.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _hook(event: str, arguments: tuple[object, ...]) -> None:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Raise SideEffectError for what a unit test may not do, until the block ends."""
+    """Raise SideEffectError for anything that a unit test may not do, until the block ends."""
     if not _state["installed"]:
         sys.addaudithook(_hook)  # can't be removed again, hence the state
         _state["installed"] = True
@@ -74,7 +74,7 @@ def _capabilities() -> bytes:
 
 
 def _set_capabilities(known: bytes, limit: int | None) -> None:
-    """Set the effective capabilities to the permitted ones, or to those of them in ``limit``."""
+    """Set the effective capabilities to the permitted ones, or only to those that are also in ``limit``."""
     low, permitted, inheritable, high, permitted_high, inheritable_high = struct.unpack("=6I", known)
     if limit is not None:
         low, high = low & limit, high & (limit >> 32)

@@ -1,4 +1,4 @@
-"""The program as a wheel, and installed from it."""
+"""The program as a wheel, and as installed from it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def build_wheel(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Installed:
-    """A venv that holds nothing but the wheel and what this requires."""
+    """A venv that contains only the wheel and its requirements."""
 
     venv: Path
 
     @property
     def program(self) -> Path:
-        """Return the command."""
+        """Return the command's path."""
         return self.venv / "bin/image-builder"
 
     @property
     def root(self) -> Path:
-        """Return the folder that has the files of a checkout."""
+        """Return the folder with the files of a checkout."""
         return next(self.venv.glob("lib/python3*/site-packages/image-builder"))
 
     def run(
@@ -51,7 +51,7 @@ class Installed:
 
 
 def install(wheel: Path, venv: Path) -> Installed:
-    """Install a wheel into a new venv, with what it requires."""
+    """Install a wheel and its requirements into a new venv."""
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     subprocess.run([venv / "bin/pip", "--disable-pip-version-check", "install", "--quiet", wheel], check=True)
     return Installed(venv)

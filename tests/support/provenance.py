@@ -1,10 +1,10 @@
-"""Which code a record of a run by hand is about, and whether the checkout still has that code.
+"""The code that the record of a manual run is about, and whether the checkout still has that code.
 
-A record has the digest of the files that decide its results under ``code``. Its page says so where they have changed
-since: what the page shows was true then, and is unproven now.
+A record's ``code`` is the digest of the files that determine its results. If they have changed since, its page says so:
+what the page shows was true then, and is unproven now.
 
-Which files these are follows from imports: of the program's modules that the run is about, and of the tests' modules
-that judge it. The builder, which makes the image and starts the machine, is not among them, nor is the verification
+Which files these are follows from imports: of the program's modules that the run is about, and of the test modules
+that judge it. The builder, which makes the image and starts the machine, isn't among them, nor is the verification
 suite: CI runs both.
 """
 
@@ -20,17 +20,17 @@ from image_builder.bake.plan.closure import closure
 from image_builder.settings import REPO_ROOT
 from image_builder.system.trees import code_digests, files_in
 
-# They show what was found.
+# These only present results.
 _PRESENTS = ("page.py", "provenance.py")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What decides the results of a run.
+    """What determines the results of a run.
 
-    ``program`` are modules, or folders of modules, and ``judge`` is the module of the tests' that is run: both count
-    with all that they import, of the program and of the tests each. ``data`` are files and folders that no import
-    leads to.
+    ``program`` are modules or folders of modules, and ``judge`` is the test module that is run: each counts with
+    everything that it imports, from the program and from the tests respectively. ``data`` are files and folders that no
+    import leads to.
     """
 
     program: tuple[str, ...]
@@ -38,14 +38,14 @@ class Subject:
     data: tuple[str, ...]
 
     def files(self, root: Path = REPO_ROOT) -> set[Path]:
-        """Return the files; raises FileNotFoundError for a place that isn't there."""
+        """Return the files. Raises FileNotFoundError if one of the places doesn't exist."""
         places = [root / name for name in (*self.program, self.judge, *self.data)]
         for place in places:
             if not place.exists():
                 raise FileNotFoundError(place)
         given = {file for name in self.program for file in files_in(root / name) if file.suffix == ".py"}
         modules = closure(given, "image_builder", root)
-        # What lies beside a module is what it reads.
+        # Modules read the other files in their folder.
         beside = {p for m in modules for p in m.parent.iterdir() if p.is_file() and p.suffix != ".py"}
         judges = closure([root / self.judge], "tests", root, lambda file: file.name.endswith(_PRESENTS))
         data = {file for name in self.data for file in files_in(root / name)}
@@ -56,7 +56,7 @@ def _node(*names: str) -> tuple[str, ...]:
     return tuple(f"image_builder/node/{name}" for name in names)
 
 
-# Where the images are declared that are run.
+# Where the images of the runs are declared.
 _LAB = "inventories/lab"
 _ROLES = ("roles/image_preload", "roles/local_disk", "roles/node_agent")
 _DISK_COMMANDS = _node(
@@ -97,12 +97,12 @@ PENDING_PODS = Subject(
 
 
 def digest(subject: Subject, root: Path = REPO_ROOT) -> str:
-    """Return the SHA-256 of the names of the files and of what is in them, comments of Python apart."""
+    """Return the SHA-256 of the files' names and contents; comments and docstrings of Python files don't count."""
     return hashlib.sha256(repr(sorted(code_digests(root, subject.files(root)).items())).encode()).hexdigest()
 
 
 def note(record: Mapping[str, Any], subject: Subject) -> list[str]:
-    """Return what a page says of a record of other code, in Markdown: nothing where it is of this code."""
+    """Return a page's note, in Markdown, about a record of other code; nothing if it is of this code."""
     if record.get("code") == digest(subject):
         return []
     return [

@@ -1,4 +1,4 @@
-"""A server beside the test that asks it."""
+"""A server that runs alongside the test that uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ S = TypeVar("S", bound=socketserver.BaseServer)
 
 
 class PatientServer(ThreadingHTTPServer):
-    """A server whose clients may be killed at any time, or never hear the end of an answer."""
+    """A server whose clients may be killed at any time or never receive the end of an answer."""
 
     daemon_threads = True
 
@@ -25,7 +25,7 @@ class PatientServer(ThreadingHTTPServer):
 
 @contextmanager
 def running(server: S) -> Iterator[S]:
-    """Serve in a thread until the block ends; the server is closed then."""
+    """Serve in a thread until the block ends, then close the server."""
     with server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()

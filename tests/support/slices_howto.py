@@ -1,4 +1,4 @@
-"""What docs/how-to/run-slices-elsewhere.md tells those who have Kubernetes, taken from there: that is what is run."""
+"""The Kubernetes section of docs/how-to/run-slices-elsewhere.md: tests run exactly what the page says."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def manifest() -> str:
 
 
 def commands() -> tuple[str, str]:
-    """Return what starts a Job for each slice, and what takes in what they say."""
+    """Return the commands that start a Job for each slice, and those that collect the results."""
     start, take_in = _blocks("sh")
     return start, take_in

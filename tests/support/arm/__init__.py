@@ -1,7 +1,7 @@
-"""What stands for Azure: Resource Manager as a state machine, and the import host of managed disks before Azurite.
+"""A stand-in for Azure: Resource Manager as a state machine, and managed disks' import host in front of Azurite.
 
-Nothing here was compared with Azure itself. Shapes are those of the REST reference and of Azure's own SDK: by its
-models ``test_arm.py`` reads every answer and every request, and its typed operations go through in
-``test_arm_contract.py``. Limits and refusals are those that documentation, azcopy's source and reports name.
-docs/how-to/publish.md lists what only an account can answer.
+Nothing here was compared with Azure itself. Shapes follow the REST reference and Azure's own SDK: ``test_arm.py``
+reads every request and answer with the SDK's models, and ``test_arm_contract.py`` runs its typed operations. Limits
+and refusals come from the documentation, azcopy's source and reports. docs/how-to/publish.md lists the questions that
+only an account can answer.
 """

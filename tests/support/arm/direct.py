@@ -1,4 +1,4 @@
-"""The simulator without a connection: what ``ResourceManager`` does, for tests that open no sockets."""
+"""The simulator without a connection: the interface of ``ResourceManager``, for tests that open no sockets."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ BUILDS = {OLD: "0" * 12, NEW: "1" * 12}
 
 
 class NoDisks:
-    """Nothing is uploaded here."""
+    """Disks for tests that upload nothing."""
 
     def create(self, name: str, size: int) -> None:
         raise NotImplementedError
@@ -56,13 +56,15 @@ def add_version(arm: Arm, path: str, **properties: Any) -> Json:
 
 
 def actions() -> list[str]:
-    """Return exactly the rights of a roll: whatever else is asked for is refused."""
+    """Return exactly the rights that a rollout needs; every other request is refused."""
     return [f"Microsoft.Compute/{action}" for action in (*SCALE_SET, *DEFINITION_RIGHTS)]
 
 
 @dataclass
 class Fleet:
-    """``silent`` are instances whose node doesn't answer; ``boots`` is what an image runs instead of its own build."""
+    """A scale set with its nodes. The nodes of ``silent`` instances don't answer; ``boots`` maps an image to the build
+    that it runs instead of its own.
+    """
 
     arm: Arm
     scale_sets: ScaleSets
@@ -78,7 +80,7 @@ class Fleet:
         return self.group.machines[number]
 
     def node(self, number: str) -> Callable[[], Node | None]:
-        """Return what asks the node of an instance."""
+        """Return a function that queries the node of an instance."""
 
         def ask() -> Node | None:
             machine = self.group.machines.get(number)
@@ -89,7 +91,7 @@ class Fleet:
         return ask
 
     def posts(self, part: str) -> list[Json]:
-        """Return the bodies of the requests POST of a kind that arrived."""
+        """Return the bodies of the POST requests that arrived and have ``part`` in their path."""
         return [e.body or {} for e in self.arm.log if e.method == "POST" and part in e.path and e.status]
 
 

@@ -1,4 +1,4 @@
-"""Guest Health Reporting: what its page says of requests, and nothing of what Azure does then.
+"""Guest Health Reporting: the documented rules for requests, but nothing of what Azure does with them.
 
 https://learn.microsoft.com/azure/azure-impact-reporting/guest-health-impact-report
 """
@@ -17,7 +17,7 @@ _REQUIRED = ("startDateTime", "impactCategory", "impactDescription", "impactedRe
 
 @dataclass
 class Impacts(Arm):
-    """``reported`` are the bodies that were accepted, by the impact's name."""
+    """The service with Guest Health Reporting; ``reported`` has the accepted bodies by the impact's name."""
 
     disks: Disks = field(default_factory=NoDisks)
     reported: dict[str, Json] = field(default_factory=dict)

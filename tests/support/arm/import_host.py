@@ -1,7 +1,8 @@
-"""The import host of managed disks: a proxy before Azurite that refuses what Azure's refuses and Azurite takes.
+"""The import host of managed disks: a proxy in front of Azurite that refuses what Azure refuses but Azurite accepts.
 
-By azcopy's source and the reference of Put Page: no Put Blob, no Delete, no properties or metadata to set; no page
-over 4 MiB or beyond the end. ``faults`` make a request fail on purpose; ``log`` has every Put Page that was stored.
+According to azcopy's source and the reference of Put Page: no Put Blob, no Delete, no setting of properties or
+metadata; no page over 4 MiB or beyond the end. ``faults`` make requests fail on purpose; ``log`` has every Put Page
+that was stored.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ _HOP = {"connection", "host", "transfer-encoding", "keep-alive", "date", "server
 
 @dataclass(frozen=True)
 class Page:
-    """A request Put Page: where, how many bytes, and whether they are to be cleared."""
+    """A Put Page request: its offset and length in bytes, and whether it clears them."""
 
     start: int
     length: int
     clears: bool = False
 
 
-# What becomes of a Put Page: a status, a connection that is reset or never answered, a byte that is altered on its
-# way, an answer that is lost after the page was stored. None lets it pass.
+# What happens to a Put Page: it is answered with a status, its connection is reset or never answered, a byte is altered
+# in transit, or its answer is lost after the page was stored. None lets it pass.
 Fault = Callable[[Page], int | Literal["reset", "stall", "flip", "lose"] | None]
 
 
 @dataclass
 class ImportHost:
-    """``log`` are the pages that were stored, ``received`` counts the bytes of all that were sent."""
+    """The import host; ``log`` lists the stored pages, ``received`` counts the bytes of all pages that were sent."""
 
     store: Store
     faults: list[Fault] = field(default_factory=list)
@@ -51,7 +52,7 @@ class ImportHost:
     lock: Lock = field(default_factory=Lock)
 
     def refusal(self, method: str, query: dict[str, list[str]], name: str, page: Page | None) -> int:
-        """Return the status by which a request is refused, 0 where it isn't."""
+        """Return the status with which a request is refused, or 0 if it isn't."""
         operation = query.get("comp", [""])[0]
         if method == "GET" or method == "HEAD":
             return 0
@@ -68,7 +69,7 @@ class ImportHost:
 
 @contextmanager
 def import_host(store: Store) -> Iterator[ImportHost]:
-    """Serve the import host until the block ends; the store's addresses lead there."""
+    """Serve the import host until the block ends; until then the store's URLs point to it."""
     host = ImportHost(store)
     served = {"host": host, "upstream": urlsplit(store.url).netloc}
     server = PatientServer(("127.0.0.1", 0), type("Handler", (_Handler,), served))
@@ -82,7 +83,7 @@ def import_host(store: Store) -> Iterator[ImportHost]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers for the import host: refusals and faults by itself, all else by the store at ``upstream``."""
+    """Answers for the import host: handles refusals and faults itself, and forwards the rest to ``upstream``."""
 
     protocol_version = "HTTP/1.1"
     host: ImportHost

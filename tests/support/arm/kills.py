@@ -1,4 +1,4 @@
-"""Publishing in a process of its own that is killed at given points, until one comes to its end."""
+"""Publishing in processes of its own, which are killed at given points until one runs to completion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Point:
-    """Where to kill a process: when so many bytes of it arrived, or it had the service change so many things."""
+    """When to kill a process: after so many of its bytes arrived, or after it requested so many changes."""
 
     received: int = sys.maxsize
     changes: int = sys.maxsize
@@ -28,7 +28,9 @@ class Point:
 
 @dataclass
 class Outcome:
-    """``killed`` counts processes that died, ``faithful`` whether the disk was the file when it became a version."""
+    """``killed`` counts the killed processes; ``faithful`` is whether the disk matched the file when it became a
+    version.
+    """
 
     killed: int = 0
     faithful: bool = False
@@ -36,7 +38,7 @@ class Outcome:
 
 
 def publish(cloud: Place, inventory: Path, output: Path, points: Iterable[Point]) -> Outcome:
-    """Publish a build, killed at each point, and once more to the end."""
+    """Publish a build: kill the process at each point, then run it once more to completion."""
     outcome = Outcome()
     disk = next((output / "worker/latest").glob("*.vhd"))
 
@@ -69,7 +71,7 @@ def started(
     *arguments: str,
     user: int | None = None,
 ) -> subprocess.Popen[str]:
-    """Begin a command of `publish`, in a process of its own, as ``user``."""
+    """Start a `publish` command in a process of its own, as ``user``."""
     argv = [sys.executable, "-m", "image_builder.cli", "publish", command, "worker", *arguments]
     argv += ["-i", str(inventory)]
     argv += ["--output", str(output), "--endpoint", cloud.arm.url, "--json"]
@@ -87,7 +89,7 @@ def started(
 
 
 def is_copy(cloud: Place, disk: Path) -> bool:
-    """Tell whether an upload's disk has the file's ranges, with the file's bytes, and nothing else."""
+    """Return whether the uploaded disk has exactly the file's ranges, with the file's bytes."""
     (name,) = cloud.store.sizes
     size = disk.stat().st_size
     ranges = [*pages.data_ranges(disk), (size - 512, size)]

@@ -1,8 +1,8 @@
-"""Azure's limits as token buckets: of a subscription, of all its scale sets, and of each of them.
+"""Azure's limits as token buckets: for a subscription, for all its scale sets together, and for each scale set.
 
-Numbers are those of the reference (Azure Resource Manager's throttling limits; Compute's throttling limits), the names
-of Compute's policies are ours. Answers say what is left in ``x-ms-ratelimit-remaining-…``; an empty bucket answers 429
-with Retry-After.
+The numbers come from the reference (Azure Resource Manager's throttling limits; Compute's throttling limits); the
+names of Compute's policies are our own. Answers report the remaining tokens in ``x-ms-ratelimit-remaining-…``; an
+empty bucket answers 429 with Retry-After.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MINUTE = 60.0
 
 @dataclass(frozen=True)
 class Policy:
-    """A bucket holds ``size`` requests, and gets ``refill`` more in a minute."""
+    """The limit of a bucket: it holds ``size`` requests and gains ``refill`` per minute."""
 
     size: float
     refill: float
@@ -41,7 +41,7 @@ def _documented() -> dict[str, Policy]:
 
 @dataclass
 class Bucket:
-    """``taken`` are the moments of its requests; ``early`` counts those that came before they were asked to."""
+    """A bucket: ``taken`` has the times of granted requests; ``early`` counts requests before Retry-After ended."""
 
     policy: Policy
     tokens: float
@@ -52,7 +52,7 @@ class Bucket:
     _not_before: float = 0.0
 
     def take(self, now: float) -> int:
-        """Take a token and return 0, or the seconds after which there is one."""
+        """Take a token and return 0, or return the seconds until one is available."""
         speed = self.policy.refill / _MINUTE
         self.tokens, self.at = min(self.policy.size, self.tokens + (now - self.at) * speed), now
         self.early += now < self._not_before
@@ -67,14 +67,14 @@ class Bucket:
 
     @property
     def share(self) -> float:
-        """Return the most requests within a minute, as a part of what the bucket is refilled with in one."""
+        """Return the largest number of requests within one minute, as a fraction of the refill per minute."""
         most = max((sum(t <= u < t + _MINUTE for u in self.taken) for t in self.taken), default=0)
         return most / self.policy.refill
 
 
 @dataclass
 class Limits:
-    """All buckets, by policy and scope. Tests make ``policies`` tighter, and may tell nobody what is left."""
+    """All buckets, by policy and scope. Tests can tighten ``policies`` and hide the remaining tokens (``tells``)."""
 
     policies: dict[str, Policy] = field(default_factory=_documented)
     buckets: dict[tuple[str, str], Bucket] = field(default_factory=dict)
@@ -90,11 +90,11 @@ class Limits:
         return sum(bucket.early for bucket in self.buckets.values())
 
     def shares(self) -> dict[tuple[str, str], float]:
-        """Return each bucket's busiest minute, as a part of its refill."""
+        """Return each bucket's busiest minute, as a fraction of its refill."""
         return {key: bucket.share for key, bucket in self.buckets.items()}
 
     def take(self, request: Request) -> Answer | None:
-        """Take a token of each of a request's buckets; return the refusal where one is empty."""
+        """Take a token from each of a request's buckets; return the refusal if one is empty."""
         for (policy, _), bucket in self._of(request):
             if seconds := bucket.take(self.clock()):
                 code = "SubscriptionRequestsThrottled" if policy in ("reads", "writes", "deletes") else ""
@@ -107,7 +107,7 @@ class Limits:
         return None
 
     def marked(self, request: Request, answer: Answer) -> Answer:
-        """Return an answer with what is left of the request's buckets."""
+        """Return an answer whose headers report the tokens left in the request's buckets."""
         if not self.tells:
             return answer
         headers, left = {}, []
@@ -122,12 +122,12 @@ class Limits:
 
     @staticmethod
     def boundless() -> Limits:
-        """Return buckets that are never empty, for tests whose minutes take a second."""
+        """Return buckets that never run empty, for tests in which a minute takes a second."""
         return Limits(dict.fromkeys(_documented(), Policy(1e9, 1e9)), tells=False)
 
     @staticmethod
     def keys_of(method: str, path: str) -> list[tuple[str, str]]:
-        """Return the buckets of a request: each policy, and its scope."""
+        """Return a request's buckets as pairs of policy and scope."""
         before, _, name = path.lower().partition(_SCALE_SET)
         keys = [(_KINDS.get(method, "writes"), "")]
         if name.endswith("/virtualmachines"):

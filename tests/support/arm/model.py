@@ -1,4 +1,4 @@
-"""Requests, answers and resources, as the simulator has them."""
+"""The simulator's requests, answers and resources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUBSCRIPTION = "8d10da13-8125-4ba9-a717-bf7490507b3d"
 
 @dataclass(frozen=True)
 class Request:
-    """``path`` is without the query, whose values are in ``query``; header names are in lower case."""
+    """A request: ``path`` excludes the query, whose values are in ``query``; header names are lowercase."""
 
     method: str
     path: str
@@ -31,7 +31,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Logged:
-    """A request that changes something, and how it was answered; status 0 never arrived."""
+    """A request that changes something, and the status of its answer; 0 means that it never arrived."""
 
     method: str
     path: str
@@ -39,13 +39,13 @@ class Logged:
     status: int
 
 
-# What happens to a request instead of, or (`lose`) after what should: an answer, no answer with nothing done, or
-# no answer to what was done. None lets it pass.
+# Decides what happens to a request: another answer instead of the true one, no answer and nothing done (`drop`), or
+# no answer although the request was carried out (`lose`). None lets it pass.
 Fault = Callable[[Request], Answer | Literal["drop", "lose"] | None]
 
 
 class Disks(Protocol):
-    """Where the pages of upload disks are."""
+    """The store of upload disks' pages."""
 
     def create(self, name: str, size: int) -> None: ...
     def sas(self, name: str, seconds: int) -> str: ...
@@ -54,7 +54,7 @@ class Disks(Protocol):
 
 
 def error(status: int, code: str, message: str, **headers: str) -> Answer:
-    """Return an answer in Resource Manager's form of an error."""
+    """Return an error answer in Resource Manager's format."""
     return Answer(
         status,
         {"error": {"code": code, "message": message}},
@@ -64,7 +64,7 @@ def error(status: int, code: str, message: str, **headers: str) -> Answer:
 
 @dataclass
 class Resource:
-    """A resource, and what it looked like before: readers see that for the next ``hidden`` reads."""
+    """A resource and its previous content, which readers see for the next ``hidden`` reads."""
 
     content: Json
     etag: int = 1

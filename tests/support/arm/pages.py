@@ -1,4 +1,4 @@
-"""The store of an import host: Azurite, a child of the test, with a page blob for each upload disk."""
+"""An import host's store: Azurite, run as a child process of the test, with a page blob for each upload disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PACKAGE = Path(__file__).with_name("azurite")
 
 
 def installed() -> Path:
-    """Return Azurite's program, which npm installs once, by the lock; skips the test where there is no npm."""
+    """Return Azurite's program, which npm installs once per lock file. Skip the test if npm is missing."""
     if not (npm := shutil.which("npm")):
         pytest.skip("no npm on this host")
     lock = (_PACKAGE / "package-lock.json").read_bytes()
@@ -49,9 +49,9 @@ def installed() -> Path:
 
 @dataclass
 class Store:
-    """Azurite, and where disks are reached: ``host`` is the address of the import host before it, once there is one.
+    """Azurite and the address of its disks: ``host`` is the import host in front of it, once there is one.
 
-    ``longest`` ends signed addresses sooner than they are asked for, in seconds.
+    ``longest`` caps the lifetime of signed URLs, in seconds.
     """
 
     url: str
@@ -72,7 +72,7 @@ class Store:
         self.sizes[name] = size
 
     def sas(self, name: str, seconds: int) -> str:
-        """Return the signed address, by which pages are written and listed."""
+        """Return the signed URL for writing and listing pages."""
         token = generate_blob_sas(
             ACCOUNT,
             _CONTAINER,
@@ -84,7 +84,7 @@ class Store:
         return f"{self.host or self.url}/{ACCOUNT}/{_CONTAINER}/{name}?{token}"
 
     def footer(self, name: str) -> bytes:
-        """Return a disk's last sector, nothing where somebody has deleted the disk."""
+        """Return a disk's last sector, or empty bytes if the disk was deleted."""
         with suppress(ResourceNotFoundError):
             return self.read(name, self.sizes[name] - 512, 512)
         return b""

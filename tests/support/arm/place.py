@@ -53,13 +53,13 @@ class Place:
         return Target(ImageGallery.model_validate_json(json.dumps(SETTINGS)))
 
     def changes(self) -> list[tuple[str, str]]:
-        """Return what the service was told to change: method and path."""
+        """Return the method and path of each change that was requested from the service."""
         return [(entry.method, entry.path) for entry in self.arm.log]
 
 
 @contextmanager
 def place(store: Store, folder: Path) -> Iterator[Place]:
-    """Serve a subscription with the gallery ``nodes``, in which is the definition ``worker``."""
+    """Serve a subscription with the gallery ``nodes``, which contains the definition ``worker``."""
     with import_host(store) as host, served(Arm(store), folder) as service:
         target = Place(service.arm, host, {}).target
         service.arm.add(target.gallery)
@@ -80,7 +80,7 @@ def place(store: Store, folder: Path) -> Iterator[Place]:
 
 
 def write_disk(path: Path, size: int, data: int, seed: int = 0) -> None:
-    """Write a fixed VHD of ``size`` bytes that is a hole but for pieces of ``data`` random bytes in all."""
+    """Write a fixed VHD of ``size`` bytes: sparse, with a total of ``data`` random bytes in scattered pieces."""
     chance = random.Random(seed)
     with path.open("wb") as file:
         for at in sorted(chance.sample(range(size // MIB), data // MIB)):
@@ -91,7 +91,7 @@ def write_disk(path: Path, size: int, data: int, seed: int = 0) -> None:
 
 
 def suite(marker: str, failed: int = 0) -> bytes:
-    """Return a verify.json with some failed checks among five."""
+    """Return a verify.json with five checks, ``failed`` of which failed."""
     checks = [
         {"name": f"test_{n}", "outcome": "failed" if n < failed else "passed", "seconds": 0.1}
         for n in range(5)
@@ -109,7 +109,7 @@ def write_build(
     facts: bytes = b"{}",
     **changes: Any,
 ) -> Manifest:
-    """Write a build of `worker` and the record of its boot below an output directory, as the program does.
+    """Write a build of `worker` and its boot record below an output directory, as the program does.
 
     ``changes`` are fields of its manifest.
     """
@@ -143,7 +143,7 @@ def write_build(
 
 
 def write_inventory(path: Path, **base: str) -> Path:
-    """Write an inventory with the image `worker`, and where it is published to; ``base`` adds to its `image_base`."""
+    """Write an inventory with the image `worker` and its gallery; ``base`` adds to its `image_base`."""
     base = {"distribution": "debian", "suite": "trixie"} | base
     host = {
         "image_base": base,

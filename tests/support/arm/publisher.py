@@ -1,4 +1,4 @@
-"""The command `publish`, as a test gives it."""
+"""The `publish` command, as a test runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.arm.place import Place
 
 
 class Publisher:
-    """The command, with what it was told to publish."""
+    """The command, with the arguments that say what to publish."""
 
     def __init__(self, azure: Place, inventory: Path, output: Path, image: str = "worker") -> None:
         self.image = image

@@ -1,4 +1,4 @@
-"""A driver in a process of its own, which a test can kill: it rolls one instance of a scale set to its end."""
+"""A driver in a process of its own, which a test can kill: it rolls one instance of a scale set to completion."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from image_builder.pool.scale_set.verdict import Node
 from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.model import SUBSCRIPTION
 
-# Of tenths of a second where a real fleet has minutes.
+# Tenths of a second where a real fleet takes minutes.
 PATIENCE = Patience(look=0.02, settle=0.3, request=30.0, boot=30.0, minute=0.1)
 
 
 def roll(
     url: str, environment: Mapping[str, str], scale_set: str, version_id: str, folder: Path, number: str
 ) -> None:
-    """Roll an instance; ``folder`` has the journal, what each node tells, and how it ended."""
+    """Roll an instance; ``folder`` holds the journal, what each node reports, and the outcome."""
     os.environ.update(environment)
 
     def node() -> Node | None:

@@ -1,8 +1,8 @@
-"""Scale sets of Resource Manager, in mode Uniform: a model, instances that run some version of it, operations on them.
+"""Resource Manager's scale sets in Uniform mode: a model, instances that run some version of it, operations on them.
 
-What is uncertain without an account is an attribute, so that tests can have it both ways: whether an upgrade of an
-instance replaces its disk at once (`upgrade_replaces`), and whether an operation on a set that has one ends the earlier
-one or is refused (`preempts`). Time is what ``clock`` says; an operation takes ``seconds``.
+Behavior that can't be verified without an account is an attribute, so that tests can cover both cases: whether an
+upgrade of an instance replaces its disk at once (`upgrade_replaces`), and whether an operation on a busy set preempts
+the earlier one or is refused (`preempts`). ``clock`` gives the time; ``seconds`` is how long each operation takes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.arm.service import Arm, Operation
 SERVICES = ("AutomaticRepairs", "AutomaticZoneRebalancing")
 _KIND = "/providers/Microsoft.Compute/virtualMachineScaleSets/"
 _SIZE = "Standard_ND96isr_H100_v5"
-# What a PATCH may change, by the model VirtualMachineScaleSetUpdate.
+# What a PATCH may change, according to the model VirtualMachineScaleSetUpdate.
 _CHANGEABLE = {
     "upgradePolicy",
     "automaticRepairsPolicy",
@@ -35,7 +35,7 @@ Verb = Literal["upgrade", "reimage", "restart", "service", "model", "scale"]
 
 @dataclass
 class Machine:
-    """An instance: ``version`` is the id of what Azure means to run, ``disk`` what its OS disk has.
+    """An instance: ``version`` is the id of the image that Azure intends to run, ``disk`` the one on its OS disk.
 
     ``generation`` is that of the model that was applied to it.
     """
@@ -54,7 +54,7 @@ class Machine:
 
 @dataclass(kw_only=True)
 class Task(Operation):
-    """A long-running operation on some instances (on the whole set: ``whole``), over at ``due``."""
+    """A long-running operation on some instances, or on the whole set (``whole``), that ends at ``due``."""
 
     group: SetState
     machines: tuple[Machine, ...]
@@ -68,7 +68,7 @@ class Task(Operation):
 
 @dataclass
 class SetState:
-    """A scale set: its ``resource`` has the model as it is served, with the ETag."""
+    """A scale set; ``resource`` holds the model as it is served, with its ETag."""
 
     resource: Resource
     machines: dict[str, Machine] = field(default_factory=dict)
@@ -95,8 +95,8 @@ class SetState:
 
 @dataclass
 class ScaleSets:
-    """The scale sets of a service. ``reimaged`` is called when an instance has a new OS disk, ``restarted`` when it was
-    restarted with the one that it has; ``failures`` make the next operations on an instance fail with these codes.
+    """The scale sets of a service. ``reimaged`` is called after an instance got a new OS disk, ``restarted`` after it
+    restarted with the same one; ``failures`` has the error codes of the next operations on each instance.
     """
 
     arm: Arm
@@ -141,18 +141,18 @@ class ScaleSets:
     # -- what the platform and others do ---------------------------------------------------------------------
 
     def scale(self, path: str, count: int) -> None:
-        """Scale out to new instances of the model, or in, as an autoscaler does: an operation on the set."""
+        """Scale out with new instances of the model, or in, as an autoscaler does: in one operation on the set."""
         group = self.sets[path.lower()]
         self._begin(group, "scale", (), lambda: self._scale(group, count), whole=True)
 
     def remove(self, path: str, number: str) -> None:
-        """Delete an instance; the next one that is made has its id."""
+        """Delete an instance; the next new one reuses its id."""
         group = self.sets[path.lower()]
         del group.machines[number]
         group.content["sku"]["capacity"] -= 1
 
     def repair(self, path: str, number: str) -> bool:
-        """Replace an instance by another machine, if automatic repairs are on."""
+        """Replace an instance with another machine if automatic repairs are on; return whether they are."""
         group = self.sets[path.lower()]
         if group.services["AutomaticRepairs"] != "Running":
             return False
@@ -171,7 +171,7 @@ class ScaleSets:
     # -- answers ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """End what is over by now, in the order of its end."""
+        """End the operations that are due, in the order of their due times."""
         now = self.clock()
         over = sorted((t for t in self.tasks if t.result is None and t.due <= now), key=lambda task: task.due)
         for task in over:
@@ -233,7 +233,7 @@ class ScaleSets:
         image = storage.get("imageReference", {}).get("id")
         if image and (refusal := self._refused_image(group, image)):
             return refusal
-        # A property of the OS disk makes all instances outdated, even the value that it has.
+        # Setting a property of the OS disk makes all instances outdated, even if its value stays the same.
         if "osDisk" in storage or (image and image.lower() != group.image.lower()):
             group.generation += 1
         if image:
@@ -246,7 +246,7 @@ class ScaleSets:
                 group, "scale", (), lambda: self._scale(group, body["sku"]["capacity"]), whole=True
             )
         if group.content["properties"]["upgradePolicy"]["mode"] != "Manual":
-            # Nobody asks: the platform brings all instances to the model.
+            # The platform updates all instances to the model without being asked.
             for machine in group.machines.values():
                 self._apply(group, machine)
                 self._replace(group, machine)
@@ -324,7 +324,7 @@ class ScaleSets:
     # -- operations ------------------------------------------------------------------------------------------
 
     def _busy(self, group: SetState, numbers: list[str]) -> Answer | None:
-        """Return the refusal of an operation on instances that are not there or in work."""
+        """Return the refusal of an operation if one of its instances doesn't exist or is being updated."""
         for number in numbers:
             if number not in group.machines:
                 return error(

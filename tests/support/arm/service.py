@@ -1,10 +1,10 @@
-"""Resource Manager as a state machine: resources by id, operations that take some looks, faults on demand.
+"""Resource Manager as a state machine: resources by id, operations that take several polls, faults on demand.
 
-Time is counted in looks: an operation is over after ``looks`` of its state, a region gets ``percent`` with each look
-at its version, a resource that was just changed is seen as before for ``lag`` reads. ``actions`` are the rights of who
-asks: everything else is answered with 403. Every request takes from the buckets of ``limits``. A list has ``page``
-items an answer, and an address for the next ones. ``monitors`` are the headers that name an operation: the reference
-has both for galleries, and Location alone for disks.
+Time is counted in polls: an operation ends after its state is polled ``looks`` times, a region's replication advances
+by ``percent`` with each poll of its version, and a resource that was just PUT stays hidden for ``lag`` reads.
+``actions`` are the caller's rights: everything else is answered with 403. Every request takes tokens from the buckets
+of ``limits``. A list is answered ``page`` items at a time, with the address of the next page. ``monitors`` are the
+headers that point to an operation: the reference has both for galleries, and only Location for disks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.arm.model import (
 
 REGIONS = {"westus3": "West US 3", "eastus": "East US", "northeurope": "North Europe"}
 _PROVIDER = "/providers/Microsoft.Compute/"
-# counter -> what people call it, what it counts, its usual limit
+# counter -> its display name, the resource type that it counts, its usual limit
 _COUNTERS = {
     "StandardDiskCount": ("Standard Storage Managed Disks", "Microsoft.Compute/disks", 50000),
     "Gallery": ("Galleries", "Microsoft.Compute/galleries", 100),
@@ -45,9 +45,9 @@ _VERBS = {"GET": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
 
 @dataclass
 class Operation:
-    """A long-running operation: what it does to its target when it ends, which may fail.
+    """A long-running operation, which changes its target when it ends and may fail.
 
-    A look at the operation or at its target lets time go by. ``resource`` is what a PUT or a PATCH makes.
+    Each poll of the operation or of its target lets time pass. ``resource`` is the result of a PUT or a PATCH.
     """
 
     target: str
@@ -64,7 +64,7 @@ class Operation:
 
 @dataclass
 class Arm:
-    """The service; ``url`` is where it is served. ``log`` has what changed something."""
+    """The service; ``url`` is its address. ``log`` holds the requests that change something."""
 
     disks: Disks
     group: str = f"/subscriptions/{SUBSCRIPTION}/resourceGroups/images"
@@ -76,7 +76,7 @@ class Arm:
     monitors: tuple[str, ...] = ("Azure-AsyncOperation", "Location")
     actions: list[str] = field(default_factory=lambda: ["*"])
     failing_regions: dict[str, int] = field(default_factory=dict)
-    # (region, counter) -> another limit than the usual one
+    # (region, counter) -> a limit that differs from the usual one
     quotas: dict[tuple[str, str], int] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     resources: dict[str, Resource] = field(default_factory=dict)
@@ -84,14 +84,14 @@ class Arm:
     limits: Limits = field(default_factory=Limits)
     log: list[Logged] = field(default_factory=list)
     reads: int = 0
-    # Called with every request once it was answered, None for an answer that nobody got.
+    # Called with every request after it was handled; the answer is None for a dropped request.
     observers: list[Callable[[Request, Answer | None], None]] = field(default_factory=list)
-    # What answers for kinds of resources that have a module of their own; None for any other.
+    # Handlers for resource types that have a module of their own; they return None for any other type.
     providers: list[Callable[[Request], Answer | None]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def add(self, path: str, location: str = "westus3", **content: object) -> Json:
-        """Put a resource there, as if it had been for long."""
+        """Add a resource as if it had existed for a long time."""
         resource: Json = {
             "id": path,
             "name": path.rsplit("/", 1)[1],
@@ -104,7 +104,7 @@ class Arm:
         return resource
 
     def answer(self, request: Request) -> Answer | None:
-        """Return the answer; None where it is lost."""
+        """Return the answer, or None if the client gets none."""
         if refusal := self.limits.take(request):
             return self._logged(request, self.limits.marked(request, refusal))
         answer = self._answer(request)
@@ -161,7 +161,7 @@ class Arm:
         return self._get(request) if request.method == "GET" else self._change(request)
 
     def _refusal(self, request: Request) -> Answer | None:
-        """Return what somebody is told who lacks the right to something."""
+        """Return the refusal of a request that the caller has no right to make, or None."""
         action = action_of(request)
         if any(fnmatch.fnmatchcase(action.lower(), pattern.lower()) for pattern in self.actions):
             return None
@@ -174,7 +174,7 @@ class Arm:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def _list(self, request: Request) -> Answer:
-        """Return the resources of a type in all resource groups, or how many of each kind a region may have."""
+        """Return the resources of a type in all resource groups, or a region's usage and limits."""
         kind = request.path.lower().rpartition("/")[2]
         if kind == "usages":
             return Answer(200, {"value": self._usages(request.path.rsplit("/", 2)[1])})
@@ -192,7 +192,7 @@ class Arm:
         return Answer(200, {"value": items[start:end], **(following if end < len(items) else {})})
 
     def _usages(self, region: str) -> list[Json]:
-        """Return a region's counters, as Usage_List of Microsoft.Compute has them."""
+        """Return a region's counters in the form of Microsoft.Compute's Usage_List."""
         types = [r.content["type"] for r in self.resources.values() if r.content["location"] == region]
         return [
             {
@@ -221,7 +221,7 @@ class Arm:
         return Answer(200, content, {"ETag": f'"{resource.etag}"', "Retry-After": "0"})
 
     def _replicated(self, version: Json, *, shown: bool) -> Json:
-        """Let replication go on, and return the version as it is shown."""
+        """Return a version as it is served; with ``shown``, advance its replication and include the status."""
         properties = version["properties"]
         summary = properties["replicationStatus"]["summary"]
         if shown:
@@ -466,7 +466,7 @@ class Arm:
 
 
 def _type(path: str) -> str:
-    """Return the type of a resource by its id, in the spelling of the service."""
+    """Return the type of a resource by its id, in the service's spelling."""
     spelling = {"microsoft.compute": "Microsoft.Compute"}
     parts = path.lower().partition(_PROVIDER.lower())[2].split("/")
     names = [spelling.get(part, part) for part in parts[::2]]

@@ -1,4 +1,4 @@
-"""The simulator on loopback, over TLS: Azure's credentials are sent to nothing else."""
+"""The simulator on loopback, over TLS, because Azure's credentials are sent over nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKEN = "t0k3n.0f.4zur3"
 
 @dataclass(frozen=True)
 class Served:
-    """Where the service is; ``environment`` lets the SDK find a managed identity there and trust the server."""
+    """A served service; ``environment`` lets the SDK find a managed identity there and trust the server."""
 
     arm: Arm
     url: str
@@ -41,7 +41,7 @@ def served(arm: Arm, folder: Path) -> Iterator[Served]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        # Headers and body in one packet: the second of two would wait for the acknowledgement of the first, 40 ms.
+        # Headers and body in one packet: a second packet would wait 40 ms for the first one's acknowledgment.
         wbufsize = -1
 
         def _handle(self) -> None:
@@ -94,7 +94,7 @@ def served(arm: Arm, folder: Path) -> Iterator[Served]:
 
 
 def found_by(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Azure's SDK in this process find a service, and no identity of the host's."""
+    """Let Azure's SDK in this process find a service, but none of the host's own identities."""
     for name in [n for n in os.environ if n.startswith(("AZURE_", "IDENTITY_", "MSI_"))]:
         monkeypatch.delenv(name)
     for name, value in environment.items():
@@ -102,7 +102,7 @@ def found_by(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _token(query: Mapping[str, str], headers: Mapping[str, str]) -> Answer:
-    # App Service's managed identities, 2019-08-01: the form that takes its address from the environment.
+    # App Service's managed identities, 2019-08-01: the variant whose address is set in the environment.
     if headers.get("x-identity-header") != SECRET:
         return Answer(401, {})
     return Answer(

@@ -1,6 +1,6 @@
-"""JSON against the models of Azure's SDK, which are generated from azure-rest-api-specs.
+"""Checks of JSON against the models of Azure's SDK, which are generated from azure-rest-api-specs.
 
-A key that they don't have is one that the service doesn't.
+A key that the models don't have doesn't exist in the service.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def unknown_keys(model: Any, content: Mapping[str, Any], where: str = "") -> lis
 
 
 def _is_map(kind: Any) -> bool:
-    """Tell whether a field's deserializer makes a map, whose keys are anybody's."""
+    """Return whether a field's deserializer makes a map, which has arbitrary keys."""
     if not isinstance(kind, functools.partial):
         return False
     return kind.func.__name__ == "_deserialize_dict" or any(_is_map(argument) for argument in kind.args)
 
 
 def _inner(kind: Any) -> Any:
-    """Return the model that a field's deserializer makes, None where it is none."""
+    """Return the model that a field's deserializer makes, or None if it makes something else."""
     if isinstance(kind, functools.partial):
         for argument in kind.args:
             if isinstance(argument, type) and hasattr(argument, "__mro__") and _is_model(argument):

@@ -1,9 +1,9 @@
-"""A stand-in for Azure Resource Manager, which can't be had here: a real HTTPS server with the documented answers.
+"""A stand-in for Azure Resource Manager, which isn't available here: a real HTTPS server with the documented answers.
 
-They have the shape of the REST reference (Microsoft.Compute 2024-11-01 and later: `Virtual Machine Scale Sets - Get`,
+They follow the REST reference (Microsoft.Compute 2024-11-01 and later: `Virtual Machine Scale Sets - Get`,
 `Virtual Machine Scale Set VMs - List`, `Virtual Machines - List`; Microsoft.Network: `Network Interfaces - List` and
 `- List Virtual Machine Scale Set Network Interfaces`; `Throttling Resource Manager requests`), shortened, with made-up
-ids. They are no recordings. What asks is Azure's real SDK, its real credentials included.
+ids. They aren't recordings. The client is Azure's real SDK, including its real credential classes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKEN = "t0k3n.0f.4zur3"
 
 Json = dict[str, Any]
 Answer = tuple[int, dict[str, str], Json]
-# Of a path with its query: an answer in place of the true one, or None.
+# Takes a path with its query; returns an answer to give instead of the true one, or None.
 Fault = Callable[[str], Answer | None]
 
 
@@ -56,11 +56,11 @@ def scale_set(name: str, capacity: int | None, *, mode: str = "Uniform", image: 
 
 
 def instance(name: str, number: int, *, image: str = "worker_h100") -> Json:
-    """Return an instance of a scale set in mode Uniform, with its instance view."""
+    """Return an instance of a scale set in Uniform mode, with its instance view."""
     id_ = f"{SETS}/{name}/virtualMachines/{number}"
     return {
         "name": f"{name}_{number}",
-        # The service writes names in a resource's id as it likes.
+        # The service doesn't keep the case of names in a resource's id.
         "id": id_.replace("Pools-West", "POOLS-WEST"),
         "type": "Microsoft.Compute/virtualMachineScaleSets/virtualMachines",
         "location": "westus3",
@@ -88,7 +88,7 @@ def instance(name: str, number: int, *, image: str = "worker_h100") -> Json:
 
 
 def machine(name: str, number: int) -> Json:
-    """Return a machine of a scale set in mode Flexible."""
+    """Return a machine of a scale set in Flexible mode."""
     made = instance(name, number)
     properties = made["properties"]
     properties["hardwareProfile"] = {"vmSize": made.pop("sku")["name"]}
@@ -99,7 +99,7 @@ def machine(name: str, number: int) -> Json:
 
 
 def interface(owner: Json, address: str, *, primary: bool = True) -> Json:
-    """Return a network interface of an instance. Its first address is one for pods."""
+    """Return a network interface of an instance. Its first address is for pods."""
     return {
         "name": "eth0",
         "id": f"{owner['id']}/networkInterfaces/eth0",
@@ -120,7 +120,7 @@ def _number(name: str) -> int:
 
 @dataclass
 class Cloud:
-    """What the server knows, by path; ``page`` items of a list are in an answer. ``asked`` is what it was asked."""
+    """The server's contents, by path; lists are answered ``page`` items at a time. ``asked`` has all requests."""
 
     items: dict[str, Json | list[Json]] = field(default_factory=dict)
     page: int = 3
@@ -130,7 +130,7 @@ class Cloud:
     ca: Path = Path()
 
     def add(self, name: str, count: int, *, capacity: int | None = None, mode: str = "Uniform") -> str:
-        """Add a scale set with so many instances, each with an interface; return its id."""
+        """Add a scale set with ``count`` instances, each with a network interface; return its id."""
         number, path = len(self.items), f"{SETS}/{name}"
         self.items[path] = scale_set(name, count if capacity is None else capacity, mode=mode)
         made = [instance(name, n) if mode == "Uniform" else machine(name, n) for n in range(count)]
@@ -143,13 +143,13 @@ class Cloud:
         return path
 
     def list(self, path: str) -> list[Json]:
-        """Return a list that is served, to be changed."""
+        """Return a served list, so that a test can change it."""
         found = self.items[path]
         assert isinstance(found, list)
         return found
 
     def answer(self, target: str, headers: dict[str, str]) -> Answer:
-        """Return the answer to a question; the first fault that has one comes before the truth."""
+        """Return the answer to a request: that of the first fault that has one, otherwise the true one."""
         self.asked.append(target)
         parts = urlsplit(target)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
@@ -183,19 +183,19 @@ class Cloud:
 
 
 def error(status: int, code: str, message: str, **headers: str) -> Answer:
-    """Return an answer in Resource Manager's form of an error."""
+    """Return an error answer in Resource Manager's format."""
     told = {name.replace("_", "-"): value for name, value in headers.items()}
     return status, told, {"error": {"code": code, "message": message}}
 
 
 def _token(resource: str) -> Json:
-    # App Service's managed identities, 2019-08-01: the form that takes its address from the environment.
+    # App Service's managed identities, 2019-08-01: the variant whose address is set in the environment.
     return {"access_token": TOKEN, "expires_on": "4102444800", "resource": resource, "token_type": "Bearer"}
 
 
 @contextmanager
 def cloud(folder: Path) -> Iterator[Cloud]:
-    """Serve a cloud on loopback, over TLS: credentials are sent to nothing else."""
+    """Serve a cloud on loopback, over TLS, because credentials are sent over nothing else."""
     made, told = certificate.make("localhost", folder), Cloud()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,8 +1,8 @@
-"""Documents as Azure's metadata service signs them for a machine, and the authority that they lead to.
+"""Documents as Azure's metadata service signs them for a machine, and the authority that they chain to.
 
-The shape is that of Microsoft's documentation (Instance Metadata Service, attested data) and of documents of real
-machines that others published, with what is odd about them: no signed attributes, and the signature's algorithm where
-the digest's belongs. The ids and keys are made up; there is no cloud to ask here.
+The format follows Microsoft's documentation (Instance Metadata Service, attested data) and published documents of real
+machines, including their quirks: no signed attributes, and the signature algorithm where the digest algorithm belongs.
+The ids and keys are made up; no cloud is available here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIGNED_DATA, _DATA = "2a864886f70d010702", "2a864886f70d010701"
 
 @dataclass(frozen=True)
 class Signer:
-    """Somebody who signs documents, and the authority (PEM) that his certificate leads to."""
+    """A signer of documents, and the authority (PEM) that its certificate chains to."""
 
     certificate: x509.Certificate
     key: rsa.RSAPrivateKey
@@ -46,7 +46,7 @@ def _key(name: str) -> rsa.RSAPrivateKey:
 def signer(
     *names: str, authority: str = "azure", days: tuple[float, float] = (-1, 30), usage: str = "server"
 ) -> Signer:
-    """Return a signer of these DNS names (by default those of a region); the same each time."""
+    """Return a signer with these DNS names (by default those of a region), the same one on each call."""
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, authority)])
     now = datetime.datetime.now(datetime.UTC)
     key, issuing = _key(f"signer {names}"), _key(f"authority {authority}")
@@ -96,7 +96,7 @@ def _usage(is_ca: bool) -> x509.KeyUsage:
 
 
 def content(nonce: str, vm_id: str = VM_ID, now: float | None = None, **parts: Any) -> dict[str, Any]:
-    """Return what a document says; ``parts`` replace some of it, None takes one away."""
+    """Return the content of a document; ``parts`` replace fields, and None removes one."""
     at = time.time() if now is None else now
     whole = {
         "licenseType": "",
@@ -116,7 +116,7 @@ def stamp(at: float) -> str:
 
 
 def document(said: Mapping[str, Any] | bytes, by: Signer | None = None, **parts: bytes) -> str:
-    """Return a signed document. ``parts`` replace the message's: ``signature``, ``digest``, ``attributes``."""
+    """Return a signed document. ``parts`` replace parts of the message: ``signature``, ``digest``, ``attributes``."""
     who = by or signer()
     data = said if isinstance(said, bytes) else json.dumps(said, separators=(",", ":")).encode()
     signature = parts.get("signature", who.key.sign(data, padding.PKCS1v15(), hashes.SHA256()))
@@ -142,7 +142,7 @@ def document(said: Mapping[str, Any] | bytes, by: Signer | None = None, **parts:
 
 
 def der(tag: int, *values: bytes) -> bytes:
-    """Return one element of DER."""
+    """Return a DER element."""
     value = b"".join(values)
     if len(value) < 0x80:
         return bytes([tag, len(value)]) + value

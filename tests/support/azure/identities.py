@@ -1,7 +1,7 @@
-"""An identity provider for tests: keys made here, and tokens as Entra ID gives them to a machine's managed identity.
+"""An identity provider for tests: its own keys, and tokens as Entra ID issues them to a machine's managed identity.
 
-Claims and header have the shape that Microsoft documents (access token claims reference, version 1.0 tokens;
-`xms_mirid` of managed identities) with made-up ids. They are no recordings: there is no cloud to ask here.
+Claims and header follow Microsoft's documentation (access token claims reference, version 1.0 tokens; `xms_mirid` of
+managed identities) with made-up ids. They aren't recordings: no cloud is available here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCALE_SET = (
 
 @functools.cache
 def key(name: str = "one", bits: int = 2048) -> rsa.RSAPrivateKey:
-    """Return a key of the provider; the same each time."""
+    """Return a key of the provider, the same one on each call."""
     return rsa.generate_private_key(65537, bits)
 
 
@@ -37,7 +37,7 @@ def segment(data: bytes) -> str:
 
 
 def jwk(name: str = "one", **more: Any) -> dict[str, Any]:
-    """Return a public key as the provider's JWKS has it."""
+    """Return a public key as it appears in the provider's JWKS."""
     numbers = (
         key(name, **({"bits": more.pop("bits")} if "bits" in more else {})).public_key().public_numbers()
     )
@@ -50,7 +50,7 @@ def jwks(*names: str) -> bytes:
 
 
 def claims(now: float | None = None, **parts: Any) -> dict[str, Any]:
-    """Return a managed identity's claims; ``parts`` replace some, None takes one away."""
+    """Return a managed identity's claims; ``parts`` replace some, and None removes one."""
     at = int(time.time() if now is None else now)
     whole = {
         "aud": AUDIENCE,
@@ -83,6 +83,6 @@ def token(
 
 
 def signed(head: bytes, body: bytes, by: str = "one") -> str:
-    """Return a token of these very bytes."""
+    """Return a signed token made of exactly these bytes."""
     text = f"{segment(head)}.{segment(body)}"
     return f"{text}.{segment(key(by).sign(text.encode(), padding.PKCS1v15(), hashes.SHA256()))}"

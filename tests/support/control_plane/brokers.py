@@ -1,7 +1,7 @@
-"""The token broker's process, and what is around it: identity provider, metadata service, API server.
+"""The token broker's process, and what surrounds it: identity provider, metadata service, API server.
 
-The identity provider and the metadata service are the cloud's; both are local servers here, with keys and tokens of
-tests/support/azure/identities.py.
+The identity provider and the metadata service belong to the cloud; here both are local servers, with keys and tokens
+from tests/support/azure/identities.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OTHER_VM = "11111111-2222-4333-8444-555555555555"
 
 
 class World:
-    """Everything around a broker: the cluster, the cloud, the certificates. What a test changes is an attribute."""
+    """Everything around a broker: the cluster, the cloud, the certificates. Tests change its attributes."""
 
     def __init__(self, cluster: Cluster, directory: Path) -> None:
         self.cluster, self.directory = cluster, directory
@@ -61,7 +61,7 @@ class World:
         return joins.answer(json.loads(identities.jwks("one", "two")))
 
     def imds(self, path: str, *_: object) -> joins.Answer:
-        """Answer as the metadata service of the machine that the path begins with."""
+        """Answer as the metadata service of the machine that the path starts with."""
         machine, *rest = urllib.parse.urlsplit(path).path.split("/")[1:]
         query = urllib.parse.parse_qs(urllib.parse.urlsplit(path).query)
         if rest[:2] == ["metadata", "attested"]:
@@ -70,7 +70,7 @@ class World:
         return joins.answer({**joins.IDENTITY, "access_token": self.identity})
 
     def imds_of(self, vm_id: str) -> str:
-        """Return where a machine finds its metadata service."""
+        """Return the address of a machine's metadata service."""
         return f"http://127.0.0.1:{self.imds_port}/{vm_id}"
 
     def context(self) -> ssl.SSLContext:
@@ -107,18 +107,18 @@ class World:
         }
 
     def secret(self, token: str) -> dict[str, Any]:
-        """Return what the cluster keeps of a token."""
+        """Return the Secret that the cluster keeps for a token."""
         return self.cluster.admin.request("GET", f"{SECRETS}/bootstrap-token-{token[:6]}")
 
 
 class Broker:
-    """A broker that runs. Its lines are kept, and looked through for secrets when it has ended."""
+    """A running broker. Its output is kept, and searched for secrets after it has ended."""
 
     def __init__(self, world: World, process: subprocess.Popen[str]) -> None:
         self.world, self.process = world, process
         self.lines: queue.Queue[dict[str, Any]] = queue.Queue()
         self.text = ""
-        # Requests for another path, and the lines of such.
+        # Requests for other paths, and the log lines about them.
         self.strays = self.stray_lines = 0
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -141,11 +141,11 @@ class Broker:
             assert hidden not in self.text, "a secret is in the audit log"
 
     def next(self) -> dict[str, Any]:
-        """Return the next request's line."""
+        """Return the log line of the next request."""
         return self.lines.get(timeout=60)
 
     def ask(self, node: str, vm_id: str = joins.VM_ID, *, ca: str = "", seconds: float = 30) -> Token:
-        """Ask as a node does, by the node's own code."""
+        """Request a token as a node does, with the node's own code."""
         ca = ca or self.world.authority.certificate
         settings = joins.document(
             ca,
@@ -162,14 +162,14 @@ class Broker:
     def send(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
     ) -> tuple[int, str, str]:
-        """Send a request as it is; return status, Retry-After and the code of the error."""
+        """Send a request as it is; return the status, Retry-After and the error code."""
         status, after, answer = self.exchange(method, path, headers, body)
         return status, after, answer.get("error", "")
 
     def exchange(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
     ) -> tuple[int, str, dict[str, Any]]:
-        """Send a request as it is; return status, Retry-After and what was answered."""
+        """Send a request as it is; return the status, Retry-After and the body of the answer."""
         import http.client
 
         self.strays += path not in ("/token", "/healthz")
@@ -188,7 +188,7 @@ class Broker:
     def post(
         self, node: str, vm_id: str = joins.VM_ID, document: str | None = None
     ) -> tuple[int, str, dict[str, Any]]:
-        """Ask for a nonce, or with a document for a token."""
+        """Request a nonce, or, with a document, a token."""
         proof = {"document": document} if document is not None else {}
         body = json.dumps({"vm_id": vm_id, "node": node, "boot_id": joins.VM_ID, **proof}).encode()
         headers = {"Authorization": f"Bearer {self.world.identity}", "Content-Length": str(len(body))}
@@ -197,7 +197,7 @@ class Broker:
         return answer
 
     def document(self, node: str, vm_id: str = joins.VM_ID) -> str:
-        """Return what a machine's metadata service signs of the nonce that it gets here."""
+        """Request a nonce; return the document that a machine's metadata service signs for it."""
         status, _, answer = self.post(node, vm_id)
         assert status == 200, answer
         return attested.document(attested.content(answer["nonce"], vm_id))
@@ -236,7 +236,7 @@ def brokering(world: World, **parts: Any) -> Iterator[Broker]:
 
 
 def whoami(world: World, token: str) -> dict[str, Any]:
-    """Ask the API server who a token is: its name and groups, nothing for one that it does not take."""
+    """Return the user that the API server sees in a token (name and groups), or nothing if it rejects the token."""
     review = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": {"token": token}}
     answer = world.cluster.admin.request("POST", "/apis/authentication.k8s.io/v1/tokenreviews", review)
     user: dict[str, Any] = answer["status"]["user"] if answer["status"].get("authenticated") else {}
@@ -244,7 +244,7 @@ def whoami(world: World, token: str) -> dict[str, Any]:
 
 
 def drain(broker: Broker) -> None:
-    """Forget the lines of all requests so far. One more is made: when its line is there, so are all others."""
+    """Discard the log lines of all requests so far. Makes one more request: once its line is there, all others are."""
     broker.exchange("GET", "/", {})
     assert wait_until(lambda: broker.stray_lines == broker.strays)
     while not broker.lines.empty():

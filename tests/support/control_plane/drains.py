@@ -1,4 +1,4 @@
-"""Drains for a test: the commands, by an account with the documented rights, on a cluster of simulated nodes."""
+"""Drains for a test: the commands, run by an account with the documented rights on a cluster of simulated nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUICK = {"settle_seconds": 1.0, "poll_seconds": 0.3}
 
 
 class Fleet:
-    """A cluster of simulated nodes, and the commands by their own account."""
+    """A cluster of simulated nodes, and the commands, which run with an account of their own."""
 
     def __init__(self, cluster: Cluster, kubelets: Kubelets, directory: Path) -> None:
         self.cluster, self.kubelets, self.directory = cluster, kubelets, directory
@@ -60,11 +60,11 @@ class Fleet:
             )
 
     def says(self, text: str, times: int = 1) -> bool:
-        """Wait until the last command has said a thing to people so often."""
+        """Wait until the last command has logged ``text`` at least ``times`` times; return whether it did."""
         return wait_until(lambda: self.log.read_text().count(text) >= times, 60)
 
     def looks_again(self, host: str, times: int) -> bool:
-        """Wait until a host was looked at so many times more."""
+        """Wait until the commands have read a host's Node ``times`` more times; return whether they did."""
         before = self._looks(host)
         return wait_until(lambda: self._looks(host) >= before + times, 60)
 
@@ -72,7 +72,7 @@ class Fleet:
         return [asked(event) for event in self.audit()].count(("get", "nodes", host))
 
     def ended(self, process: subprocess.Popen[str], status: int = 0) -> dict[str, dict[str, Any]]:
-        """Return what a command said of each host."""
+        """Wait until a command ends; return its result for each host."""
         out, _ = process.communicate(timeout=600)
         assert process.returncode == status, (process.returncode, out, self.log.read_text())
         return {host["host"]: host for host in json.loads(out)["hosts"]}
@@ -83,12 +83,12 @@ class Fleet:
         return self.ended(self.start(command, *arguments, policy=policy), status)
 
     def requests(self, host: str) -> int:
-        """Return how often the commands asked for anything about a host."""
+        """Return how many requests about a host the commands made."""
         about = (f"/nodes/{host}", f"spec.nodeName%3D{host}%2C")
         return sum(any(part in event["requestURI"] for part in about) for event in self.audit())
 
     def refusals(self, host: str) -> int:
-        """Return how often a change of a Node was refused, since it is not as it was read."""
+        """Return how often a change to a Node was refused because the Node had changed since it was read."""
         return sum(
             f"/nodes/{host}" in event["requestURI"] and event["responseStatus"]["code"] in fence.CHANGED
             for event in self.audit()
@@ -101,7 +101,7 @@ class Fleet:
         return fence.record_of(self.node(name)) is not None and fence.is_cordoned(self.node(name))
 
     def is_clean(self, name: str) -> bool:
-        """Tell whether nothing of ours is on a host, and it takes pods."""
+        """Return whether a host accepts pods and has nothing of ours on it."""
         node = self.node(name)
         annotations = node["metadata"].get("annotations") or {}
         return not fence.is_cordoned(node) and not {fence.CORDON, fence.SCALE_DOWN} & annotations.keys()
@@ -110,7 +110,7 @@ class Fleet:
         return fence.CORDON not in (self.node(name)["metadata"].get("annotations") or {})
 
     def audit(self) -> list[dict[str, Any]]:
-        """Return what the commands asked for, from the server's own log."""
+        """Return the commands' requests, from the server's own log."""
         lines = (self.cluster.work / "audit.log").read_text().splitlines()
         events = [json.loads(line) for line in lines]
         return [e for e in events if e.get("userAgent") == _AGENT and e["stage"] == "ResponseComplete"]

@@ -1,4 +1,4 @@
-"""The lab's control plane for a test: it runs in namespaces of its own, and the test speaks to it as anyone does."""
+"""The lab's control plane for a test: it runs in namespaces of its own, and the test talks to it as any client does."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ TAINT = {"key": "image-builder/preflight", "value": "pending", "effect": "NoSche
 
 GATE = "system:serviceaccount:kube-system:image-builder-gate"
 HOW_TO = REPO / "docs" / "how-to" / "gate-a-pool.md"
-# It says which rights the user of `pool run --kubeconfig` needs.
+# This page lists the rights that the user of `pool run --kubeconfig` needs.
 POOL_RIGHTS = REPO / "docs" / "how-to" / "bring-a-pool-up.md"
 
 
 class Cluster:
-    """A control plane that runs. What it does is asked of its process, line by line."""
+    """A running control plane. Commands are sent to its process line by line."""
 
     def __init__(self, process: subprocess.Popen[str], work: Path) -> None:
         self._process = process
@@ -66,7 +66,7 @@ class Cluster:
         return Path(json.loads(answer))
 
     def client(self, name: str, *groups: str, agent: str = "test") -> Client:
-        """Return a connection of a user, closed when the cluster ends."""
+        """Return a user's connection, which is closed when the cluster ends."""
         self._clients.append(Client.from_kubeconfig(self.kubeconfig(name, *groups), agent=agent))
         return self._clients[-1]
 
@@ -75,7 +75,7 @@ class Cluster:
             client.close()
 
     def kubeconfig(self, name: str, *groups: str) -> Path:
-        """Return a new kubeconfig of a user."""
+        """Return a new kubeconfig for a user."""
         return self._ask("kubeconfig", name, *groups)
 
     def kubelet(self, node: str) -> Path:
@@ -97,14 +97,14 @@ class Cluster:
         return TAINT["key"] in [taint["key"] for taint in self.node(name).taints]
 
     def requests(self, *, agent: str) -> Counter[tuple[str, str]]:
-        """Return how often each (verb, resource) was asked by clients of that name, from the server's own audit log.
+        """Return how often clients of that name requested each (verb, resource), from the server's own audit log.
 
         A watch counts once.
         """
         counts: Counter[tuple[str, str]] = Counter()
         for line in (self.work / "audit.log").read_text().splitlines():
             event = json.loads(line)
-            # A watch is complete when it ends.
+            # A watch's response is complete only when the watch ends.
             stage = "ResponseStarted" if event["verb"] == "watch" else "ResponseComplete"
             if event.get("userAgent") == agent and event["stage"] == stage:
                 target = event.get("objectRef", {})
@@ -115,7 +115,7 @@ class Cluster:
 
 @contextmanager
 def running(*, controllers: bool = False) -> Iterator[Cluster]:
-    """Run a control plane, made first where the store lacks it, on request with its controllers."""
+    """Run a control plane, built first if the store lacks it, and on request its controllers."""
     store = Path(os.environ.get("IMAGE_BUILDER_STORE", DEFAULT_STORE))
     work = store.parent / f"{store.name}-gate-{os.getpid()}-{secrets.token_hex(3)}"
     work.mkdir(mode=0o700)
@@ -144,7 +144,7 @@ def running(*, controllers: bool = False) -> Iterator[Cluster]:
 
 
 def child(store: str, work: str, *options: str) -> int:
-    """Be the process that has the control plane; it ends with its standard input."""
+    """Run the control plane in the child process, until standard input ends."""
     controllers = "controllers" in options
 
     def serve() -> int:
@@ -173,7 +173,7 @@ def _do(plane: ControlPlane, arguments: list[str]) -> str:
 
 
 def register(client: Client, name: str, boot_id: str, **labels: str) -> None:
-    """Make a Node object as a kubelet does that was told to register with the taint and the label."""
+    """Create a Node object as a kubelet does when it is told to register with the taint and the label."""
     client.request("POST", "/api/v1/nodes", new_node(name, **labels))
     become_ready(client, name, boot_id)
 
@@ -188,7 +188,7 @@ def new_node(name: str, **labels: str) -> dict[str, Any]:
 
 
 def become_ready(client: Client, name: str, boot_id: str) -> None:
-    """Tell a node's state as a kubelet does after each start: it is ready, and this is its boot."""
+    """Report a node's state as a kubelet does after each start: that it is ready, and which boot this is."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     ready = {
         "type": "Ready",
@@ -227,7 +227,7 @@ def become_ready(client: Client, name: str, boot_id: str) -> None:
 
 @contextmanager
 def in_background(work: Callable[[threading.Event], object]) -> Iterator[threading.Event]:
-    """Run ``work`` in a thread; in the end the event that it was given is set, and half a minute later it has ended."""
+    """Run ``work`` in a thread; when the block ends, set the event that it was given and wait up to 30 s for it."""
     stop = threading.Event()
     thread = threading.Thread(target=work, args=(stop,), daemon=True)
     thread.start()
@@ -257,7 +257,7 @@ def refusal(send: Callable[[], object]) -> Mapping[str, Any]:
 
 
 def manifests(page: Path = HOW_TO) -> list[dict[str, Any]]:
-    """Return what the documentation says to apply."""
+    """Return the manifests that the documentation says to apply."""
     text = page.read_text(encoding="utf-8")
     blocks = (
         [text]
@@ -275,24 +275,24 @@ def collection(manifest: dict[str, Any]) -> str:
 
 
 def give_rights(admin: Client, page: Path = HOW_TO) -> None:
-    """Give whoever a page or a file is about what it says, and nothing else."""
+    """Grant exactly the rights that a page or a file describes."""
     for manifest in manifests(page):
         if manifest["kind"] == "Namespace":
-            with suppress(KubeError):  # another page's, too
+            with suppress(KubeError):  # another page may have created it
                 admin.request("POST", "/api/v1/namespaces", manifest)
         if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"):
             admin.request("POST", collection(manifest), manifest)
 
 
 def add_policies(admin: Client, page: Path) -> None:
-    """Add a file's admission policies, which the lab's API server is too old for."""
+    """Add a file's admission policies, for which Debian's API server is too old."""
     for manifest in manifests(page):
         if manifest["kind"].startswith("ValidatingAdmissionPolicy"):
             admin.request("POST", collection(manifest), manifest)
 
 
 def request_certificate(cluster: Cluster, name: str, signer: str) -> str:
-    """Ask for a certificate that nobody gives: no node is called so. Return the request's path."""
+    """Request a certificate that is never issued, since no node has this name. Return the request's path."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, SHA256())
@@ -311,7 +311,7 @@ def request_certificate(cluster: Cluster, name: str, signer: str) -> str:
 
 
 def deny_certificate(cluster: Cluster, path: str) -> None:
-    """Refuse what ``request_certificate`` asked for: it doesn't pend any more."""
+    """Deny the request of ``request_certificate``, so that it is no longer pending."""
     denied = {"type": "Denied", "status": "True", "reason": "test", "message": "denied"}
     cluster.admin.request(
         "PATCH", f"{path}/approval", {"status": {"conditions": [denied]}}, "application/merge-patch+json"
@@ -319,7 +319,7 @@ def deny_certificate(cluster: Cluster, path: str) -> None:
 
 
 class Machine:
-    """A node of the test: the kubelet's identity, and the files that its preflight leaves."""
+    """A test's node: its kubelet's identity, and the files that its preflight leaves."""
 
     def __init__(self, cluster: Cluster, directory: Path, name: str, healthz: str) -> None:
         self.cluster, self.name, self.healthz = cluster, name, healthz
@@ -330,7 +330,7 @@ class Machine:
         self.boot = ""
 
     def start(self, *, is_known: bool) -> None:
-        """Start the machine: a new boot id, and a kubelet that tells it."""
+        """Start the machine with a new boot id, which its kubelet reports."""
         self.boot = str(uuid.uuid4())
         (self.directory / "boot_id").write_text(f"{self.boot}\n")
         (self.directory / model.REPORTED).unlink(missing_ok=True)
@@ -340,7 +340,7 @@ class Machine:
             register(self.kubelet, self.name, self.boot, machine=self.name)
 
     def verdict(self, state: str, code: str = "", action: str = "none") -> dict[str, Any]:
-        """Write what a preflight of this boot would have."""
+        """Return what a preflight of this boot would have written."""
         return {
             "format": 1,
             "boot_id": self.boot,
@@ -355,7 +355,7 @@ class Machine:
         }
 
     def report(self, state: str, code: str = "", action: str = "none") -> int:
-        """Report as the unit does, by the agent's own code."""
+        """Report as the unit does, with the agent's own code."""
         run, etc = self.directory / "run", self.directory / "etc"
         for folder in (run, etc):
             folder.mkdir(exist_ok=True)
@@ -384,6 +384,6 @@ class _Healthy(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def healthy() -> Iterator[str]:
-    """Yield where a kubelet answers on its own health port, as one that works."""
+    """Yield the URL of a health endpoint that answers like that of a working kubelet."""
     with servers.running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Healthy)) as server:
         yield f"http://127.0.0.1:{server.server_port}/healthz"

@@ -1,8 +1,8 @@
-"""Kubelets of any number of nodes in one process: what the API server sees of them, and nothing that runs.
+"""Kubelets of any number of nodes in one process: they report to the API server as real ones do, but run nothing.
 
-Each node is registered, says that it is Ready and renews its lease; each pod that is bound to one runs at once, is
-deleted when its grace period is over, and ends when it is told to; one that doesn't tolerate a node's taints
-``NoExecute`` is refused. As kwok has it, in as much as a drain needs.
+Each node is registered, reports that it is Ready and renews its lease. Each pod that is bound to a node runs at once,
+is deleted when its grace period is over, and ends when it is told to; a pod that doesn't tolerate a node's
+``NoExecute`` taints is refused. This follows kwok, as far as a drain needs it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from image_builder.node.net.kube import (
 
 AGENT = "simulated-kubelets"
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
-# A node's lease lasts 40 s, and the node controller waits for 50.
+# A node's lease lasts 40 s, and the node controller waits for 50 s.
 _RENEW_SECONDS = 15.0
 _ROOM = {"cpu": "64", "memory": "256Gi", "pods": "110", "nvidia.com/gpu": "8"}
 _INFO = (
@@ -43,9 +43,9 @@ def _now() -> str:
 
 
 class Kubelets:
-    """``connect`` opens a connection, one for each of ``workers`` threads and three more.
+    """``connect`` opens a connection: one for the watch, one for each of ``workers`` threads and one for each caller's.
 
-    A pod that is deleted ends after ``grace`` seconds, or sooner where its own grace period is shorter.
+    A pod that is deleted ends after ``grace`` seconds, or sooner if its own grace period is shorter.
     """
 
     def __init__(self, connect: Callable[[], Client], *, workers: int = 4, grace: float = 1.0) -> None:
@@ -84,11 +84,11 @@ class Kubelets:
     # -- nodes -----------------------------------------------------------------------------------------------------
 
     def register(self, names: Iterable[str], **labels: str) -> None:
-        """Register nodes, all at once; also those whose Node object somebody has deleted."""
+        """Register nodes, all at once, including those whose Node object was deleted."""
         list(self._pool.map(lambda name: self._register(name, labels), names))
 
     def boot(self, name: str) -> str:
-        """Start a node's machine again; return its new boot id."""
+        """Reboot a node's machine; return its new boot id."""
         self.nodes[name] = str(uuid.uuid4())
         self._tolerant(lambda: self._report(name))
         return self.nodes[name]
@@ -99,7 +99,7 @@ class Kubelets:
             "kind": "Node",
             "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **labels}},
         }
-        with suppress(KubeError):  # a kubelet takes the object that is there
+        with suppress(KubeError):  # a kubelet adopts an existing object
             self._client.request("POST", "/api/v1/nodes", node)
         self.nodes.setdefault(name, str(uuid.uuid4()))
         self._report(name)
@@ -185,7 +185,7 @@ class Kubelets:
                 self._pool.submit(self._tolerant, work)
 
     def _tolerant(self, work: Callable[[], object]) -> None:
-        """Do what has to be done, again after a second where the API server is away."""
+        """Do the work; if the API server is unreachable, retry after a second."""
         try:
             work()
         except KubeError as error:
@@ -203,7 +203,7 @@ class Kubelets:
         self._client.request("PATCH", path, {"status": status}, STRATEGIC_MERGE)
 
     def _refuses(self, pod: Mapping[str, Any]) -> bool:
-        """Tell whether a taint keeps a pod from being started, as a kubelet's own admission does."""
+        """Return whether a taint keeps a pod from being started, as a kubelet's own admission does."""
         node = self._client.find(path_of_node(pod["spec"]["nodeName"])) or {"spec": {}}
         keys = [t["key"] for t in node["spec"].get("taints") or () if t["effect"] == "NoExecute"]
         tolerations = pod["spec"].get("tolerations") or ()

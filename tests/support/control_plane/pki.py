@@ -1,6 +1,6 @@
 """The lab's cluster authority: certificates for servers and for clients of the API server.
 
-Its key is only in memory, unless somebody else signs as well; what it signs is written where its owner reads it.
+Its key is only in memory unless another program signs with it too; what it signs is written where its owner reads it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LIFETIME = datetime.timedelta(days=30)
 
 @dataclass(frozen=True)
 class Signed:
-    """A certificate and its private key, PEM."""
+    """A certificate and its private key, both as PEM."""
 
     certificate: bytes
     key: bytes
 
     def write(self, directory: Path, name: str) -> tuple[Path, Path]:
-        """Write both to new files; return (certificate, key)."""
+        """Write both to files; return their paths (certificate, key)."""
         paths = directory / f"{name}.pem", directory / f"{name}-key.pem"
         for path, content in zip(paths, (self.certificate, self.key), strict=True):
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
@@ -40,7 +40,7 @@ class Signed:
 
 
 class Authority:
-    """One certificate authority, for one cluster. It says nothing of its key's usage, like those of old clusters."""
+    """A certificate authority for one cluster. Like those of old clusters, its certificate declares no key usage."""
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -56,7 +56,7 @@ class Authority:
 
     @property
     def signed(self) -> Signed:
-        """Return its own certificate and key."""
+        """Return the authority's own certificate and key."""
         return Signed(self.certificate, private_pem(self._key))
 
     def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
@@ -72,7 +72,7 @@ class Authority:
         )
 
     def issue(self, name: str, *, groups: Sequence[str] = (), addresses: Sequence[str] = ()) -> Signed:
-        """Sign a certificate of the user ``name`` in ``groups``; with ``addresses`` it is a server's as well."""
+        """Sign a certificate for the user ``name`` in ``groups``; with ``addresses``, for a server as well."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name(
             [
@@ -97,7 +97,7 @@ class Authority:
         return Signed(certificate.public_bytes(serialization.Encoding.PEM), private_pem(key))
 
     def kubeconfig(self, server: str, name: str, *, groups: Sequence[str] = ()) -> str:
-        """Return a kubeconfig (JSON, which is YAML) of the user ``name``, with a certificate made for it."""
+        """Return a kubeconfig (JSON, which is YAML) for the user ``name``, with a new certificate."""
         signed = self.issue(name, groups=groups)
         user = {"client-certificate-data": _data(signed.certificate), "client-key-data": _data(signed.key)}
         cluster = {"server": server, "certificate-authority-data": _data(self.certificate)}

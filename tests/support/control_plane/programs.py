@@ -1,9 +1,9 @@
-"""Get the lab's control plane: Kubernetes' own programs, and a tree with Debian's etcd.
+"""The programs of the lab's control plane: Kubernetes' own, and a tree with Debian's etcd.
 
-The programs are today's where IMAGE_BUILDER_PROGRAMS names a directory of them; elsewhere those of Debian's Kubernetes,
-compiled once. What is compiled, and the tree, are stages like those of an image, kept in the store by content. What is
-locked for an image whose kubelet is built from source is locked for them too; etcd's packages are asked for once and
-remembered beside.
+The programs are current releases if IMAGE_BUILDER_PROGRAMS names a directory of them; otherwise those of Debian's
+Kubernetes, compiled once. The compiled programs and the tree are stages like those of an image, kept in the store by
+content. They share the locked packages of an image whose kubelet is built from source; etcd's packages are resolved
+once and remembered in a separate lock.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
 from tests.support.images import programs
 
-# The tree that the control plane runs in, its lock, and what it has beside the essential packages.
+# The name of the control plane's tree and lock, and the packages in it besides the essential ones.
 CONTROL_PLANE = "control_plane"
 _PACKAGES = ("etcd-server",)
 _BUILD, _CONTROLLERS_BUILD = "control_plane_build", "controllers_build"
-# Without controllers nothing acts by itself, which is enough where nodes are only looked at. Compiled, they are a
-# stage of their own: five minutes more.
+# Without controllers nothing acts on its own, which is enough for tests that only look at nodes. Compiling them is a
+# separate stage, which takes five minutes more.
 SERVERS = ("kube-apiserver", "kube-scheduler")
 CONTROLLERS = ("kube-controller-manager",)
-# What the kubelet needs as well: the same bytes, so the same stages.
+# Needed by the kubelet as well: the same bytes, so the same stages.
 _SHARED = (root.TOOLS, go.BUILD_ROOT)
 
 
@@ -51,7 +51,7 @@ class ControlPlane:
 
 
 def lab_definition(inventory: Path = REPO_ROOT / "inventories/lab") -> ImageDefinition:
-    """Return an image of the lab whose kubelet is built from source; raises DefinitionError where none is."""
+    """Return a lab image whose kubelet is built from source. Raises DefinitionError if there is none."""
     lab = load_inventory([inventory])
     for name in lab.images:
         definition = lab.define(name)
@@ -63,10 +63,10 @@ def lab_definition(inventory: Path = REPO_ROOT / "inventories/lab") -> ImageDefi
 
 
 def obtain(settings: Settings, monitor: Monitor, *, controllers: bool = False) -> ControlPlane:
-    """Return the control plane, made first where the store lacks it; runs in the namespace.
+    """Return the control plane, built first if the store lacks it. Must run in the namespace.
 
-    Programs that aren't at hand take some 10 minutes of a processor the first time, and controllers five more; the
-    tree with etcd takes one. Raises what a build raises.
+    Programs that have to be compiled take some 10 minutes of one CPU the first time, and controllers five more; the
+    tree with etcd takes one. Raises the errors of a build.
     """
     definition = lab_definition()
     if programs.DIRECTORY:
@@ -81,7 +81,7 @@ def obtain(settings: Settings, monitor: Monitor, *, controllers: bool = False) -
 def _make(
     definition: ImageDefinition, settings: Settings, monitor: Monitor, builds: Mapping[str, Sequence[str]]
 ) -> list[Path]:
-    """Make the stages that the store lacks; return the products of ``builds`` (names, programs) and of the tree."""
+    """Make the stages that the store lacks; return the products of ``builds`` (name -> programs) and of the tree."""
     store = Store(settings.store)
     store.prepare()
     shared = obtain_lock(definition, settings, monitor, extensions())
@@ -102,7 +102,7 @@ def _make(
 
 
 def _lock(definition: ImageDefinition, shared: Lock, settings: Settings, staging: Path) -> Lock:
-    """Return the lock of the control plane: the remembered one while it fits what the image has now."""
+    """Return the control plane's lock; etcd's packages are the remembered ones while they fit the image."""
     suite = go.source_suite(definition)
     assert suite is not None
     group = Group(suite, _PACKAGES)

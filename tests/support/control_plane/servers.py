@@ -1,10 +1,10 @@
-"""A control plane for the lab: Debian's etcd, and the API server and scheduler of some Kubernetes.
+"""A control plane for the lab: Debian's etcd, and the API server and scheduler of some Kubernetes version.
 
-What decides about nodes is as in a real cluster: authorization by Node and RBAC, NodeRestriction, client certificates.
-Without controllers what needs them is left out: service accounts, the taint that a node controller takes away,
-bootstrap tokens and the certificates that they are for. With them it is all there, as kubeadm sets it up.
-Everything listens on one address, by default a loopback address of its own, and dies with the thread that started it;
-etcd's data is in memory.
+Everything that decides about nodes is as in a real cluster: Node and RBAC authorization, NodeRestriction, client
+certificates. Without controllers, everything that needs them is left out: service accounts, the taint that a node
+controller removes, bootstrap tokens and the certificates that they are for. With controllers, all of it is there, as
+kubeadm sets it up. Everything listens on one address, by default a loopback address of its own, and dies with the
+thread that started it; etcd's data is in memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ADMINISTRATORS = "system:masters"
 NODES = "system:nodes"
 _START_SECONDS = 120.0
 _HOME, _PROGRAMS = "/run/control-plane", "/run/programs"
-# Every request once, when it was answered; a watch when it began, too. Health checks are nobody's load.
+# Each request is logged once, when it was answered, and a watch also when it began. Health checks don't count as load.
 _AUDIT = """\
 {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [
  {"level": "None", "nonResourceURLs": ["/healthz*", "/readyz*", "/livez*", "/version"]},
@@ -45,11 +45,11 @@ _AUDIT = """\
 
 
 class ControlPlane:
-    """Serves from ``__enter__`` on. Callers are in a private mount namespace (``namespace.run_isolated``).
+    """A control plane, serving from ``__enter__`` on. Needs a private mount namespace (``namespace.run_isolated``).
 
-    ``parts`` are what ``tests.support.control_plane.programs.obtain`` gives; ``work`` gets logs, ``audit.log``, and
-    kubeconfigs. With ``controllers`` there is kube-controller-manager too; ``work`` then gets the authority's key as
-    well. ``address`` is one of this host. Raises CommandError with the end of a log for what doesn't come up.
+    ``parts`` come from ``tests.support.control_plane.programs.obtain``; ``work`` receives logs, ``audit.log`` and
+    kubeconfigs. With ``controllers``, kube-controller-manager runs too, and ``work`` also receives the authority's key.
+    ``address`` is one of this host's. Raises CommandError with the end of the logs if the API server doesn't come up.
     """
 
     def __init__(self, parts: Parts, work: Path, *, controllers: bool = False, address: str = "") -> None:
@@ -96,11 +96,11 @@ class ControlPlane:
         self._await(child, argv)
 
     def stop_api(self) -> None:
-        """Stop the API server, as its upgrade does; etcd keeps what it knew."""
+        """Stop the API server, as an upgrade does; etcd keeps its data."""
         self._api.close()
 
     def kubeconfig(self, name: str, *groups: str) -> Path:
-        """Write the kubeconfig of a user; return its path."""
+        """Write a user's kubeconfig; return its path."""
         path = self.work / f"{name.replace(':', '-')}.conf"
         path.write_text(self.authority.kubeconfig(self.server, name, groups=groups), encoding="utf-8")
         path.chmod(0o600)
@@ -110,12 +110,12 @@ class ControlPlane:
         return {f"{_PROGRAMS}/{number}": path for number, path in enumerate(self._parts.programs)}
 
     def _program(self, name: str) -> str:
-        """Return where a program is in the root."""
+        """Return a program's path in the root."""
         numbers = [n for n, path in enumerate(self._parts.programs) if (path / name).exists()]
         return f"{_PROGRAMS}/{numbers[0]}/{name}"
 
     def _clients(self) -> list[tuple[str, list[str]]]:
-        """Return what speaks to the API server from this side: its name, and its command."""
+        """Return the API server's clients on this side, each with its name and its command."""
         programs = [("kube-scheduler", self._scheduler())]
         if self._controllers:
             programs.append(("kube-controller-manager", self._controller_manager()))
@@ -130,7 +130,7 @@ class ControlPlane:
         (self.work / "audit.json").write_text(_AUDIT, encoding="utf-8")
         self.authority.issue("server", addresses=[self.address]).write(self.work, "server")
         self.authority.issue("kube-apiserver").write(self.work, "etcd-client")
-        # As kubeadm has it: who asks kubelets for logs.
+        # The client that requests logs from kubelets, set up as by kubeadm.
         kubelets_client = self.authority.issue("kube-apiserver-kubelet-client", groups=[ADMINISTRATORS])
         kubelets_client.write(self.work, "kubelet-client")
         (self.work / "service-account.key").write_bytes(private_pem(ec.generate_private_key(ec.SECP256R1())))
@@ -144,7 +144,7 @@ class ControlPlane:
         return [
             "/usr/bin/etcd",
             "--name=lab",
-            # On the root's own tmpfs: a test's cluster needs no disk that is waited for.
+            # On the root's own tmpfs: a test's cluster needn't wait for a disk.
             "--data-dir=/tmp/etcd",
             f"--listen-client-urls={client}",
             f"--advertise-client-urls={client}",
@@ -199,7 +199,7 @@ class ControlPlane:
             "--leader-elect=false",
             *self._unsecured(),
             "--secure-port=0",
-            # Those that are off by themselves; kubeadm has them on.
+            # Includes those that are off by default; kubeadm turns them on.
             "--controllers=*,bootstrapsigner,tokencleaner",
             "--use-service-account-credentials",
             f"--service-account-private-key-file={_HOME}/service-account.key",
@@ -218,7 +218,7 @@ class ControlPlane:
         ]
 
     def _unsecured(self) -> list[str]:
-        """Return the flag that closes the port without TLS, which Kubernetes 1.24 has removed."""
+        """Return the flag that closes the port without TLS; Kubernetes 1.24 removed it."""
         return ["--port=0"] if self.minor < 24 else []
 
     def _await(self, child: Popen[bytes], argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Nodes that go bad at work, for a test: simulated kubelets, what their agents report, and the gate's controller."""
+"""Nodes that fail in service, for a test: simulated kubelets, what their agents report, and the gate's controller."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ QUICK: Mapping[str, Any] = {"lasting_seconds": 0.0, "share": 1.0}
 
 
 def policy_of(settings: Mapping[str, Any]) -> Policy:
-    """Return a policy as its file would give it."""
+    """Return a policy as it would be read from its file."""
     return Policy.model_validate_json(json.dumps({**QUICK, **settings}))
 
 
 class Ward:
-    """Nodes and what is said of their health."""
+    """Nodes and the reports about their health."""
 
     def __init__(self, cluster: Cluster, kubelets: Kubelets) -> None:
         self.cluster, self.kubelets, self.admin = cluster, kubelets, cluster.admin
@@ -45,7 +45,7 @@ class Ward:
         self._access = load(cluster.kubeconfig(GATE, "system:serviceaccounts"))
 
     def nodes(self, count: int, **labels: str) -> list[str]:
-        """Register nodes that passed their preflight and are well."""
+        """Register nodes that passed their preflight and are healthy."""
         names = [f"gpu-{self._count + n}" for n in range(count)]
         self._count += count
         self.kubelets.register(names, **{PREFLIGHT_LABEL: "failed", **labels})
@@ -55,7 +55,7 @@ class Ward:
         return names
 
     def passes(self, name: str) -> None:
-        """Report as the preflight of a node's present boot does, in another second than the time before."""
+        """Report as the preflight of a node's current boot does, in a different second than its last report."""
         while time.time() // 1 == self._passed.get(name):
             time.sleep(0.05)
         self._passed[name] = time.time() // 1
@@ -70,12 +70,12 @@ class Ward:
         self.admin.patch_condition(name, model.CONDITION, "True", "Passed", model.message(document))
 
     def report(self, name: str, status: str, reason: str, condition: str = HEALTHY) -> None:
-        """Set a condition as the node's agent does, or another's."""
+        """Set a condition as the node's agent does, or one that is set by another program."""
         message = f"{reason} (boot {self.kubelets.nodes[name]})" if condition == HEALTHY else reason
         self.admin.patch_condition(name, condition, status, reason, message)
 
     def put_on(self, name: str, host: str) -> None:
-        """Name a node's physical host as its agent does."""
+        """Set the name of a node's physical host as its agent does."""
         changes = {"metadata": {"annotations": {PHYSICAL_HOST: host or None}}}
         self.admin.request("PATCH", path_of_node(name), changes, MERGE_PATCH)
 
@@ -89,7 +89,7 @@ class Ward:
         return quarantine.is_tainted(self.document(name))
 
     def is_clean(self, name: str) -> bool:
-        """Tell whether nothing of the gate's is on a node."""
+        """Return whether nothing of the gate's is left on a node."""
         document = self.document(name)
         return (
             not quarantine.give_back(document)
@@ -110,7 +110,7 @@ class Ward:
 
     @contextmanager
     def controlled(self, *, advises: bool = False, **policy: Any) -> Iterator[list[str]]:
-        """Run the controller with its documented rights; yield what it says."""
+        """Run the controller with its documented rights; yield its log lines."""
         lines: list[str] = []
         settings = Settings(
             Rules(health=policy_of(policy)),
@@ -123,7 +123,7 @@ class Ward:
             yield lines
 
     def turn(self, client: Client, names: Sequence[str], **policy: Any) -> list[str]:
-        """Let a controller that has just started have one turn about some nodes; return what it says."""
+        """Run one turn of a newly started controller on some nodes; return its log lines."""
         rules, lines = Rules(health=policy_of(policy)), list[str]()
         nodes = [self.node(name, rules) for name in names]
         holder = Holder(self.admin, Limits(), rules.pool, lines.append, advises=True)
@@ -143,7 +143,7 @@ class Ward:
 
 @contextmanager
 def ward() -> Iterator[Ward]:
-    """Run a control plane with the gate's rights, those to drain included."""
+    """Run a control plane with the gate's rights, including those for draining."""
     with running(controllers=True) as cluster:
         give_rights(cluster.admin)
         give_rights(cluster.admin, DRAIN_RIGHTS)

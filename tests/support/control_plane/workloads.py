@@ -1,4 +1,4 @@
-"""What runs on simulated nodes: pods, and the controllers and budgets around them, as manifests that a test creates."""
+"""Workloads for simulated nodes: pods, and the controllers and budgets around them, as manifests for tests."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ CONTAINER = {
 
 
 def namespace(admin: Client, name: str) -> str:
-    """Create a namespace in which pods may be created."""
+    """Create a namespace, and wait until pods can be created in it."""
     admin.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
     assert wait_until(lambda: admin.find(f"/api/v1/namespaces/{name}/serviceaccounts/default") is not None)
     return name
 
 
 def template(hosts: Sequence[str], *, labels: Mapping[str, str], gpus: bool = False, **more: Any) -> Manifest:
-    """Return a pod's template for one of these hosts; with ``gpus`` it takes all that a host has.
+    """Return a pod template for one of these hosts; with ``gpus`` the pod takes all GPUs of a host.
 
-    ``annotations`` are the pod's, all else is of its spec.
+    ``annotations`` are the pod's; all other keywords go into its spec.
     """
     terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": [*hosts]}]}]
     affinity = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
@@ -64,7 +64,7 @@ def daemon_set(name: str) -> Manifest:
 
 
 def job(name: str, pods: int, hosts: Sequence[str], *, seconds: int | None = None, **more: Any) -> Manifest:
-    """Return a Job of so many pods at once, which must have ended after ``seconds``."""
+    """Return a Job of ``pods`` pods at once, which must end within ``seconds``."""
     limit = {"activeDeadlineSeconds": seconds} if seconds else {}
     body = template(hosts, labels={"app": name}, restartPolicy="Never", **more)
     return {
@@ -76,7 +76,7 @@ def job(name: str, pods: int, hosts: Sequence[str], *, seconds: int | None = Non
 
 
 def pod(name: str, host: str, **more: Any) -> Manifest:
-    """Return a pod without a controller, bound past the scheduler."""
+    """Return a pod without a controller, bound to its host without the scheduler."""
     body = template([host], labels={"app": name}, **more)
     del body["spec"]["affinity"]
     body["metadata"]["name"] = name
@@ -100,7 +100,7 @@ def create(admin: Client, space: str, *manifests: Manifest) -> None:
 
 
 def pods_of(admin: Client, space: str, app: str = "") -> list[Manifest]:
-    """Return the pods of a namespace that run, or only those of one workload."""
+    """Return the running pods of a namespace, or only those of one workload."""
     selector = f"?labelSelector=app%3D{app}" if app else ""
     items: list[Manifest] = admin.request("GET", f"/api/v1/namespaces/{space}/pods{selector}")["items"]
     return [item for item in items if item.get("status", {}).get("phase") == "Running"]
@@ -116,7 +116,7 @@ def await_running(
 
 
 def await_budget(admin: Client, space: str, name: str, allowed: int) -> None:
-    """Wait until a budget says how many of its pods may be disrupted."""
+    """Wait until a budget reports that ``allowed`` of its pods may be disrupted."""
     path = f"/apis/policy/v1/namespaces/{space}/poddisruptionbudgets/{name}"
 
     def is_settled() -> bool:

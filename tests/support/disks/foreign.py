@@ -1,6 +1,6 @@
-"""Disks with something on them that is not ours.
+"""Disks with foreign content.
 
-Where a program isn't everywhere, the bytes that make libblkid know it are written.
+Where the program that makes a format isn't available everywhere, the bytes by which libblkid recognizes it are written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from image_builder.node.disk import layout
 from image_builder.node.disk.model import Disk
 from tests.support.disks.loop_devices import LARGE, MIB, SMALL, mounted, run, write
 
-# Volumes of 8 MiB as mkntfs 2022.10.3 makes them, with the readme of Azure's disks (ntfscp), and a file more.
+# 8 MiB volumes made by mkntfs 2022.10.3, with the readme of Azure's disks (ntfscp); one has another file as well.
 NTFS = Path(__file__).parents[2] / "data/ntfs"
 
 
@@ -32,7 +32,7 @@ def _mkfs(kind: str) -> Callable[[Disk, Path], None]:
 
 
 def _dirty(kind: str) -> Callable[[Disk, Path], None]:
-    """A filesystem whose machine lost power: what was synced last is in the journal alone."""
+    """Return a function that makes a filesystem whose machine lost power: the last sync is only in the journal."""
 
     def make(disk: Disk, folder: Path) -> None:
         run(f"mkfs.{kind}", "-q", "-L", "local", disk.path)
@@ -61,7 +61,7 @@ def lvm(disk: Disk, _folder: Path) -> None:
 
 
 def raid_superblock(uuid: bytes, name: bytes, devices: int, number: int) -> bytes:
-    """Return a superblock of version 1.2 with a sum that is right (linux/raid/md_p.h)."""
+    """Return a version 1.2 superblock with a correct checksum (linux/raid/md_p.h)."""
     block = bytearray(4096)
     struct.pack_into("<IIII16s32s", block, 0, 0xA92B4EFC, 1, 0, 0, uuid, name)
     struct.pack_into("<QiIQII", block, 64, 0, 0, 2, 0, 1024, devices)
@@ -109,7 +109,7 @@ def _swap(disk: Disk, _folder: Path) -> None:
 
 
 def luks2(disk: Disk, _folder: Path) -> None:
-    """Both headers of a volume whose headers are as large as they may be (libcryptsetup, luks2.h)."""
+    """Write both headers of a volume whose headers have the maximum size (libcryptsetup, luks2.h)."""
     for offset, magic in ((0, b"LUKS\xba\xbe"), (4 * MIB, b"SKUL\xba\xbe")):
         head = struct.pack(">6sHQQ48s32s64s40s48sQ", magic, 2, 4 * MIB, 3, b"", b"sha256", b"",
                            b"01234567-89ab-cdef-0123-456789abcdef", b"", offset)  # fmt: skip
@@ -117,7 +117,7 @@ def luks2(disk: Disk, _folder: Path) -> None:
 
 
 def _ntfs(disk: Disk, _folder: Path) -> None:
-    """An MBR with one partition of type 7, as Azure's, and the begin of an NTFS in it."""
+    """Write an MBR with one partition of type 7, like Azure's, and the start of an NTFS volume in it."""
     write(disk, 446, _mbr_entry(7, 128, disk.bytes // 512 - 128))
     write(disk, 65536, b"\xeb\x52\x90NTFS    " + struct.pack("<HB", 512, 8))
 
@@ -128,7 +128,9 @@ def _mbr_entry(kind: int, first: int, sectors: int) -> bytes:
 
 
 def azure(kind: str, *, is_large: bool = False) -> Callable[[Disk, Path], None]:
-    """Return what makes a disk as Azure's: an NTFS that holds ``kind``, after a reserved partition on a large one."""
+    """Return a function that makes a disk like Azure's: the NTFS volume ``kind``, on a large disk after a reserved
+    partition.
+    """
 
     def make(disk: Disk, _folder: Path) -> None:
         volume = lzma.decompress((NTFS / f"{kind}.img.xz").read_bytes())
@@ -153,7 +155,7 @@ def gpt(count: int) -> Callable[[Disk, Path], None]:
 
 
 def _write_gpt(disk: Disk, partitions: Sequence[tuple[bytes, int, int]]) -> None:
-    """Write both tables; each partition has a type, its first sector and how many it has."""
+    """Write both partition tables; each partition is its type, its first sector and its number of sectors."""
     last = disk.bytes // 512 - 1
     entries = b"".join(
         struct.pack("<16s16sQQQ72s", kind, bytes([n] * 16), first, first + sectors - 1, 0, b"")
@@ -181,13 +183,13 @@ def _raw(offset: int) -> Callable[[Disk, Path], None]:
 
 
 def _ours_with_files(disk: Disk, folder: Path) -> None:
-    """Our label and UUID, but files and no marker: only half of the proof."""
+    """Make a filesystem with our label and UUID, but with files and no marker: only half of the proof."""
     run("mkfs.ext4", "-q", "-L", "local", "-U", layout.new_uuid(), disk.path)
     with mounted(disk, "ext4", folder) as root:
         (root / "precious").write_bytes(b"x" * 100_000)
 
 
-# How it is made, its size, and what the reason must name.
+# How the disk is made, its size, and what the reason must name.
 FOREIGN: dict[str, tuple[Callable[[Disk, Path], None], int, str]] = {
     "ext4": (_mkfs("ext4"), SMALL, ": ext4"),
     "ext4 with our label and a journal to replay": (_dirty("ext4"), SMALL, ": ext4"),
@@ -197,7 +199,7 @@ FOREIGN: dict[str, tuple[Callable[[Disk, Path], None], int, str]] = {
     "LUKS": (luks, SMALL, ": crypto_LUKS"),
     "LVM": (lvm, SMALL, ": LVM2_member"),
     "RAID member": (_raid, SMALL, ": linux_raid_member"),
-    # libblkid 2.41 knows a pool by more than its uberblocks: foreign all the same, under no name.
+    # libblkid 2.41 needs more than uberblocks to recognize a pool: the disk is still foreign, but unnamed.
     "ZFS": (_zfs, SMALL, ": data without any signature"),
     "swap": (_swap, SMALL, ": swap"),
     "NTFS": (_ntfs, SMALL, ": dos"),

@@ -1,7 +1,7 @@
 """Real disks for the agent: loop devices in a namespace of their own, real programs, real filesystems.
 
-A loop has neither model nor serial, so the candidates are handed to the agent; all else is as on a node. A scenario
-gets a ``Desk`` and asserts nothing, as in ``tests/support/registries/pulls.py``.
+A loop device has neither model nor serial, so the agent is given the candidate disks; everything else is as on a node.
+A scenario gets a ``Desk`` and asserts nothing, as in ``tests/support/registries/pulls.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from image_builder.system import namespace
 from tests.support.images.builds import REPO, Workplace
 
 MIB = 1 << 20
-SMALL, LARGE = 64 * MIB, 320 * MIB  # mkfs.xfs makes nothing below 300 MiB
+SMALL, LARGE = 64 * MIB, 320 * MIB  # mkfs.xfs refuses sizes below 300 MiB
 _CHILD = (
     "import sys; from tests.support.disks import loop_devices; sys.exit(loop_devices.child(*sys.argv[1:]))"
 )
@@ -36,7 +36,7 @@ _AUTOCLEAR = 4
 
 
 def run_scenario(scenario: Callable[..., object], worker: Workplace, folder: Path, *words: str) -> Any:
-    """Run ``scenario(desk, *words)`` in namespaces of its own; return its JSON.
+    """Run ``scenario(desk, *words)`` in namespaces of its own; return its JSON result.
 
     The programs that make filesystems are those of a baked node.
     """
@@ -55,7 +55,7 @@ def run_scenario(scenario: Callable[..., object], worker: Workplace, folder: Pat
 
 
 def child(module: str, name: str, folder: str, *words: str) -> int:
-    """Be the process of a scenario."""
+    """Run a scenario, as the child process that ``run_scenario`` starts."""
     scenario = getattr(importlib.import_module(module), name)
 
     def work() -> int:
@@ -73,7 +73,7 @@ def child(module: str, name: str, folder: str, *words: str) -> int:
 
 
 def _offer_programs(trees: Sequence[Path]) -> None:
-    """Put an image's programs in the agent's way: each is run with the loader and the libraries of its own image."""
+    """Put an image's programs on the agent's path; each runs with the loader and the libraries of its own image."""
     namespace.mount("tmpfs", "tmpfs", "/usr/local/sbin")
     libraries = ":".join(os.fspath(tree / "usr/lib/x86_64-linux-gnu") for tree in trees)
     loader = next(path for tree in trees if (path := tree / "usr/lib64/ld-linux-x86-64.so.2").exists())
@@ -85,14 +85,14 @@ def _offer_programs(trees: Sequence[Path]) -> None:
 
 
 class Desk:
-    """Disks that are loops of sparse files, and an agent that is told of them."""
+    """Disks that are loop devices over sparse files, and an agent that is given them."""
 
     def __init__(self, base: Path, stack: ExitStack) -> None:
         self.base, self.stack = base, stack
         self.etc, self.release = base / "etc", base / "image-release"
         self.etc.mkdir()
         state = base / "state"
-        # What the host's own udev and its buses are at is nothing to these disks.
+        # The state of the host's own udev and its buses is irrelevant to these disks.
         self.places = Places(
             run=base / "run",
             etc=self.etc,
@@ -110,7 +110,7 @@ class Desk:
         self.release.write_text(f"IMAGE_BUILD={build}\n")
 
     def boot(self, boot_id: str) -> None:
-        """Be in another boot, by its id."""
+        """Switch to the boot with this id."""
         self.places.boot_id.write_text(f"{boot_id}\n")
 
     def settings(self, **values: Any) -> None:
@@ -125,13 +125,13 @@ class Desk:
         return Disk(path.name, path, size, "Loop", f"serial-{name}", found_by="test", **values)
 
     def run(self, *disks: Disk) -> dict[str, Any]:
-        """Run the agent once; return its exit status with the section of the status file."""
+        """Run the agent once; return its section of the status file with the exit status added."""
         code = command.run(places=self.places, disks=lambda: list(disks))
         found = json.loads((self.places.run / "status.json").read_text())["disk"]
         return {**found, "exit": code}
 
     def digest(self, disk: Disk) -> str:
-        """Return the sha256 of a whole disk, as it is in its file."""
+        """Return the SHA-256 of a whole disk, as stored in its backing file."""
         fd = os.open(disk.path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
@@ -141,7 +141,7 @@ class Desk:
 
 @contextmanager
 def loop(file: Path) -> Iterator[Path]:
-    """Make a loop device of a file, which is gone when nobody uses it any more."""
+    """Make a loop device from a file; it disappears once it is no longer in use."""
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     with file.open("r+b") as backing:
         while True:

@@ -1,8 +1,8 @@
-"""Power cuts at every write: a disk that records what is written to it and when it was flushed, and its copies.
+"""Power cuts at every write: a disk that records its writes and flushes, and copies of it as of each power cut.
 
-The disk is a file, served by a process through FUSE, below a loop device: the kernel's filesystem writes to it as to
-any disk. A copy of it has the writes up to one of them. A disk with a cache may also lose some of those that were not
-flushed yet, and keep later ones: such copies are made as well.
+The disk is a file that a process serves through FUSE, under a loop device: the kernel's filesystem writes to it as to
+any disk. A copy has all writes up to a given one. A disk with a cache may also lose some writes that weren't flushed
+yet but keep later ones: such copies are made as well.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FSYNC, _FLUSH, _INIT, _INTERRUPT, _DESTROY, _BATCH_FORGET = 20, 25, 26, 36, 38,
 _SILENT = frozenset([_FORGET, _INTERRUPT, _BATCH_FORGET])
 _BIG_WRITES, _MAX_PAGES = 1 << 5, 1 << 22
 _IN, _OUT = struct.Struct("=IIQQIIIHH"), struct.Struct("=IiQ")
-_RECORD = struct.Struct("=qI")  # where and how much was written; a place below 0 is a flush
+_RECORD = struct.Struct("=qI")  # a write's offset and length; a negative offset is a flush
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A copy of the disk: what of the record is on it. ``writes`` are numbers of writes."""
+    """A copy of the disk: ``writes`` are the numbers of the recorded writes that are on it."""
 
     name: str
     writes: tuple[int, ...]
@@ -40,8 +40,8 @@ class Cut:
 
 @dataclass
 class Record:
-    """What happened to a disk. ``base`` is how it began, ``writes`` place and bytes of each, ``flushes`` how many of
-    them came before each flush.
+    """What happened to a disk: ``base`` is its initial image, ``writes`` has the offset and bytes of each write, and
+    ``flushes`` the number of writes before each flush.
     """
 
     base: Path
@@ -49,7 +49,7 @@ class Record:
     flushes: list[int] = field(default_factory=list)
 
     def cuts(self, seed: int = 1) -> list[Cut]:
-        """Return a cut after each write, and for each flush that never came one that lost some of what it was for."""
+        """Return a cut after each write, and for each flush a cut that came before it and lost some of its writes."""
         found = [Cut(f"after write {n}", tuple(range(n))) for n in range(len(self.writes) + 1)]
         chance, before = random.Random(seed), 0
         for flush in [*self.flushes, len(self.writes)]:
@@ -64,7 +64,7 @@ class Record:
 
     @contextmanager
     def disk(self, cut: Cut, target: Path) -> Iterator[Path]:
-        """Mount a copy as the next boot would, its journal replayed."""
+        """Mount a copy as the next boot would, replaying its journal."""
         image = self.base.with_suffix(".cut")
         subprocess.run(["cp", "--sparse=always", self.base, image], check=True)
         with image.open("r+b") as file:
@@ -82,7 +82,7 @@ class Record:
 
 @contextmanager
 def recorded(folder: Path, target: Path, size: int) -> Iterator[Record]:
-    """Mount a new filesystem at ``target``; the record is whole when it is unmounted."""
+    """Mount a new filesystem at ``target``; the record is complete once it is unmounted."""
     base, served, log = folder / "base.img", folder / "served.img", folder / "writes"
     with base.open("wb") as file:
         file.truncate(size)
@@ -130,7 +130,7 @@ def _read(log: Path, record: Record) -> None:
 
 
 class _Server:
-    """A filesystem of one file: what it serves is written nowhere but to the log."""
+    """A filesystem with one file; writes to it go to memory and the log, nowhere else."""
 
     def __init__(self, fuse: int, base: Path, log: Path, size: int) -> None:
         self._fuse, self._size = fuse, size
@@ -144,7 +144,7 @@ class _Server:
             except OSError as error:
                 if error.errno == errno.ENODEV:  # unmounted
                     break
-                if error.errno == errno.ENOENT:  # the request was given up meanwhile
+                if error.errno == errno.ENOENT:  # the request was aborted in the meantime
                     continue
                 raise
             _, code, unique, *_ = _IN.unpack_from(request)
@@ -186,7 +186,7 @@ class _Server:
 
 
 def mount_loop(image: Path, target: Path, options: str = "") -> None:
-    """Mount an ext4 image by a loop device, which goes with the mount."""
+    """Mount an ext4 image through a loop device that disappears with the mount."""
     with suppress(FileExistsError):
         os.mknod("/dev/loop-control", 0o20600, os.makedev(10, 237))
     for number in range(64):

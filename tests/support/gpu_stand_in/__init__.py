@@ -1,8 +1,8 @@
-"""A machine with GPUs that isn't one: libcuda and libnvidia-ml of ours, and the files that a kernel would have.
+"""A simulated machine with GPUs: our own libcuda and libnvidia-ml, and the files that a kernel would provide.
 
-NVML's answers are recorded ones of a real H100 (tests/data/gpu), what the recording lacks is made up as in
-``recordings``. The kernels are computed on the host, so no speed means anything, and nothing here proves what a GPU
-does: what is proven is that the programs around it hold when a driver is slow, wrong, silent or gone.
+NVML's answers were recorded on a real H100 (tests/data/gpu); what the recording lacks is made up as in
+``recordings``. The kernels are computed on the host, so speeds mean nothing, and nothing here proves what a GPU does.
+What is proven is that the programs around it cope when a driver is slow, wrong, silent or gone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.unit.node.gpu.answering import Node
 
 SOURCES = Path(__file__).parent
 LIBRARIES = {"cuda.c": "libcuda.so.1", "nvml.c": "libnvidia-ml.so.1"}
-MIB = 96  # a GPU's memory, as CUDA shows it: what is tested has to be written
+MIB = 96  # a GPU's memory as CUDA reports it; small, since what is tested has to be written
 SMS = 6
-# Functions that nvml.c has written out.
+# Functions that nvml.c implements itself.
 _WRITTEN = {"nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetFieldValues"}
 HANGS = -1
 Record = dict[str, Any]
@@ -48,23 +48,23 @@ class StandIn:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment of a program that is to find these GPUs."""
+        """Return the environment for a program that is to find these GPUs."""
         inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         return {**inherited, "LD_LIBRARY_PATH": os.fspath(self.libraries), "LC_ALL": "C.UTF-8"}
 
     def script(self, *rules: str) -> None:
-        """Let things go wrong from now on, by the lines that cuda.c knows."""
+        """Make things go wrong from now on, by lines that cuda.c understands."""
         with (self.libraries / "cuda.txt").open("a", encoding="utf-8") as file:
             file.write("".join(f"{rule}\n" for rule in rules))
 
     def answer(self, records: Iterable[Record]) -> None:
-        """Let NVML answer so from now on."""
+        """Make NVML give these answers from now on."""
         lines = [_line(record) for record in records if "code" in record]
         (self.libraries / "nvml.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def sources(directory: Path, missing: Sequence[str] = ()) -> None:
-    """Write what the compiler needs; an NVML without the ``missing`` functions."""
+    """Write what the compiler needs, for an NVML without the ``missing`` functions."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in (*LIBRARIES, "shared.h"):
         (directory / name).write_bytes((SOURCES / name).read_bytes())
@@ -74,7 +74,7 @@ def sources(directory: Path, missing: Sequence[str] = ()) -> None:
 
 
 def compile_in(directory: Path, run: Callable[[list[str]], object]) -> None:
-    """Compile both libraries in the directory that has their sources, where ``run`` runs a program."""
+    """Compile both libraries in the directory that has their sources; ``run`` runs a program."""
     system = "/usr/lib/x86_64-linux-gnu"
     for source, library in LIBRARIES.items():
         flags = ["-O1", "-w", "-fno-builtin", "-fPIC", "-shared", "-nostdlib"]
@@ -83,7 +83,7 @@ def compile_in(directory: Path, run: Callable[[list[str]], object]) -> None:
 
 
 def machine(directory: Path, libraries: Path, count: int = 2, model: str = "H100") -> StandIn:
-    """Make a healthy machine with so many GPUs of a recorded kind; ``libraries`` has the compiled ones."""
+    """Make a healthy machine with ``count`` GPUs of a recorded model; ``libraries`` has the compiled libraries."""
     evidence = recordings.node(model)
     made_up: dict[str, Any] = {
         "memory_total_bytes": MIB << 20,
@@ -106,7 +106,7 @@ def machine(directory: Path, libraries: Path, count: int = 2, model: str = "H100
 
 
 def answers(gpus: Sequence[Gpu], driver: str) -> Iterator[Record]:
-    """Yield what NVML answers of these GPUs, as a first contact records it. Unknown is not supported."""
+    """Yield NVML's answers about these GPUs, as a first contact records them. Unknown calls are not supported."""
     library = nvml.Library(_Known(Node(tuple(gpus), driver)))
     handles = {gpu.index: c_void_p(gpu.index + 1) for gpu in gpus}
     for record, ask in nvml_answers.questions(library, handles):
@@ -114,7 +114,7 @@ def answers(gpus: Sequence[Gpu], driver: str) -> Iterator[Record]:
 
 
 class _Known:
-    """The fake library, which answers ``not supported`` where it has no idea."""
+    """The fake library, which answers ``not supported`` to calls that it doesn't know."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -143,7 +143,7 @@ def _line(record: Record) -> str:
 
 
 def _tree(root: Path, gpus: Sequence[Gpu], driver: str) -> None:
-    """Write what a kernel and the driver's packages would have there."""
+    """Write the files that a kernel and the driver's packages would provide."""
     version = (
         f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\nGCC version:  x\n"
     )

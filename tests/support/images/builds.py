@@ -1,4 +1,4 @@
-"""Run the real command against a store of its own, and see what it leaves."""
+"""Runs of the real command against a store of its own, and checks of what it leaves behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IMAGE = "minimal"
 
 @contextmanager
 def offered_packages(built: Workplace) -> Iterator[Path]:
-    """Make a flat repository of what an image's lock has of its own release, as far as the store has it."""
+    """Make a flat repository of those packages of an image's own release that its lock names and the store has."""
     store = Store(built.store)
     lock = Lock.load(built.lock)
     suite = lock.group("base").suite
@@ -40,7 +40,7 @@ def offered_packages(built: Workplace) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that ended: its status, its result on stdout, its words on stderr."""
+    """A finished command: its exit status, its result on stdout, its messages on stderr."""
 
     status: int
     stdout: str
@@ -54,9 +54,9 @@ class Ended:
 
 @dataclass(frozen=True)
 class Workplace:
-    """A store and an output directory of one test, the store filled with a finished build's stages.
+    """A test's store and output directory; the store is filled with the stages of a finished build.
 
-    ``made`` are the ids of a build that stopped early: the store remembers whole ones.
+    ``made`` are the stage ids of a build that stopped early: the store remembers only complete builds.
     """
 
     store: Path
@@ -66,7 +66,7 @@ class Workplace:
 
     @property
     def artefact(self) -> Path:
-        """Return what was published last."""
+        """Return the directory of the last published build."""
         return (self.output / self.image / "latest").resolve()
 
     def published(self) -> dict[str, str]:
@@ -78,7 +78,7 @@ class Workplace:
         }
 
     def take_artefact(self, original: Workplace) -> dict[str, str]:
-        """Have what another place published last under this image's name, by hard links; return what is published."""
+        """Hard-link what another workplace published under this image's name; return it as ``published`` does."""
         self.output.mkdir(parents=True)
         subprocess.run(["cp", "-al", original.output / original.image, self.output / self.image], check=True)
         found = self.published()
@@ -94,7 +94,7 @@ class Workplace:
     def build(
         self, *argv: str | Path, inventory: Path | None = None, env: dict[str, str] | None = None
     ) -> Ended:
-        """Build the test image to its end, whatever that is."""
+        """Build the test image; return how it ended, successfully or not."""
         done = subprocess.run(
             [*self.command("build", self.image, *argv, inventory=inventory), *self._places(), "--json"],
             capture_output=True,
@@ -113,9 +113,9 @@ class Workplace:
         return self.record(".lock.json")
 
     def record(self, suffix: str) -> Path:
-        """Return what the store remembers of the image: for the lab's inventory, or for whoever took it over.
+        """Return the store's record of the image: for the lab's inventory, or for the inventory that took it over.
 
-        A copy of a store has it under the image's name until the first build there, of any inventory.
+        A copy of a store has the record under the image's name until the first build there, of any inventory.
         """
         locks = self.store / "locks"
         names = (record_name(self.image, [REPO / "inventories/lab"], REPO), self.image)
@@ -123,7 +123,7 @@ class Workplace:
         return next((p for p in (*known, *locks.glob(f"{self.image}@*{suffix}")) if p.exists()), known[0])
 
     def start(self, *argv: str | Path) -> subprocess.Popen[str]:
-        """Start a build; its lines on stderr are for ``wait_for_line``."""
+        """Start a build, whose stderr is to be read by ``wait_for_line``."""
         return subprocess.Popen(
             [*self.command("build", self.image, *argv), *self._places()],
             stdout=subprocess.DEVNULL,
@@ -133,7 +133,7 @@ class Workplace:
         )
 
     def forget(self, *names: str) -> None:
-        """Remove stages from the store by name, so that the next build has them to do."""
+        """Remove stages from the store by name, so that the next build has to make them."""
         for path in list((self.store / "objects").iterdir()):
             meta = json.loads((path / "meta.json").read_text())
             if meta["name"] in names:
@@ -149,7 +149,7 @@ class Workplace:
         return self.layers(json.loads(facts.read_bytes())["build_id"]), facts
 
     def layers(self, stage_id: str) -> tuple[Path, ...]:
-        """Return the trees that a stage's root is made of, topmost first."""
+        """Return the trees that make up a stage's root, topmost first."""
         store = Store(self.store)
         return tuple(store.product(i) / "tree" for i in (stage_id, *store.meta(stage_id)["lowers"]))
 
@@ -158,7 +158,7 @@ class Workplace:
         return self.layers(self.object(name).name)
 
     def build_until(self, stage: str, *argv: str | Path) -> tuple[Path, ...]:
-        """Build the image no further than to the end of a stage; return the layers that there are then."""
+        """Build the image up to and including a stage; return the layers that exist then."""
         done = self.build("--stop-after", stage, *argv)
         assert done.status == 0, done.stderr
         return self.layers(next(one["id"] for one in done.result["stages"] if one["name"] == stage))
@@ -171,21 +171,21 @@ class Workplace:
         raise KeyError(name)
 
     def ids(self) -> Sequence[str]:
-        """Return the stages of the image's last build."""
+        """Return the stage ids of the image's last build."""
         builds: list[list[str]] = [] if self.made else json.loads(self.record(".builds").read_text())
         return self.made or builds[-1]
 
     def restore(self, original: Workplace, name: str) -> None:
-        """Take a forgotten stage back from the store that this one was copied from."""
+        """Restore a forgotten stage from the store that this one was copied from."""
         path = original.object(name)
         subprocess.run(["cp", "-al", path, self.store / "objects" / path.name], check=True)
 
 
 def wait_for_line(child: subprocess.Popen[str], wanted: Callable[[str], bool], seconds: float = 300) -> bool:
-    """Read the child's stderr until a line is wanted; False when it ended before.
+    """Read the child's stderr until a wanted line appears; return False if stderr ends first.
 
-    What is read is printed, so that a test that fails tells it. Later lines are drained until nobody holds the
-    pipe any more, then it is closed.
+    The lines are printed, so that a failing test shows them. Later lines are drained until no process holds the pipe
+    any longer, and then it is closed.
     """
     stream = child.stderr
     assert stream is not None
@@ -206,7 +206,7 @@ def _drain(stream: IO[str]) -> None:
 
 
 def is_drained(child: subprocess.Popen[str], seconds: float = 10) -> bool:
-    """Wait until the pipe of a dead build is closed: until no process of it is left that could write."""
+    """Wait until a dead build's pipe is closed, that is, until none of its processes is left to write to it."""
     deadline = time.monotonic() + seconds
     while not (child.stderr and child.stderr.closed) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -214,7 +214,7 @@ def is_drained(child: subprocess.Popen[str], seconds: float = 10) -> bool:
 
 
 def left_behind(store: Path) -> list[str]:
-    """Return what a dead build left outside its staging area: mounts, loops, processes, interfaces, files."""
+    """Return what a dead build left outside its staging area: mounts, loop devices, processes, files."""
     found = [line for line in Path("/proc/self/mounts").read_text().splitlines() if os.fspath(store) in line]
     loops = Path("/sys/block").glob("loop*/loop/backing_file")
     found += [p.read_text() for p in loops if os.fspath(store) in p.read_text()]
@@ -233,7 +233,7 @@ def left_behind(store: Path) -> list[str]:
 
 
 def wait_until_clean(store: Path) -> list[str]:
-    """Give the kernel a moment to take down a killed namespace; return what is left then."""
+    """Give the kernel a moment to take down a killed namespace; return what is still left."""
     deadline = time.monotonic() + 10
     while (left := left_behind(store)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -241,7 +241,7 @@ def wait_until_clean(store: Path) -> list[str]:
 
 
 def network_state() -> str:
-    """Return the host's interfaces and iptables rules as text, to be compared."""
+    """Return the host's interfaces and iptables rules as text, for comparison."""
     links = sorted(os.listdir("/sys/class/net"))
     rules = (
         subprocess.run(["iptables-save"], capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
-"""What the lab's images don't declare: mirrors, a kubelet of a repository, cri-dockerd, Azure's agent.
+"""Declarations that the lab's images lack: mirrors, a kubelet from a repository, cri-dockerd, Azure's agent.
 
-The roles apply it on top of a worker. Kubernetes' and Mirantis' programs are stand-ins that tell their version; what is
-configured is real, and so is containerd, which reads it.
+The roles apply them on top of a worker. Kubernetes' and Mirantis' programs are stand-ins that print their version; the
+configuration is real, and so is containerd, which reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.images.variants import Declaration, StandIn
 
 
 def _archive(**programs: str) -> bytes:
-    """Return a gzipped tar of programs, in the same bytes each time; ``__`` is a slash, ``_`` a dash."""
+    """Return a tar archive of programs, with the same bytes each time; ``__`` is a slash, ``_`` a dash."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         for name, text in programs.items():
@@ -37,7 +37,7 @@ CRICTL = _archive(crictl=_program("crictl version 1.31.0"))
 PROVIDER = _program("a stand-in").encode()
 CRI_DOCKERD = _archive(cri_dockerd__cri_dockerd=_program("cri-dockerd 0.3.15"))
 
-# What its own package of Kubernetes' repository has.
+# Has what the kubelet's package in Kubernetes' repository has.
 _KUBELET = StandIn(
     "kubelet", "1.33.9-1.1", "kubernetes", {"usr/bin/kubelet": (0o755, _program("Kubernetes v1.33.9"))}
 )
@@ -58,7 +58,7 @@ _HELPER = StandIn(
     {"usr/bin/docker-credential-pass": (0o755, _program("a stand-in"))},
 )
 
-# An authority that signs nothing; its key is gone.
+# An authority that signs nothing; its key no longer exists.
 CA = """-----BEGIN CERTIFICATE-----
 MIIBTDCB8qADAgECAgEBMAoGCCqGSM49BAMCMCQxIjAgBgNVBAMMGUEgY29tcGFu
 eSdzIENBLCBmb3IgdGVzdHMwIBcNMjAwMTAxMDAwMDAwWhgPMjEyMDAxMDEwMDAw
@@ -114,7 +114,7 @@ kubelet_repository: {{uris: ["https://packages.test/kubernetes"], suites: ["/"],
     archives=(CRI_DOCKERD,),
     above="node",
 )
-# The checks that apply to no other image whose mutants are run.
+# The checks that don't apply to any other image whose mutants are run.
 SELECTED = {
     "containerd": (
         "test_containerd.py",

@@ -1,4 +1,4 @@
-"""Real images of the lab inventory for the tests that need one, each built once a run.
+"""Real images of the lab inventory for the tests that need one, each built once per run.
 
 They are built by the command itself in the ordinary store (``IMAGE_BUILDER_STORE``), so a second run finds
 them there.
@@ -21,13 +21,13 @@ from image_builder.settings import DEFAULT_STORE
 from tests.support.images import programs
 from tests.support.images.builds import Workplace
 
-# The fixture of the worker that every commit makes to its end: today's, or the one of Debian's archive where today's
-# programs are absent. The others are for the night.
+# The fixture of the worker that is built completely for every commit: the current one, or the one from Debian's archive
+# if the current programs are absent. The others are built nightly.
 WHOLE = "worker_current" if programs.DIRECTORY else "whole_worker"
 
 
 def whole_workers(*names: str) -> list[Any]:
-    """Return fixtures of whole workers as parameters of a test, each with its marks."""
+    """Return the fixtures of complete workers as test parameters, each with its marks."""
     return [
         pytest.param(
             name,
@@ -57,37 +57,37 @@ def minimal(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 @pytest.fixture(scope="session")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """The Kubernetes worker with Docker as far as its layer `node`: it has all but a kubelet, which is compiled."""
+    """The Kubernetes worker with Docker up to its layer `node`: everything but the kubelet, which must be compiled."""
     return _build("worker", tmp_path_factory.mktemp("worker"), "--stop-after", "node")
 
 
 @pytest.fixture(scope="session")
 def pulled_worker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """The same worker as far as its images are pulled, which its layers don't wait for."""
+    """The same worker up to the pull of its images, which its layers don't wait for."""
     return _build("worker", tmp_path_factory.mktemp("pulled_worker"), "--stop-after", "preload")
 
 
 @pytest.fixture(scope="session")
 def whole_worker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """The same worker to its end."""
+    """The same worker, built completely."""
     return _build("worker", tmp_path_factory.mktemp("whole_worker"))
 
 
 @pytest.fixture(scope="session")
 def worker_current(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """The worker of today, with containerd."""
+    """The current worker, with containerd."""
     return _build("worker_current", tmp_path_factory.mktemp("worker_current"))
 
 
 @pytest.fixture(scope="session")
 def worker_current_docker(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """The worker of today, with Docker."""
+    """The current worker, with Docker."""
     return _build("worker_current_docker", tmp_path_factory.mktemp("worker_current_docker"))
 
 
 @pytest.fixture(scope="session")
 def worker_gpu(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """Debian 12 with a GPU's driver."""
+    """Debian 12 with a GPU driver."""
     return _build("worker_gpu", tmp_path_factory.mktemp("worker_gpu"))
 
 
@@ -99,7 +99,7 @@ def tools_tree(minimal: Workplace) -> Path:
 
 @pytest.fixture
 def copies() -> Iterator[Callable[[Workplace], Workplace]]:
-    """Make stores beside the ordinary one (the same filesystem) that share its files by hard links."""
+    """Yield a function that copies a store, on the same filesystem and sharing its files through hard links."""
     made: list[Path] = []
 
     def copy(original: Workplace) -> Workplace:
@@ -121,7 +121,7 @@ def _copy(original: Workplace, store: Path) -> None:
         (store / name).mkdir()
     for folder in ("debs", "files"):
         subprocess.run(["cp", "-al", f"{source / folder}/.", store / folder], check=True)
-    # Under the image's name: the first build there takes it over, of whatever inventory.
+    # Under the image's name: the first build there takes it over, whatever its inventory.
     (store / "locks" / f"{original.image}.builds").write_text(json.dumps([original.ids()]))
     shutil.copyfile(original.lock, store / "locks" / f"{original.image}.lock.json")
     for stage_id in original.ids():

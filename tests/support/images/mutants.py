@@ -1,4 +1,4 @@
-"""The verification suite on a good root, and on others, each with one thing broken (tests/suite)."""
+"""The verification suite (tests/suite) on a good root, and on mutants, each with one thing broken."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def observe(
 ) -> SuiteResult:
     """Run the suite on the image as it is, or once for each mutation on an image with that mutation.
 
-    ``lowers`` are the trees of the image, topmost first, ``work`` is a directory to be, ``select`` names checks or
-    their files, all where it is empty.
+    ``lowers`` are the trees of the image, topmost first; ``work`` is a directory to create; ``select`` names checks or
+    their files, and selects all if empty.
     """
     work.mkdir()
 
@@ -52,9 +52,9 @@ def observe(
 
 
 def observe_broken(ssh_url: str, facts: Path, work: Path, select: tuple[str, ...]) -> SuiteResult:
-    """Ask a running machine each of the selected checks twice: as it is, and broken by the check's own mutation.
+    """Run each of the selected checks on a running machine twice: as it is, and broken by the check's own mutation.
 
-    It is of no use afterwards. ``work`` is a directory for the records.
+    The machine is unusable afterwards. ``work`` is a directory for the records.
     """
     python, log = Path(sys.executable), work / "log"
     return observe_suite(
@@ -71,7 +71,7 @@ def observe_broken(ssh_url: str, facts: Path, work: Path, select: tuple[str, ...
 
 
 def booted_mutations() -> frozenset[str]:
-    """Return the checks for which a mutation of a running machine is recorded."""
+    """Return the checks that have a mutation of a running machine."""
     return frozenset(booted.ordered())
 
 

@@ -1,6 +1,6 @@
-"""Programs that Debian's archive doesn't have: today's Kubernetes and engines.
+"""Programs that Debian's archive doesn't have: current releases of Kubernetes and the container engines.
 
-They are in the directory that IMAGE_BUILDER_PROGRAMS names. Without one, the tests that run them are skipped.
+They are in the directory that IMAGE_BUILDER_PROGRAMS names. Without it, the tests that run them are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIRECTORY: Path | None = Path(_NAMED).absolute() if _NAMED and Path(_NAMED).is_d
 needs_programs = pytest.mark.skipif(DIRECTORY is None, reason=ABSENT)
 
 
-# The version that programs are of; a build from source writes it too.
+# Holds the version of the programs; a build from source writes it too.
 VERSION_FILE = "VERSION"
 CONTROL_PLANE = ("kube-apiserver", "kube-scheduler", "kube-controller-manager")
 
@@ -38,7 +38,7 @@ def find(pattern: str) -> list[Path]:
 
 
 def role_variables(address: str) -> dict[str, Any]:
-    """Return what layers need to install today's programs, where a host has the directory at ``address``, an URL."""
+    """Return the variables with which layers install these programs from a directory served at ``address``, a URL."""
     current = yaml.safe_load((REPO_ROOT / "inventories/lab/group_vars/current.yml").read_text())
     source = current["current_programs"]["directory"]
 
@@ -56,7 +56,7 @@ def role_variables(address: str) -> dict[str, Any]:
 
 
 def unpack(name: str, directory: Path) -> Path:
-    """Unpack a program (``kubernetes-1.36.2/kubelet``) into a directory and return it; skips the test without it."""
+    """Unpack a program (``kubernetes-1.36.2/kubelet``) into a directory; return its path. Skip the test without it."""
     packed = find(f"{name}.xz")
     if not packed:
         pytest.skip(ABSENT)
@@ -66,7 +66,7 @@ def unpack(name: str, directory: Path) -> Path:
 
 
 def control_plane(directory: Path, place: Path) -> Path:
-    """Unpack the newest whole control plane of a directory, once, below ``place``; return where its programs are.
+    """Unpack a directory's newest complete control plane, once, below ``place``; return the folder of its programs.
 
     Raises ValueError for an archive whose digest isn't the one in SHA256SUMS.
     """

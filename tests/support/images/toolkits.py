@@ -1,8 +1,9 @@
-"""NVIDIA's container toolkit as far as it can be had: stand-ins for its packages, installed by the project's own roles.
+"""NVIDIA's container toolkit as far as it is available: stand-ins for its packages, installed by the project's roles.
 
-NVIDIA's repository is out of reach of the tests. The stand-ins have what the roles build on: the names, a version,
-programs that tell it and note how they are called, units that are enabled by their package, a udev rule that starts
-one of them. The runtime hands on to runc. What the real programs do with a GPU these don't, and nothing claims it.
+NVIDIA's repository is out of reach of the tests. The stand-ins have what the roles rely on: the names, a version,
+programs that print it and record how they are called, units that are enabled by their package, and a udev rule that
+starts one of them. The runtime delegates to runc. The stand-ins don't do what the real programs do with a GPU, and
+nothing claims that they do.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from tests.support.images.builds import Workplace
 from tests.support.images.variants import Declaration, StandIn, Variant, apply
 
 VERSION = "1.20.0"
-# Where the programs note how they are called; of the boot, as what they would do is.
+# Where the programs record how they are called; gone at the next boot, like the effects of the real ones.
 NOTES = "/run/nvidia-stand-in"
 CDI_UNIT = "nvidia-cdi-refresh.service"
 
-# What an inventory says to have the toolkit.
+# What an inventory declares to get the toolkit.
 VARIABLES = f"""
 nvidia_container_toolkit_version: "{VERSION}"
 nvidia_container_toolkit_repository:
@@ -69,7 +70,7 @@ _DEB, _REPOSITORY = f"{VERSION}-1", "nvidia-container-toolkit"
 DECLARATION = Declaration(
     image="worker_gpu",
     variables=VARIABLES,
-    # Both layers that know of the toolkit, in their order.
+    # Both layers that deal with the toolkit, in their order.
     layers=("container_runtime", "gpu"),
     packages=(
         StandIn("libnvidia-container1", _DEB, _REPOSITORY),

@@ -1,8 +1,8 @@
-"""Images that are declared otherwise than those that are baked: the roles are applied once more, on a baked image.
+"""Images that are declared differently from the baked ones: the roles are applied once more, on a baked image.
 
-So what only other definitions have is configured by the project's own roles, in a sandbox as in a bake, without
+That way, the project's own roles configure what only other definitions have, in a sandbox as in a bake, but without
 another bake. Packages and programs that Debian's archive doesn't have are stand-ins: a name, a version, a program that
-tells it.
+prints it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.images.builds import REPO, Workplace
 
 @dataclass(frozen=True)
 class StandIn:
-    """A package of no more than it takes: ``files`` by path with mode and text, ``script`` its postinst."""
+    """A minimal package: ``files`` maps paths to mode and text, ``script`` is its postinst."""
 
     name: str
     version: str
@@ -44,8 +44,8 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What an image is declared to be, beyond what ``image`` of the lab is when its stage ``above`` is made: its
-    variables (YAML), the layers that apply them, and what those install."""
+    """What is declared on top of the lab's ``image`` as of its stage ``above``: variables (YAML), the layers that apply
+    them, and what those layers install."""
 
     image: str
     variables: str
@@ -57,8 +57,8 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Variant:
-    """``tree`` is what the roles changed, above the trees of ``lowers`` (topmost first), ``facts`` the facts.json of an
-    image that is declared so."""
+    """``tree`` is what the roles changed, on top of the trees in ``lowers`` (topmost first); ``facts`` is the
+    facts.json of an image that is declared this way."""
 
     tree: Path
     lowers: tuple[Path, ...]
@@ -69,12 +69,12 @@ class Variant:
         return (self.tree, *self.lowers)
 
     def archive(self) -> bytes:
-        """Return the change as a tar archive of /; raises ValueError where something was taken away."""
+        """Return the changes as a gzipped tar archive of /. Raises ValueError if something was removed."""
         stream = io.BytesIO()
         with tarfile.open(fileobj=stream, mode="w:gz", compresslevel=1) as tar:
             for folder, folders, files in os.walk(self.tree):
                 for path in (Path(folder, name) for name in sorted(folders + files)):
-                    if stat.S_ISCHR(path.lstat().st_mode):  # overlay's mark
+                    if stat.S_ISCHR(path.lstat().st_mode):  # overlayfs's whiteout
                         raise ValueError(f"{path} was removed")
                     if path.is_symlink() or path.is_file():
                         tar.add(path, arcname=path.relative_to(self.tree), recursive=False)
@@ -82,7 +82,7 @@ class Variant:
 
 
 def build_packages(packages: Sequence[StandIn], work: Path) -> list[LockedPackage]:
-    """Build stand-ins; they lie in ``work`` by their SHA-256, as a store keeps packages."""
+    """Build stand-ins into ``work``, named by their SHA-256, as a store keeps packages."""
     locked = []
     for package in packages:
         tree, name = work / package.name, package.name
@@ -114,7 +114,7 @@ def build_packages(packages: Sequence[StandIn], work: Path) -> list[LockedPackag
 
 
 def define(declaration: Declaration, inventory: Path) -> ImageDefinition:
-    """Return the definition of what is declared; ``inventory`` is a directory to be made for it."""
+    """Return the image definition of a declaration; ``inventory`` is a directory to create for it."""
     (inventory / "host_vars").mkdir(parents=True)
     (inventory / "hosts.yml").write_text(f"images: {{hosts: {{{declaration.image}: }}}}\n", encoding="utf-8")
     (inventory / f"host_vars/{declaration.image}.yml").write_text(declaration.variables, encoding="utf-8")
@@ -122,7 +122,7 @@ def define(declaration: Declaration, inventory: Path) -> ImageDefinition:
 
 
 def apply(built: Workplace, declaration: Declaration, work: Path) -> Variant:
-    """Have the roles make of a built image what is declared."""
+    """Apply a declaration to a built image with the project's roles."""
     lowers = built.trees(declaration.above)
     declared = define(declaration, work / "inventory")
     for name in ("cache", "work", "product", "archives"):
