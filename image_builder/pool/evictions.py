@@ -1,4 +1,4 @@
-"""A roll with a deadline: the jobs that it evicts, and the word of whoever drives it that it may."""
+"""A roll with a deadline: the jobs that it evicts, and the operator's confirmation that it may."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from image_builder.pool.plan.plan import Plan
 
 
 def jobs(client: Client, plan: Plan, now: float) -> list[Job]:
-    """Return the jobs on a roll's hosts that would be evicted if its deadline were over; raises KubeError.
+    """Return the jobs on a roll's hosts that would be evicted if its deadline had passed; raises KubeError.
 
-    ``now`` in seconds of the epoch.
+    ``now`` is in seconds since the epoch.
     """
     assert plan.policy.rolls is not None
     looker = Looker(client, plan.policy.rolls.drain, overrules=True)
@@ -20,7 +20,7 @@ def jobs(client: Client, plan: Plan, now: float) -> list[Job]:
 
 
 def require_confirmation(plan: Plan, confirmed: str) -> None:
-    """Raise UsageError where a roll evicts jobs and ``confirmed`` doesn't name it, or names one that doesn't."""
+    """Raise UsageError if a roll evicts jobs and ``confirmed`` doesn't name it, or names a roll without a deadline."""
     if plan.deadline and confirmed != plan.run:
         raise UsageError(
             f"after {plan.deadline} this roll evicts jobs whose owners didn't allow it; nothing was started",

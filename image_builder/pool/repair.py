@@ -1,7 +1,8 @@
-"""Have Azure reboot or reimage the nodes for which the gate asks that, once for each time that it asks.
+"""Have Azure reboot or reimage the nodes for which the gate requests it, once per request.
 
-The journal is the node's own record (``drain.quarantine``): it says `sent` before the request is, so whoever is killed
-is followed by one that finds out what became of it, and sends nothing. Only a person has a request sent again.
+The journal is the node's own record (``drain.quarantine``): it says `sent` before the request is sent, so the process
+that follows a killed one finds out what became of the request, and sends nothing. Only a person can have a request
+sent again.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.control_plane import NODES
 from image_builder.text import stamp
 
-# ``back``: it has booted since. ``skipped`` and ``refused``: nothing was done, and it is asked for as before.
+# ``back``: the node has booted since. ``skipped`` and ``refused``: nothing was done, and the remedy is still requested.
 State = Literal["asked", "sent", "back", "hand-over", "returned", "skipped", "refused", "failed", "unknown"]
-# Where these are the end, something is to be done by a person, or by the next run.
+# A case that ends in one of these needs a person or the next run.
 OPEN: tuple[State, ...] = ("skipped", "refused", "failed", "unknown")
 _VERBS: Mapping[str, Verb] = {"reboot": "restart", "reimage": "reimage"}
 _EVENTS = {"reboot": "RebootSent", "reimage": "ReimageSent"}
@@ -48,7 +49,7 @@ _STRANGE = "the inventory doesn't have its instance: image-builder pool snapshot
 
 @dataclass(frozen=True)
 class Case:
-    """A node whose remedy is asked for, as it was read; ``host`` is what the inventory has of it."""
+    """A node whose remedy is requested, as it was read; ``host`` is its entry in the inventory."""
 
     node: str
     record: Record
@@ -67,12 +68,12 @@ class Case:
 
     @property
     def is_due(self) -> bool:
-        """Tell whether anything is to be sent for it, or found out about what was."""
+        """Return whether a request is still to be sent, or the result of a sent one is still to be found out."""
         return self.state in ("asked", "sent")
 
     @property
     def known(self) -> Host:
-        """Return its host; raises PoolError where the inventory doesn't have it, or its instance."""
+        """Return its host; raises PoolError if the inventory lacks the host or its instance."""
         host = self.host
         if host is None or not (host.scale_set_id and host.instance and host.vm_id):
             raise PoolError(_STRANGE)
@@ -80,7 +81,7 @@ class Case:
 
     @property
     def advice(self) -> str:
-        """Return how a person has a request sent again."""
+        """Return how a person can have the request sent again."""
         return f"check the node; to send it again: --again {self.node}"
 
 
@@ -92,7 +93,7 @@ class Outcome:
 
 
 def waiting(kube: Kube, fleet: Iterable[Host]) -> list[Case]:
-    """Return the nodes of a fleet's scale sets whose remedy was asked for; raises KubeError."""
+    """Return the nodes of a fleet's scale sets whose remedy is requested; raises KubeError."""
     inventory = {host.name: host for host in fleet}
     sets = tuple(
         {f"azure://{host.scale_set_id}/".lower() for host in inventory.values() if host.scale_set_id}
@@ -114,7 +115,7 @@ def waiting(kube: Kube, fleet: Iterable[Host]) -> list[Case]:
 
 
 def outcome_of(case: Case) -> Outcome:
-    """Return where a node is that nothing is done about."""
+    """Return the state of a node for which nothing is done."""
     report = f"report it (image-builder gate report {case.node} --send), then delete the instance"
     reasons = {
         "asked": f"{case.record.remedy} it",
@@ -127,10 +128,11 @@ def outcome_of(case: Case) -> Outcome:
 
 @dataclass
 class Repairs:
-    """Repairs at work, of nodes in several threads.
+    """Repairs in progress, of nodes in several threads.
 
-    ``kube`` opens a connection to the API server. ``again`` are nodes whose request a person has sent once more.
-    ``policy`` is that of drains: which pods don't count. Once ``over`` is set, nothing is sent or waited for any more.
+    ``kube`` opens a connection to the API server. ``again`` are the nodes whose request a person wants sent again.
+    ``policy`` is the drain policy, which says which pods don't count. Once ``over`` is set, nothing more is sent or
+    waited for.
     """
 
     kube: Callable[[], Kube]
@@ -141,7 +143,7 @@ class Repairs:
     over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        # Of this process: another one that was killed may yet live, as far as this one knows.
+        # Unique to this process: for all it knows, one that was killed may still be alive.
         self._holder = f"repair-{uuid.uuid4().hex[:12]}"
         self._leases = Leases(self.kube, self._holder)
         self._guard, self._locks = threading.Lock(), dict[str, threading.Lock]()
@@ -149,7 +151,9 @@ class Repairs:
         self.azure = replace(self.azure, wait=self._pause)
 
     def run(self, cases: Iterable[Case], at_once: int) -> list[Outcome]:
-        """Send what is asked for, for so many nodes at once, wait until they have booted, and return how each ended."""
+        """Send the requests, for up to ``at_once`` nodes at a time, wait until the nodes have booted, and return how
+        each case ended.
+        """
         with self._leases, ThreadPoolExecutor(at_once, thread_name_prefix="repair") as threads:
             return list(threads.map(self._outcome, cases))
 
@@ -176,7 +180,9 @@ class Repairs:
             raise FetchError("interrupted", hint="rerun the same command to resume")
 
     def _drive(self, case: Case) -> Drive:
-        """Return the drive of a node's scale set, which is held from then on; raises PoolError where another does."""
+        """Return the drive of a node's scale set, which is held from then on; raises PoolError if another process
+        holds it.
+        """
         path = case.known.scale_set_id
         with self._guard:
             lock = self._locks.setdefault(path, threading.Lock())
@@ -198,14 +204,14 @@ class Repairs:
         self.azure.require_free(scale_set, self._holder)
         if scale_set.is_flexible:
             raise PoolError(f"{path} is in mode Flexible, whose instances need other requests")
-        # The Lease keeps rolls away: nothing is written to the scale set, not even a roll's tag.
+        # The Lease keeps rolls away, so nothing needs to be written to the scale set, not even a roll's tag.
         journal, for_ever = NoJournal(), float("inf")
         return Drive(self.azure, path, self._holder, journal, self.patience, self._pause, held_until=for_ever)
 
     # -- sending -----------------------------------------------------------------------------------------------
 
     def _send(self, kube: Kube, drive: Drive, case: Case) -> Outcome | None:
-        """Mark a node and send its request, once. Return why nothing was sent; None where it was, or may have been."""
+        """Mark a node and send its request, once. Return why nothing was sent; None if it was, or may have been."""
         document = kube.find(path_of_node(case.node))
         if document is None or quarantine.record_of(document) != case.record:
             return Outcome(case, "skipped", _CHANGED)
@@ -226,16 +232,16 @@ class Repairs:
         finally:
             history = drive.requests(case.known.instance)
             if not history or history[-1].settled:
-                # It is certain that nothing was done: it is asked for as before.
+                # Nothing was done for certain, so the remedy stays requested.
                 _unmark(kube, case, record)
         if history and not history[-1].settled:
-            with suppress(KubeError):  # it was sent, whoever gets to know of it
+            with suppress(KubeError):  # the request was sent, even if the Event can't be posted
                 self._post(kube, document, record)
             return None
         return refusal
 
     def _request(self, drive: Drive, case: Case, record: Record, looker: Looker) -> Outcome:
-        """Send a request after the last look, and return how that ended where nothing came of it."""
+        """Check the node once more and send the request; return why nothing came of it."""
         host = case.known
 
         def busy() -> str:
@@ -272,11 +278,11 @@ class Repairs:
     # -- what became of it -------------------------------------------------------------------------------------
 
     def _followed(self, kube: Kube, drive: Drive, case: Case) -> Outcome:
-        """Find out what became of a request, and wait for the boot that it is to bring; raises FetchError."""
+        """Find out what became of a request, and wait for the boot that it should cause; raises FetchError."""
         before = drive.requests(case.known.instance)[-1].sent.boot_id
 
         def node() -> Node | None:
-            # What others say of a node may be of the boot before: only a new one is certain.
+            # The Node's status may still describe the previous boot: only a new boot ID, or Ready, counts.
             with suppress(KubeError):
                 document = kube.find(path_of_node(case.node))
                 boot_id = _boot_of(document or {})
@@ -300,7 +306,7 @@ class Repairs:
 
 
 def _request_of(case: Case, drive: Drive) -> Replacement:
-    """Return the request that another process has sent for a node, or was about to; raises FetchError."""
+    """Return the request that another process sent for a node, or was about to send; raises FetchError."""
     instance, record = drive.instance(case.known.instance), case.record
     return Replacement(
         at=record.sent_at,
@@ -315,7 +321,7 @@ def _request_of(case: Case, drive: Drive) -> Replacement:
 
 
 def _unmark(kube: Kube, case: Case, record: Record) -> None:
-    """Have a node say what it did before it was marked, unless it says something else again. Raises KubeError."""
+    """Restore a node's record from before it was marked, unless it has changed since. Raises KubeError."""
     while (document := kube.find(path_of_node(case.node))) and quarantine.record_of(document) == record:
         if fence.send(kube, case.node, quarantine.take_out(document, case.record)):
             return

@@ -1,4 +1,4 @@
-"""The rights that a roll needs, in Azure and in the cluster: exactly these, and which of them somebody lacks."""
+"""The exact rights that a roll needs, in Azure and in the cluster, and which of them are missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from image_builder.pool.plan.policy import Roll
 from image_builder.pool.scale_set.client import Client as Azure
 from image_builder.text import short_list
 
-# Below Microsoft.Compute. On each scale set,
+# Actions below Microsoft.Compute: on each scale set,
 SCALE_SET = (
     "virtualMachineScaleSets/read",
     "virtualMachineScaleSets/write",
@@ -28,7 +28,7 @@ SCALE_SET = (
     "virtualMachineScaleSets/virtualMachines/read",
     "virtualMachineScaleSets/virtualMachines/reimage/action",
 )
-# and on the image definitions of the version and of those that it replaces.
+# and on the image definitions of the version and of the versions that it replaces.
 DEFINITION = ("galleries/images/read", "galleries/images/versions/read")
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
@@ -46,9 +46,9 @@ class AzureRight:
 
 @dataclass(frozen=True)
 class ClusterRight:
-    """A rule of RBAC. ``resource`` may have a subresource (`pods/eviction`), or be a path (`/metrics`).
+    """An RBAC rule. ``resource`` may have a subresource (`pods/eviction`), or be a path (`/metrics`).
 
-    Without a namespace it is a right in all of them, or to what is in none.
+    Without a namespace the right applies to all namespaces, or to a resource that isn't namespaced.
     """
 
     verb: str
@@ -61,13 +61,13 @@ class ClusterRight:
 
     @property
     def name(self) -> str:
-        """Return what `kubectl auth can-i` calls it."""
+        """Return the right as `kubectl auth can-i` takes it."""
         kind = f"{self.resource}.{self.group}" if self.group else self.resource
         return f"{self.verb} {kind}"
 
     @property
     def review(self) -> dict[str, Any]:
-        """Return what a SelfSubjectAccessReview asks for."""
+        """Return the spec of its SelfSubjectAccessReview."""
         if self.resource.startswith("/"):
             return {"nonResourceAttributes": {"verb": self.verb, "path": self.resource}}
         resource, _, part = self.resource.partition("/")
@@ -89,7 +89,7 @@ ASKING = (ClusterRight("patch", "pods/status"), ClusterRight("create", "events")
 
 
 def in_azure(sets: Iterable[str], versions: Iterable[str]) -> tuple[AzureRight, ...]:
-    """Return the rights to bring scale sets from and to versions, all of them ids."""
+    """Return the rights needed to move scale sets from and to versions, all given by their ids."""
     on_sets = tuple(sorted(set(sets)))
     on_definitions = tuple(sorted({version.partition("/versions/")[0] for version in versions if version}))
     return (
@@ -99,19 +99,19 @@ def in_azure(sets: Iterable[str], versions: Iterable[str]) -> tuple[AzureRight, 
 
 
 def of_target(target: Target) -> tuple[AzureRight, ...]:
-    """Return the rights in Azure of a planned roll."""
+    """Return the Azure rights that a planned roll needs."""
     return in_azure(target.before, (target.version, *target.before.values()))
 
 
 def in_cluster(roll: Roll) -> tuple[ClusterRight, ...]:
-    """Return the rights in the cluster: those to evict pods, or to ask their owners, only where the policy does."""
+    """Return the rights needed in the cluster; those to evict pods or ask their owners only if the policy does so."""
     evicts = roll.drain.mode == "evict" or bool(roll.deadline)
     asks = roll.drain.mode == "ask" or (evicts and roll.drain.checkpoint_seconds > 0)
     return (*ALWAYS, *(EVICTING if evicts else ()), *(ASKING if asks else ()))
 
 
 def missing_in_azure(client: Azure, rights: Sequence[AzureRight]) -> list[Problem]:
-    """Return which rights one lacks, and where; raises FetchError."""
+    """Return which rights are missing, and on which resources; raises FetchError."""
     lacking: dict[str, list[str]] = {}
     for scope in sorted({scope for right in rights for scope in right.scopes}):
         actions = [right.action for right in rights if scope in right.scopes]
@@ -121,7 +121,7 @@ def missing_in_azure(client: Azure, rights: Sequence[AzureRight]) -> list[Proble
 
 
 def missing_in_cluster(path: Path, roll: Roll) -> list[Problem]:
-    """Return which rights the user of a kubeconfig lacks; raises PoolError where the API server doesn't say."""
+    """Return which rights the user of a kubeconfig lacks; raises PoolError if the API server doesn't answer."""
     try:
         with Kube(kubeconfig.load(path), agent="image-builder") as kube:
             missing = [right for right in in_cluster(roll) if not _is_allowed(kube, right)]
@@ -134,7 +134,7 @@ def missing_in_cluster(path: Path, roll: Roll) -> list[Problem]:
 
 
 def _is_allowed(kube: Kube, right: ClusterRight) -> bool:
-    """Ask the API server for its own verdict, whatever decides there. Raises KubeError."""
+    """Ask the API server for its own verdict, regardless of its authorizer. Raises KubeError."""
     body = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SelfSubjectAccessReview",

@@ -1,7 +1,7 @@
-"""The plan of a way back: hosts that a roll gave a new image, and the version that their scale sets named before it.
+"""The plan of a rollback: hosts that a roll gave a new image, and the version that their scale sets named before it.
 
-It is a roll like any other, but for three things: all models go first, the roll's cordons are taken over, and a failure
-takes nothing back again. Which hosts have the new image is asked of Azure, not of the journal.
+It is a roll like any other, except for three things: all models are changed first, the roll's cordons are taken over,
+and a failure isn't rolled back in turn. Azure, not the journal, says which hosts have the new image.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from image_builder.text import short_list
 
 
 class Rollback(NamedTuple):
-    """A plan, and why hosts that the roll touched are not in it."""
+    """A plan, and the reasons why hosts that the roll touched aren't in it."""
 
     plan: Plan
     omitted: dict[str, str]
@@ -30,11 +30,11 @@ class Rollback(NamedTuple):
 def plan_rollback(
     progress: Progress, fleet: Fleet, client: Client, *, only_failed: bool, to: str = ""
 ) -> Rollback:
-    """Return the plan of a roll's way back, to the one version ``to`` where its scale sets had several.
+    """Return the plan of a roll's rollback, to the version ``to`` if its scale sets had several.
 
-    ``fleet`` is what the inventory has now. Raises UsageError where there is no way back or no host to take it,
-    ImageBuilderError where a driver that was killed still holds scale sets, DefinitionError with everything that is
-    against it, FetchError.
+    ``fleet`` is the current inventory. Raises UsageError if no rollback is possible or no host needs one,
+    ImageBuilderError if a driver that was killed still holds scale sets, DefinitionError with everything that prevents
+    it, FetchError.
     """
     before = progress.plan
     if before.target is None:
@@ -65,7 +65,7 @@ def plan_rollback(
 
 
 def _is_touched(status: HostStatus, *, only_failed: bool) -> bool:
-    """Tell whether a host was given the new image and not the old one again."""
+    """Return whether a host was given the new image and has not been restored since."""
     if status.state == "gone" or not status.touched or status.restored:
         return False
     return not only_failed or (status.outcome is not None and status.outcome.is_failure)
@@ -74,7 +74,7 @@ def _is_touched(status: HostStatus, *, only_failed: bool) -> bool:
 def _present(
     touched: Iterable[HostStatus], current: Iterable[Host], client: Client, version: str
 ) -> tuple[list[Host], dict[str, str]]:
-    """Return the hosts that Azure means to run a version or has failed with, and why the others are left out."""
+    """Return the hosts that Azure has on a version or in transition, or that failed, and why others are left out."""
     inventory = {host.name: host for host in current}
     sets: dict[str, dict[str, str]] = {}
     hosts, omitted = list[Host](), dict[str, str]()
@@ -94,12 +94,12 @@ def _present(
 
 
 def _failed(status: HostStatus) -> bool:
-    # It is cordoned, whatever it runs.
+    # A failed host is cordoned, whatever it runs.
     return status.outcome is not None and status.outcome.is_failure
 
 
 def _way_back(target: Target, hosts: list[Host], to: str) -> tuple[str, list[str]]:
-    """Return the version that scale sets named before a roll, and those that did."""
+    """Return the version that scale sets named before a roll, and the scale sets that named it."""
     if not hosts:
         raise UsageError("no host needs a rollback", hint="image-builder pool status PLAN")
     sets = {host.scale_set_id for host in hosts}
@@ -116,15 +116,15 @@ def _way_back(target: Target, hosts: list[Host], to: str) -> tuple[str, list[str
 
 
 def _plan(before: Plan, fleet: Fleet, hosts: list[Host], target: Target) -> Plan:
-    """Return a plan with a roll's own limits: as many hosts may be away, or fail, as there."""
+    """Return a plan with the roll's own limits: as many hosts may be unavailable, or fail, as in the roll."""
     rolls = before.policy.rolls
     assert rolls is not None
-    # Whoever is hurried by a way back, too, says so anew.
+    # A rollback doesn't inherit the deadline: an operator who wants one gives it again.
     rolls = rolls.model_copy(
         update={"restore": "never", "max_unavailable": str(before.max_unavailable), "deadline": ""}
     )
     policy = before.policy.model_copy(update={"roll": rolls, "budget": str(before.budget)})
-    # It ran on these hosts before: no canary has to prove it.
+    # This version ran on these hosts before: no canary has to prove it.
     cells = {host.cell for host in hosts}
     waves = plan_waves(hosts, policy, seed=fleet.inventory.digest, covered=cells, waves_before=1)
     return make_plan(fleet.inventory, fleet.pools, hosts, policy, waves, target)

@@ -1,4 +1,4 @@
-"""Drive a rollout on real hosts: everything that is wrong is found before the first of them is touched."""
+"""Drive a rollout on real hosts: all problems are reported before the first host is touched."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Options(NamedTuple):
-    """What the command line says. ``facts`` are ``IMAGE=FILE``, or FILE for the image that it names itself.
+    """The command line's options. ``facts`` are ``IMAGE=FILE``, or FILE for the image that the file itself names.
 
-    ``azure`` is the address of Resource Manager, where it isn't that of the cloud, ``public_key`` that of who signs
-    statements about versions, ``evict`` the roll that may evict jobs after its deadline.
+    ``azure`` is the address of Resource Manager if it isn't the cloud's own, ``public_key`` verifies the signed
+    statements about versions, ``evict`` names the roll that may evict jobs after its deadline.
     """
 
     plan: Path
@@ -88,7 +88,7 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollout:
-    """A rollout that passed all checks. ``hosts`` are those of the inventory now."""
+    """A rollout that passed all checks. ``hosts`` are those in the current inventory."""
 
     options: Options
     plan: Plan
@@ -108,7 +108,7 @@ def prepare(options: Options) -> Rollout:
     control_plane = faults.collect("--kubeconfig", lambda: _control_plane(options.kubeconfig))
     plan = faults.collect("plan", lambda: plans.load(options.plan))
     if plan is None:
-        # It tells which hosts there are.
+        # Without a plan, the hosts aren't known.
         _check_access(faults, options.access, ())
         raise faults.all()
     fleet = faults.collect("inventory", lambda: _inventory(options, plan))
@@ -162,7 +162,7 @@ def prepare_verification(options: Options, plan_file: Path | None) -> Rollout:
         cadence_seconds=0.0,
         deadlines=deadlines,
     )
-    # What changes nothing needs no canaries.
+    # A verification changes nothing, so it needs no canaries.
     waves = plan_waves(plan.hosts, policy, covered={host.cell for host in plan.hosts}, waves_before=1)
     plan = make_plan(plan.inventory, plan.pools, plan.hosts, policy, waves)
     _check_access(faults, options.access, plan.hosts)
@@ -176,7 +176,7 @@ def _setup(options: Options, plan: Plan, control_plane: ControlPlane, suite: Sui
 
 
 def _check_roll(faults: Faults, options: Options, plan: Plan) -> None:
-    """Look for what only a roll needs: a cluster to drain in, an authority for new host keys, a version to go to."""
+    """Check what only a roll needs: a cluster to drain in, an authority for new host keys, a version to roll to."""
     if plan.target is None:
         faults.add("plan", "it has no version to roll to: image-builder pool plan --to")
     if options.kubeconfig is None:
@@ -191,7 +191,7 @@ def _check_roll(faults: Faults, options: Options, plan: Plan) -> None:
 
 
 def _check_target(faults: Faults, options: Options, plan: Plan, target: Target) -> None:
-    """Look once more at the version, and at the proof of it; raises FetchError, HostError."""
+    """Check the version and its proof again; raises FetchError, HostError."""
     is_proven = not (target.undoes or target.unproven)
     if is_proven and options.public_key is None:
         faults.add("--public-key", "is needed: the version's signed statement is verified again")
@@ -202,14 +202,14 @@ def _check_target(faults: Faults, options: Options, plan: Plan, target: Target) 
 
 
 def _check_facts(faults: Faults, suite: Suite, target: Target) -> None:
-    """Look whether hosts would be held to the build that they get."""
+    """Check that hosts are verified against the build that they get."""
     for image, build in suite.builds.items():
         if not build.startswith(target.build):
             faults.add("--facts", f"{image}: they are of build {build}, the version is {target.build}")
 
 
 def _verified(options: Options, plan_file: Path | None) -> tuple[Plan, tuple[str, ...]]:
-    """Return a plan of the hosts that are to be verified, and who is left out."""
+    """Return a plan of the hosts to verify, and the inventory's warnings."""
     if plan_file:
         return plans.load(plan_file), ()
     fleet = read_fleet(options.inventories, options.pools, options.vault)
@@ -221,19 +221,19 @@ def _inventory(options: Options, plan: Plan) -> InventoryFleet:
     try:
         fleet = read_fleet(paths, [pool.name for pool in plan.pools], options.vault)
     except DefinitionError as error:
-        # What goes on takes the inventory as it is; no plan is made of one with a fault.
+        # No plan is made from an inventory with faults, so this one has changed since; a resumed run reports it as is.
         if options.is_resumed:
             raise
         faulty = plans.older(map(str, paths), "it had none of these faults")
         raise DefinitionError([*error.problems, faulty]) from error
     if plan.target and plan.target.undoes:
-        # Others keep what they have: a rollback takes on no hosts by itself.
+        # A rollback doesn't add hosts by itself: others keep their image.
         return replace(fleet, hosts=tuple(host for host in fleet.hosts if host.name in plan.host))
     return fleet
 
 
 def _check_journal(options: Options, plan: Plan) -> None:
-    """Raise UsageError or ImageBuilderError where the journal isn't what the command goes on from."""
+    """Raise UsageError or ImageBuilderError if the command can't start or resume from the journal."""
     path = journal_of(options.plan)
     records = read_journal(path) if path.exists() else []
     past(plan, records, str(path))
@@ -248,12 +248,12 @@ def _check_journal(options: Options, plan: Plan) -> None:
 
 
 def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> list[str]:
-    """Return the files of all private keys, after a look at them, at the hosts' keys and at their names."""
+    """Check private keys, host keys and the names of hosts; return the files of all private keys."""
     faults.collect("host keys", lambda: Verifier(access.host_keys))
     keys = _keys(faults, access, hosts)
     for key in keys:
         faults.collect("--key", partial(read_key, Path(key)))
-        with contextlib.suppress(OSError):  # which was told
+        with contextlib.suppress(OSError):  # reported by read_key
             if stat.S_IMODE(Path(key).stat().st_mode) & 0o077:
                 reason = f"{key}: others can read it, and OpenSSH refuses such a key: chmod 600"
                 faults.add("--key", reason)
@@ -269,7 +269,7 @@ def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> list
 
 
 def _keys(faults: Faults, access: Access, hosts: Iterable[Host]) -> list[str]:
-    """Return the files of all private keys that are used."""
+    """Return the files of all private keys in use."""
     keys, without = {os.fspath(access.key)} if access.key else set(), []
     for host in hosts:
         try:
@@ -283,7 +283,7 @@ def _keys(faults: Faults, access: Access, hosts: Iterable[Host]) -> list[str]:
 
 
 def _control_plane(kubeconfig: Path | None) -> ControlPlane:
-    """Return what is read; raises DefinitionError for what would be red for ever, UsageError."""
+    """Return the control plane to read; raises DefinitionError for faults that waiting won't fix, UsageError."""
     if kubeconfig is None:
         return Unwatched()
     plane = Kubernetes(kubeconfig)
@@ -293,7 +293,7 @@ def _control_plane(kubeconfig: Path | None) -> ControlPlane:
 
 
 def _suite(faults: Faults, options: Options, hosts: Sequence[Host]) -> Suite | None:
-    """Return the suite for those hosts, None where nothing is to be verified."""
+    """Return the suite for these hosts, None if nothing is to be verified."""
     images = sorted({host.image for host in hosts})
     facts: dict[str, Path] = {}
     of_others: dict[str, Path] = {}
@@ -321,9 +321,9 @@ def _suite(faults: Faults, options: Options, hosts: Sequence[Host]) -> Suite | N
 
 
 def _built_image(path: Path) -> str:
-    """Return the image that a facts.json is of.
+    """Return the image that a facts.json describes.
 
-    Raises ImageBuilderError where it is none: hosts would have joined by the time that the suite says so.
+    Raises ImageBuilderError if the file isn't one: by the time the suite would report that, hosts would have joined.
     """
     try:
         facts = json.loads(path.read_bytes())
@@ -344,17 +344,17 @@ def _configurations(options: Options, hosts: Iterable[Host]) -> dict[str, Path]:
 
 
 class Display(Protocol):
-    """Where a rollout is shown while it runs."""
+    """The display of a running rollout."""
 
     def changed(self, progress: Progress) -> None:
-        """Show the state as it is now."""
+        """Show the current state."""
 
     def note(self, text: str) -> None:
-        """Show one sentence beside the state."""
+        """Show one sentence next to the state."""
 
 
 class Stop:
-    """Signals as a request: the first one lets the run stop, a second one ends it."""
+    """Signals as stop requests: the first one lets the run stop in order, a second one ends it at once."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -381,11 +381,11 @@ class Stop:
 
 
 def jobs_to_evict(rollout: Rollout) -> list[Job]:
-    """Return the jobs that a roll evicts after its deadline, as far as they run now; raises NodeError."""
+    """Return the currently running jobs that a roll evicts after its deadline; raises NodeError."""
     plan, path = rollout.plan, rollout.options.kubeconfig
     if not plan.deadline:
         return []
-    assert path  # prepare saw to that
+    assert path  # prepare checked it
     with Client(kubeconfig.load(path), agent=_AGENT) as client:
         return jobs(client, plan, time.time())
 
@@ -395,8 +395,8 @@ def drive(
 ) -> tuple[dict[str, Any], int]:
     """Drive a rollout to its end; return its report, and the signal that stopped it or 0.
 
-    Raises UsageError for a deadline that nobody confirmed, ImageBuilderError where another process drives it, OSError
-    where the journal can't be written.
+    Raises UsageError for an unconfirmed deadline, ImageBuilderError if another process drives it, OSError if the
+    journal can't be written.
     """
     options = rollout.options
     with ExitStack() as stack:
@@ -418,7 +418,7 @@ def drive(
             records[:] = read_journal(journal.path)
             return progress
 
-        # Beside the plan, so that whoever takes the run up finds what a killed one left.
+        # Next to the plan, so that the process that resumes the run finds what a killed one left.
         real = real_plan(options.plan.absolute())
         work = real.with_name(f".{real.name}.work")
         return _drive(rollout, show, work, start, write, records)
@@ -427,7 +427,7 @@ def drive(
 def verify(
     rollout: Rollout, show: Callable[[], AbstractContextManager[Display]]
 ) -> tuple[dict[str, Any], int]:
-    """Verify hosts; return the report, and the signal that stopped it or 0. Nothing is written but reports."""
+    """Verify hosts; return the report, and the signal that stopped it or 0. Only reports are written."""
     records: list[Record] = []
 
     def start(at: float) -> Progress:
@@ -441,11 +441,11 @@ def verify(
 
 
 def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[], None]) -> Fleet:
-    """Return the fleet that a rollout is driven on; a roll's reaches the cluster and Azure besides."""
+    """Return the fleet that a rollout acts on; that of a roll also reaches the cluster and Azure."""
     plan, options = rollout.plan, rollout.options
     if plan.policy.rolls is None:
         return Fleet(rollout.setup, work, on_wait)
-    assert plan.target and options.kubeconfig  # prepare saw to that
+    assert plan.target and options.kubeconfig  # prepare checked both
     access = kubeconfig.load(options.kubeconfig)
     change = Change(
         target=plan.target,
@@ -471,7 +471,7 @@ def _drive(
     write: Callable[[Record], None],
     records: list[Record],
 ) -> tuple[dict[str, Any], int]:
-    """Drive what ``start`` returns to its end, shown on standard error; ``records`` are all, those of before too."""
+    """Drive what ``start`` returns to its end, shown by ``show``; ``records`` includes those of earlier runs."""
     stop, control_plane = Stop(), rollout.setup.control_plane
     with ExitStack() as stack:
         stack.enter_context(stop.listening())

@@ -1,7 +1,7 @@
-"""Take back what a roll left whose driver and journal are lost: cordons, claims on scale sets, suspended services.
+"""Clean up after a roll whose driver and journal are lost: cordons, claims on scale sets, suspended services.
 
-All that is known of it is what stands on nodes and scale sets. So only a host that Azure means to run another version
-than the roll's is freed: whatever else carries its marks is named, and stays as it is.
+All that is known of the roll is what is recorded on nodes and scale sets. So only a host that, according to Azure, runs
+another version than the roll's is freed: any other host with the roll's marks is reported, and stays as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from image_builder.text import stamp
 
 @dataclass(frozen=True)
 class Marks:
-    """What carries the marks of a run: nodes (with whether they have its taint), and the holders of scale sets."""
+    """The marks of a run: the nodes that carry them (with whether they have its taint), and the scale sets' holders."""
 
     nodes: Mapping[str, bool]
     holders: Mapping[str, str]
@@ -37,8 +37,8 @@ class Marks:
 
 @dataclass(frozen=True)
 class Salvage:
-    """What was done. ``remaining`` are hosts that keep their marks, with the reason; ``unsure`` is for a person to
-    judge. ``models`` are the versions that models name now, ``versions`` how many instances run which.
+    """The result of a salvage. ``remaining`` are hosts that keep their marks, with the reason; ``unsure`` is for a
+    person to judge. ``models`` are the versions that models name now, ``versions`` how many instances run each version.
     """
 
     freed: tuple[str, ...]
@@ -62,10 +62,10 @@ def salvage(
     leases: Leases | None = None,
     settle: float = SETTLE_SECONDS,
 ) -> Salvage:
-    """Take a run's marks off nodes and scale sets of an inventory; hosts that have its ``version`` keep theirs.
+    """Remove a run's marks from the nodes and scale sets of an inventory; hosts that have its ``version`` keep theirs.
 
-    A claim that isn't over yet, and a Lease that is renewed, are a living driver's: they are heeded, and the Leases
-    held from then on. Without ``leases`` that driver is lost. Raises PoolError for such a claim or Lease, before
+    An unexpired claim or a Lease that is still renewed belongs to a live driver and is respected; the Leases are held
+    from then on. Without ``leases`` the driver counts as lost. Raises PoolError for such a claim or Lease, before
     anything is changed; KubeError, FetchError.
     """
     paths = sorted({host.scale_set_id for host in hosts if host.scale_set_id})
@@ -77,7 +77,7 @@ def salvage(
         leases.take(*sorted((marked | marks.holders.keys()) - {""}))
     instances = {path: {i.id: i for i in azure.instances(path)} for path in paths}
     if any(marks.nodes.values()):
-        # The last request for a host with a taint may have been accepted, and show a moment later.
+        # The last request for a tainted host may have been accepted without showing yet.
         azure.wait(settle)
         instances = {path: {i.id: i for i in azure.instances(path)} for path in paths}
     remaining = {
@@ -100,7 +100,7 @@ def salvage(
 
 
 def _marked(kube: Kube, run: str) -> dict[str, bool]:
-    """Return the nodes that a run has cordoned or tainted, and whether they have its taint."""
+    """Return the nodes that a run cordoned or tainted, and whether they have its taint."""
     nodes: dict[str, bool] = {}
 
     def take(document: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ def _marked(kube: Kube, run: str) -> dict[str, bool]:
 
 
 def _held(sets: Mapping[str, ScaleSet], run: str, now: float, *, lost: bool) -> dict[str, str]:
-    """Return the scale sets that a run, or its rollback, has claimed, and the holder as it stands there."""
+    """Return the scale sets that a run or its rollback has claimed, with the holder as recorded there."""
     holders: dict[str, str] = {}
     for path, scale_set in sets.items():
         holder, until = claim_of(scale_set)
@@ -129,7 +129,7 @@ def _held(sets: Mapping[str, ScaleSet], run: str, now: float, *, lost: bool) -> 
 
 
 def _reason(host: Host | None, instances: Mapping[str, Mapping[str, Instance]], version: str) -> str:
-    """Return why a host with a run's marks can't be freed; nothing where it has its image from before."""
+    """Return why a host with a run's marks can't be freed; empty if it has its image from before the run."""
     if host is None:
         return "the inventory doesn't have it: its image is unknown"
     instance = instances.get(host.scale_set_id, {}).get(host.instance)
@@ -143,7 +143,7 @@ def _reason(host: Host | None, instances: Mapping[str, Mapping[str, Instance]], 
 
 
 def _release(azure: Azure, path: str, holder: str) -> list[str]:
-    """Resume the services of a scale set, and take the claim off it; return what isn't certain."""
+    """Resume the services of a scale set, and remove the claim from it; return what isn't certain."""
     states = azure.services(path)
     suspended = [service for service in SERVICES if states.get(service) == "Suspended"]
     azure.set_services(path, suspended, "Resume", states)

@@ -1,8 +1,8 @@
-"""Slices by ansible-runner over OpenSSH: a private data directory, a process that runs it, a class for each host.
+"""Slices run by ansible-runner over OpenSSH: a private data directory, a process that runs it, an outcome per host.
 
 The directory is the whole contract (inventory, project, env): another engine that runs ansible-runner can be given
-the same one. No secret is in it; the key is a path. Node configurations that hosts get on the way are a file for each,
-HOST.json in one directory.
+the same one. It contains no secrets; the key is given as a path. Node configurations that are delivered to hosts are
+one file per host, HOST.json, in one directory.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from image_builder.system import process
 from image_builder.system.trees import remove_tree
 from image_builder.text import short_list
 
-# Tasks of playbooks/bootstrap.yml, by which their results are told apart; a test compares the names.
+# Tasks of playbooks/bootstrap.yml, used to identify their results; a test compares the names.
 CONFIGURE, START, WAIT = (
     "Deliver the node configuration",
     "Tell the host to join",
     "Wait until it has joined or given up",
 )
-# Waiting hosts hold a fork each, yet all were told before: a full slice waits about as long as its slowest host.
+# Each waiting host holds a fork, but all hosts have been told before: a full slice takes about as long as its slowest
+# host.
 FORKS = 50
 _MESSAGES = ("msg", "stderr", "module_stderr", "stdout")
-# Seconds: for what comes before joining, and for a process to end that was asked to.
+# Seconds: for the tasks before joining, and for a process to end after it was asked to.
 _TASKS_SECONDS, _GRACE = 120.0, 30.0
-# Any end is judged by what it said of each host.
+# Any exit status is accepted: what counts is what was reported of each host.
 _ANY_STATUS = range(-64, 256)
 # A first line that is well formed, and a message of Ansible's around it.
 _CLASSES: Sequence[tuple[re.Pattern[str], str]] = tuple(
@@ -71,7 +72,8 @@ _CLASSES: Sequence[tuple[re.Pattern[str], str]] = tuple(
             "timeout",
         ),
         (
-            # No word at all: a connection is shared, and who opened it tells nobody why it broke.
+            # Possibly an empty message: connections are shared, and the process that opened one doesn't report why it
+            # broke.
             r"via ssh:$|broken pipe|connection reset|connection closed|closed by remote|not responding"
             r"|connection timed out|connection to \S+ (?:port \d+ )?timed out",
             "dropped",
@@ -85,7 +87,7 @@ OnEnd = Callable[[str, JoinStatus], None]
 
 @dataclass(frozen=True)
 class Slice:
-    """One Ansible process. ``configurations`` are files by host's name, ``seconds`` is for joining, of one host.
+    """One Ansible process. ``configurations`` are files by host name, ``seconds`` is the time for one host to join.
 
     It runs here, or on a ``worker``.
     """
@@ -98,9 +100,9 @@ class Slice:
 
 
 def unreached(message: str, *, answered: bool) -> Outcome:
-    """Return the class of a host that OpenSSH or sudo did not let us do it on, by what they said.
+    """Return the outcome of a host on which OpenSSH or sudo failed, by their message.
 
-    ``answered``: it had answered before, so that whatever it is now is a connection that broke.
+    ``answered``: the host had answered before, so it counts as a connection that broke.
     """
     text = " ".join(message.split())
     for pattern, kind in _CLASSES:
@@ -111,7 +113,7 @@ def unreached(message: str, *, answered: bool) -> Outcome:
 
 
 class Results:
-    """Makes one end for each host out of the ends of its tasks, and of their absence."""
+    """Derives one result for each host from the results of its tasks, or from their absence."""
 
     def __init__(self, names: Sequence[str], on_end: OnEnd) -> None:
         self._unfinished = dict.fromkeys(names)
@@ -120,27 +122,27 @@ class Results:
 
     @property
     def unfinished(self) -> tuple[str, ...]:
-        """The hosts that have not ended."""
+        """The hosts that have no result yet."""
         return tuple(self._unfinished)
 
     def line(self, line: str) -> str:
-        """Take a line of the slice's process; return what Ansible said last where it says so."""
+        """Process a line of the slice's process; return Ansible's last words if the line contains them."""
         try:
             entry = json.loads(line)
         except ValueError:
-            return line  # a traceback of Python's
+            return line  # a Python traceback
         if not isinstance(entry, dict) or "host" not in entry:
             return str(entry.get("tail", "")) if isinstance(entry, dict) else ""
         self._task(entry["host"], entry["task"], entry["what"], entry["result"])
         return ""
 
     def over(self, why: str) -> None:
-        """End what is left: the process ended without a word on these hosts."""
+        """End the remaining hosts: the process ended without a result for them."""
         for name in self.unfinished:
             if name in self._told_hosts:
                 self._end(name, JoinStatus(ended("unknown", f"told to join, then {why}"), "unknown"))
             else:
-                # It may have been in the middle of being told: that is not known to be otherwise.
+                # The host may just have been told to join; whether it was isn't known.
                 self._end(name, JoinStatus(ended("dropped", why), "unknown"))
 
     def _task(self, name: str, task: str, end: str, result: Mapping[str, Any]) -> None:
@@ -165,7 +167,7 @@ class Results:
 
 def _lost(message: str, task: str, *, is_told: bool) -> JoinStatus:
     outcome = unreached(message, answered=is_told)
-    # Who did not let us in can't have been told. Where the connection broke while it was, anything may be.
+    # A host that refused the login can't have been told. If the connection broke meanwhile, it may have been.
     untold = not is_told and (
         task == CONFIGURE or outcome.kind in ("refused", "bastion", "auth", "host key", "sudo")
     )
@@ -181,7 +183,7 @@ def _is_sudo(message: str) -> bool:
 
 
 class Process:
-    """The process of one slice: ``run`` blocks in a thread until it ended, ``end`` ends it from any other."""
+    """The process of one slice: ``run`` blocks its thread until the process has ended; other threads call ``end``."""
 
     def __init__(self, slice_: Slice, folder: Path, python: Path) -> None:
         self._slice, self._folder, self._python = slice_, folder, python
@@ -190,7 +192,7 @@ class Process:
         self._unwanted = False
 
     def run(self, on_end: OnEnd) -> None:
-        """Run the slice; every host of it gets one end. ``folder`` is made here, and is gone afterwards."""
+        """Run the slice; each of its hosts gets one result. The folder is created here and removed afterwards."""
         results = Results([work.host.name for work in self._slice.work], on_end)
         last = ""
 
@@ -216,17 +218,17 @@ class Process:
             remove_tree(self._folder)
 
     def end(self) -> None:
-        """End it, with everything that it started; it needs not run any more, or not yet."""
+        """End the process and everything that it started; call it at any time, even before the process runs."""
         with self._guard:
             self._unwanted = True
             if self._pidfd >= 0:
                 _terminate(self._pidfd)
 
     def _began(self, line: str) -> str:
-        """Take note of the process, by the first line that it says."""
+        """Note the process, from the first line that it prints."""
         if self._pidfd < 0 and line.startswith('{"pid":'):
             with self._guard:
-                # It can't be another one yet: nobody has waited for it.
+                # The PID can't have been reused yet: the process hasn't been waited for.
                 self._pidfd = os.pidfd_open(json.loads(line)["pid"])
                 if self._unwanted:
                     _terminate(self._pidfd)
@@ -244,12 +246,12 @@ class Process:
 
 
 def _terminate(pidfd: int) -> None:
-    with suppress(ProcessLookupError):  # it has ended by itself
+    with suppress(ProcessLookupError):  # it has already ended
         signal.pidfd_send_signal(pidfd, signal.SIGTERM)
 
 
 def _longest(slice_: Slice) -> float:
-    """Return how many seconds a slice may take: its last host's slot and deadline, and the tasks before."""
+    """Return how many seconds a slice may take: its last host's slot and deadline, and the preceding tasks."""
     return slice_.seconds + max(work.delay for work in slice_.work) + _TASKS_SECONDS
 
 
@@ -262,9 +264,9 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def clear(folder: Path) -> None:
-    """Remove what slices of a killed run left in ``folder``, once nothing of them runs any more.
+    """Remove what the slices of a killed run left in ``folder``, once none of their processes is running.
 
-    Raises ImageBuilderError where something still does after half a minute, OSError.
+    Raises ImageBuilderError if one is still running after half a minute, OSError.
     """
     for leftover in sorted(folder.iterdir()) if folder.is_dir() else ():
         deadline = time.monotonic() + _GRACE
@@ -286,7 +288,7 @@ def _is_free(folder: Path) -> bool:
 
 
 def write(slice_: Slice, folder: Path) -> None:
-    """Make the private data directory of a slice, and what its process needs beside. Raises OSError."""
+    """Create the private data directory of a slice, and what else its process needs. Raises OSError."""
     folder.mkdir(mode=0o700)
     if slice_.worker:
         key = Path(slice_.access.login(slice_.work[0].host).key)  # the only one, as was checked
@@ -299,9 +301,9 @@ def write(slice_: Slice, folder: Path) -> None:
 
 
 def write_portable(slice_: Slice, folder: Path) -> None:
-    """Make a private data directory that any ansible-runner can run anywhere: all paths in it lead into itself.
+    """Create a private data directory that any ansible-runner can run anywhere: all paths in it stay within it.
 
-    Only the private key is not in it: the runner's ``ssh_key`` brings that, as an agent. Raises OSError.
+    Only the private key isn't in it: the runner's ``ssh_key`` provides that, through an agent. Raises OSError.
     """
     here, access = "{{ inventory_dir }}/../env", slice_.access
     host_keys = type(access.host_keys)(Path(here) / "known_hosts")
@@ -338,9 +340,9 @@ def _fill(
 
 
 def inventory(slice_: Slice, *, here: str = "../env", agent: bool = False) -> dict[str, Any]:
-    """Return the inventory of a slice. Hosts come in the order in which they join: so they are waited for.
+    """Return the inventory of a slice. Hosts are in the order in which they join, since they are awaited in that order.
 
-    ``here`` is the directory of the slice's own files as Ansible finds it; with ``agent`` the key is an agent's.
+    ``here`` is the directory of the slice's own files as Ansible finds it; with ``agent`` an agent holds the key.
     """
     access, ways = slice_.access, _ways(slice_)
     hosts = {}
@@ -375,13 +377,13 @@ def _configuration(path: Path | None) -> dict[str, str]:
 
 
 def environment(folder: Path, slice_: Slice, *, agent: bool = False) -> dict[str, str]:
-    """Return Ansible's settings: whatever configuration this host or its user has plays no part.
+    """Return Ansible's settings: no configuration of this machine or its user has any effect.
 
-    With ``agent`` the key is that of the runner's own agent, and there is no other one.
+    With ``agent`` the only key is that of the runner's own agent.
     """
     access = slice_.access
     longest_way = max(access.way_seconds(work.host) for work in slice_.work)
-    # Before Ansible's own timeout, which lasts until sudo has answered: of two the first counts.
+    # Ahead of Ansible's own timeout, which lasts until sudo has answered: OpenSSH uses the first of two.
     timeout = {"ConnectTimeout": f"{access.connect_seconds + longest_way:.0f}"}
     options = openssh.common(access, agent=agent) | timeout
     arguments = ["-F", "none", *openssh.arguments(options)]
@@ -392,7 +394,7 @@ def environment(folder: Path, slice_: Slice, *, agent: bool = False) -> dict[str
         "ANSIBLE_SSH_ARGS": shlex.join(arguments),
         "ANSIBLE_HOST_KEY_CHECKING": "true",
         "ANSIBLE_PIPELINING": "true",
-        # On a terminal what sudo warns of would be mixed with what the host answers.
+        # On a terminal, sudo's warnings would be mixed with the host's answer.
         "ANSIBLE_SSH_USETTY": "false",
         "ANSIBLE_GATHERING": "explicit",
         "ANSIBLE_FORKS": str(min(len(slice_.work), FORKS)),
@@ -404,7 +406,7 @@ def environment(folder: Path, slice_: Slice, *, agent: bool = False) -> dict[str
 
 
 def read_configurations(folder: Path, hosts: Sequence[str]) -> dict[str, Path]:
-    """Return the file of each host. What its node would refuse is refused here, by the same rules: DefinitionError."""
+    """Return the file of each host. Raises DefinitionError for files that the node would refuse, by the same rules."""
     paths = {name: folder.absolute() / f"{name}.json" for name in hosts}
     files = {name: file for name, file in paths.items() if file.is_file()}
     missing = [name for name in paths if name not in files]
@@ -418,7 +420,7 @@ def read_configurations(folder: Path, hosts: Sequence[str]) -> dict[str, Path]:
 
 
 def _wrong(files: Mapping[str, Path]) -> dict[str, list[str]]:
-    """Return what is wrong, and the hosts that it is so of."""
+    """Return the faults, each with the hosts that have it."""
     wrong: dict[str, list[str]] = defaultdict(list)
     nodes: dict[str, Mapping[str, object]] = {}
     clusters: dict[tuple[str, str], list[str]] = defaultdict(list)

@@ -1,8 +1,8 @@
-"""Readings of a Kubernetes control plane: what its API server counts, pending certificate requests, nodes.
+"""Readings of a Kubernetes control plane: its API server's counters, pending certificate requests, nodes.
 
 The user of the kubeconfig needs ``get`` on /metrics, ``list`` on nodes and on certificatesigningrequests. Behind a
-load balancer the counters are those of the API server that answered: one connection is kept, so that they stay
-comparable, and one that restarted (or is another one) starts over.
+load balancer the counters are those of the API server that answered: one connection is kept open, so that they stay
+comparable; after a restart, or on another API server, counting starts over.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from image_builder.node.net import fetch, kube, kubeconfig
 from image_builder.pool.run.gates import Reading
 
 NODES = "/api/v1/nodes"
-# What people see of nodes, as text, from the API server's memory: nothing is asked of etcd, and it is a sixteenth of
-# what simulated nodes are (tests/bench/gate.py); real ones have lists of images besides.
+# Nodes as people see them, as text, from the API server's memory: etcd isn't queried, and the answer is a sixteenth of
+# the size of simulated nodes (tests/bench/gate.py); real ones also have lists of images.
 # https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables
 SHOWN_NODES = f"{NODES}?resourceVersion=0&includeObject=None"
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
 REQUESTS = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
-# Who signs what joining nodes ask for. Others may leave requests to a person, who takes days: serving certificates of
-# kubelets are never approved by Kubernetes itself, those of people neither.
+# The signer of joining nodes' requests. Requests to other signers may wait days for a person: Kubernetes itself never
+# approves serving certificates of kubelets, nor certificates of people.
 SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
-# Nodes that registered since may well not be Ready: they join.
+# Nodes that registered within this time may not be Ready yet: they are joining.
 JOINING_SECONDS = 300.0
-# For each answer, of three requests.
+# Timeout of each of the three requests.
 _SECONDS = 5.0
-# An age as the API server writes it: to the second up to ten minutes, `<invalid>` by a clock that was ahead.
+# An age as the API server writes it: to the second up to ten minutes, `<invalid>` if a clock was ahead.
 _AGE = re.compile(r"(?:(\d+)y)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 _AGE_SECONDS = (31_536_000, 86_400, 3_600, 60, 1)
-# How far the clocks may be apart: ages of requests and nodes are told by both.
+# Maximum clock difference: the ages of requests and nodes depend on both clocks.
 _CLOCK_SECONDS = 60.0
-# Who asks is not known there, or may not: no patience changes that.
+# The user is unknown or not permitted: waiting doesn't change that.
 _NEVER = frozenset({401, 403})
 _COUNTER = re.compile(r'apiserver_request_total\{[^}]*\bcode="(\d+)"[^}]*\} (\S+)')
 
 
 class ControlPlane(Protocol):
-    """Where readings come from. ``is_read``: whether they mean anything."""
+    """The source of readings. ``is_read``: whether a control plane is actually read."""
 
     is_read: bool
 
     def read(self) -> Reading:
-        """Return what happened since the last call. A failure to read is a reading with ``unread``."""
+        """Return what happened since the last call. A failure is returned as a reading with ``unread``."""
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release resources."""
 
 
 class Unwatched:
-    """No control plane was named: its gate holds nothing up, and a note says so."""
+    """No control plane was given: its gate passes everything, and a note says so."""
 
     is_read = False
 
@@ -71,14 +71,14 @@ class Unwatched:
 
 
 class Kubernetes:
-    """A control plane, by its API server; a context manager."""
+    """A control plane, read through its API server."""
 
     is_read = True
 
     def __init__(
         self, path: Path, *, clock: Callable[[], float] = time.time, joining_seconds: float = JOINING_SECONDS
     ) -> None:
-        """Read the kubeconfig; raises UsageError. For so long a node that registered need not be Ready."""
+        """Read the kubeconfig; raises UsageError. For ``joining_seconds`` a node that registered need not be Ready."""
         try:
             self._client = kube.Client(kubeconfig.load(path), agent="image-builder", timeout=_SECONDS)
         except NodeError as error:
@@ -87,9 +87,9 @@ class Kubernetes:
         self._before: Mapping[str, float] | None = None
 
     def faults(self) -> list[str]:
-        """Return what no patience mends: a server that isn't proven, a user who is not known or may not, a clock.
+        """Return faults that waiting doesn't fix: an unproven server, an unknown or unauthorized user, a wrong clock.
 
-        That it doesn't answer now, or is throttled, is none of that: the gate waits for it.
+        A server that doesn't answer now, or throttles, isn't one of them: the gate waits for it.
         """
         faults = list(self._faults())
         if faults:
@@ -98,7 +98,7 @@ class Kubernetes:
 
     def _faults(self) -> Iterator[str]:
         try:
-            # By its address alone it can't be proven where it has another name.
+            # A server that has another name can't be proven by its address only.
             context, is_named = kube.tls(self._access), bool(self._access.server_name)
             fault = "" if is_named else server_fault(self._access.server, context, self._clock())
             if fault:
@@ -111,7 +111,7 @@ class Kubernetes:
                     if error.status in _NEVER or (is_unproven and not fault):
                         yield str(error.message)
                     if error.status != 403:
-                        return  # the others would say the same
+                        return  # the other paths would fail in the same way
         except ssl.SSLError as error:
             yield f"the certificates of the kubeconfig can't be used: {error}"
         except NodeError as error:
@@ -123,7 +123,7 @@ class Kubernetes:
         except NodeError as error:
             return Reading(unread=str(error.message)[:500])
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            # JSON, and not what an API server says: something between here and there answered.
+            # JSON, but not an API server's: something in between answered.
             return Reading(unread=f"the answer is not understood: {error!r}"[:500])
 
     def _read(self) -> Reading:
@@ -146,9 +146,9 @@ class Kubernetes:
 
 
 def server_fault(server: str, context: ssl.SSLContext, now: float) -> str:
-    """Return why an API server is not the one that ``context`` proves, or that our clock is off; else nothing.
+    """Return why an API server isn't the one that ``context`` proves, or that our clock is off; otherwise nothing.
 
-    Nor is anything known of one that doesn't answer from here. The request carries no credentials.
+    A server that can't be reached from here also counts as without fault. The request carries no credentials.
     """
     try:
         response = fetch.ask(f"{server}/version", headers={}, seconds=_SECONDS, context=context)
@@ -163,7 +163,7 @@ def server_fault(server: str, context: ssl.SSLContext, now: float) -> str:
 
 
 def _gather(client: kube.Client, path: str) -> list[dict[str, Any]]:
-    """Return of each item what is looked at here."""
+    """Return the fields of each item that are used here."""
     items: list[dict[str, Any]] = []
 
     def take(item: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ def count_requests(metrics: str) -> dict[str, float]:
 
 
 class Answered(NamedTuple):
-    """Requests between two counts: all, those with 429, those with 5xx."""
+    """Requests answered between two counts: all, those with 429, those with 5xx."""
 
     all: int = 0
     throttled: int = 0
@@ -197,7 +197,7 @@ class Answered(NamedTuple):
 
 
 def since(before: Mapping[str, float] | None, now: Mapping[str, float]) -> Answered:
-    """Return what was answered between two counts; of a first one, or one that started over, nothing is known."""
+    """Return what was answered between two counts; nothing for a first count, or after the counters started over."""
     if before is None or any(now.get(code, 0.0) < count for code, count in before.items()):
         return Answered()
     new = {code: count - before.get(code, 0.0) for code, count in now.items()}
@@ -206,7 +206,7 @@ def since(before: Mapping[str, float] | None, now: Mapping[str, float]) -> Answe
 
 
 def oldest_pending(requests: list[dict[str, Any]], now: float) -> float:
-    """Return the age in seconds of the oldest request of a joining node that is undecided; 0 without one."""
+    """Return the age in seconds of the oldest undecided request of a joining node; 0 without one."""
     ages = [
         now - _moment(request["created"])
         for request in requests
@@ -216,15 +216,15 @@ def oldest_pending(requests: list[dict[str, Any]], now: float) -> float:
 
 
 def count_not_ready(table: Mapping[str, Any], joining_seconds: float = JOINING_SECONDS) -> int:
-    """Return how many nodes of a table aren't Ready, those aside that registered only just now.
+    """Return how many nodes of a table aren't Ready, except those that registered only just now.
 
-    Raises ValueError and the like for what is no such table.
+    Raises ValueError and the like for anything but such a table.
     """
     return sum(not node.is_ready and _age(node.age) > joining_seconds for node in shown_nodes(table))
 
 
 class Shown(NamedTuple):
-    """A node as people see it; ``age`` such as `5m30s`."""
+    """A node as people see it, with an ``age`` such as `5m30s`."""
 
     name: str
     is_ready: bool
@@ -232,7 +232,7 @@ class Shown(NamedTuple):
 
 
 def shown_nodes(table: Mapping[str, Any]) -> list[Shown]:
-    """Return the nodes of a table; raises ValueError and the like for what is no such table."""
+    """Return the nodes of a table; raises ValueError and the like for anything but such a table."""
     if table["kind"] != "Table":
         raise ValueError(f"a {table['kind']} of nodes, not a table")
     columns = [column["name"] for column in table["columnDefinitions"]]
@@ -246,7 +246,7 @@ def shown_nodes(table: Mapping[str, Any]) -> list[Shown]:
 
 
 def _age(text: str) -> float:
-    """Return seconds of an age such as `5m30s`, `3h` or `2y10d`."""
+    """Return the seconds of an age such as `5m30s`, `3h` or `2y10d`."""
     if text == "<invalid>":
         return 0.0
     match = _AGE.fullmatch(text)

@@ -1,4 +1,4 @@
-"""The drains of a roll: one thread goes round over all hosts that are emptied, and those that are awaited."""
+"""The drains of a roll: one thread cycles through all hosts that are being emptied or awaited."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from image_builder.node.net.retry import backoff
 from image_builder.pool.plan.model import OK, Outcome, Step, ended, failed
 from image_builder.pool.run.records import Emptied
 
-# Between two attempts while the API server, or Azure, is away.
+# Maximum seconds between two attempts while the API server, or Azure, is unavailable.
 TROUBLE_SECONDS = 60.0
-# The number of a failure by what was broken off.
+# The failure number of a step that was broken off.
 BROKEN_OFF = 2
 _REFUSALS = 5
 
@@ -33,8 +33,8 @@ Key = tuple[str, Step, int]
 
 
 def is_final(error: NodeError, failures: int) -> bool:
-    """Tell whether the API server has said no for good. One that has just started knows nobody's rights yet, and a
-    certificate that can't be read may be about to be renewed.
+    """Return whether the API server's refusal is final. A server that has just started doesn't know any rights yet, and
+    a certificate that can't be read may be about to be renewed.
     """
     if not isinstance(error, KubeError):
         return False
@@ -42,16 +42,16 @@ def is_final(error: NodeError, failures: int) -> bool:
 
 
 def why(outcome: drains.Outcome) -> str:
-    """Return why a host was skipped: the reason, and the first pod that it was for."""
+    """Return why a host was skipped: the reason, and the first pod responsible."""
     first = next((tenant.pod for tenant in outcome.tenants), None)
     return f"{outcome.reason}: {first}" if first else outcome.reason
 
 
 def _ending(outcome: drains.Outcome) -> Outcome:
-    """Return how the drain of a host ended."""
+    """Return the outcome of a host's drain."""
     if outcome.state == "empty":
         return OK
-    # Without a pod it was somebody else's, or is gone.
+    # A host skipped without a pod is held or cordoned by somebody else, or is gone.
     is_busy = bool(outcome.tenants) and outcome.reason != drains.UNCORDONED
     return ended("busy" if is_busy else "skipped", why(outcome))
 
@@ -60,8 +60,8 @@ class Drains:
     """All drains of a roll, and the hosts that are awaited, in one thread.
 
     ``run`` is the roll's name on nodes; ``report`` is called in this thread, and ``crash`` with an error that ends it.
-    Hosts that are begun together are one drain: gangs in it go together. After ``deadline``, in seconds of the epoch,
-    no owner is asked any more.
+    Hosts that are begun together are one drain: gangs in it are drained together. After ``deadline``, in seconds since
+    the epoch, owners' objections no longer count.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class Drains:
     ) -> None:
         self._connect, self._name, self._policy, self._max_fenced = connect, run, policy, max_fenced
         self._report, self._crash, self._deadline = report, crash, deadline
-        # Hosts to drain, to await and until when, or one to let go of and what says that nothing more is done to it.
+        # Hosts to drain, hosts to await with their deadlines, or a host to let go of with the event that confirms it.
         self._new: SimpleQueue[list[Key] | dict[Key, float] | tuple[str, threading.Event]] = SimpleQueue()
         self._awaited: dict[str, tuple[Key, float]] = {}
         self._due = 0.0
         # Hosts of the last wave.
         self._rested: set[str] = set()
-        # Hosts that the run wants empty and has not let go of: whose cordons are not for this thread to take away.
+        # Hosts that the run wants empty and has not let go of: this thread must not remove their cordons.
         self._asked: set[str] = set()
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._over: set[Key] = set()
-        # Nodes that are looked at in one moment, by the last looks too.
+        # Cordoned nodes, read once for all that look at them at the same time; also used by the final checks.
         self.cordoned = Cordoned()
-        # Nodes of hosts that are empty, as they were then.
+        # Nodes of empty hosts, as they were when the drain ended.
         self.nodes: dict[str, dict[str, Any]] = {}
         self._thread = threading.Thread(target=self._run, name="drains")
 
@@ -101,7 +101,7 @@ class Drains:
         self._wake.set()
 
     def wait_for(self, keys: Mapping[Key, float]) -> None:
-        """Report hosts as soon as they are idle, or are not by a time."""
+        """Report hosts as soon as they are idle, or when they still aren't at the given time."""
         self._new.put(dict(keys))
         self._wake.set()
 
@@ -117,7 +117,7 @@ class Drains:
             pass
 
     def end(self) -> None:
-        """End the thread; cordons stay, and are freed by whoever goes on."""
+        """End the thread; cordons stay for the process that continues the run to remove."""
         self._ending.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -126,7 +126,7 @@ class Drains:
     def _run(self) -> None:
         try:
             self._go_round()
-        except Exception as error:  # a thread's would be lost, and all hosts would wait for ever
+        except Exception as error:  # it would be lost in this thread, and all hosts would wait forever
             self._crash(error)
 
     def _go_round(self) -> None:
@@ -161,7 +161,7 @@ class Drains:
             kube.close()
 
     def _turn(self, handover: Handover) -> float:
-        """Look at hosts that are awaited, where that is due; return the seconds until it is again."""
+        """Look at the awaited hosts if that is due; return the seconds until the next look."""
         pause = self._due - time.monotonic()
         if pause > 0:
             return pause
@@ -176,13 +176,13 @@ class Drains:
         return self._policy.poll_seconds
 
     def _answer(self, name: str, outcome: Outcome, unit: tuple[str, ...] = ()) -> None:
-        """Report a host that was awaited."""
+        """Report an awaited host."""
         key, _ = self._awaited.pop(name)
         if key not in self._over:
             self._report(key, outcome, Emptied(unit=unit))
 
     def _take(self, work: list[tuple[Drain, dict[str, Key]]], kube: Kube, handover: Handover) -> None:
-        """Begin what was asked for meanwhile, and let go of hosts."""
+        """Begin what was requested meanwhile, and let go of hosts."""
         while True:
             try:
                 asked = self._new.get_nowait()
@@ -204,7 +204,7 @@ class Drains:
                 handover.add(key[0] for key in asked)
                 continue
             self._asked |= {key[0] for key in asked}
-            # Who was idle a moment ago is not waited for again.
+            # Hosts of the last wave were idle a moment ago, so they aren't waited for again.
             is_over = time.time() >= self._deadline
             for hurry in (False, True):
                 keys_of = {key[0]: key for key in asked if (key[0] in self._rested and not is_over) == hurry}
@@ -216,7 +216,7 @@ class Drains:
                 work.append((drain, keys_of))
 
     def _tell(self, drain: Drain, keys: dict[str, Key]) -> None:
-        """Report the hosts of a drain that ended."""
+        """Report the hosts of a drain that are done."""
         for name, outcome in list(drain.outcomes.items()):
             key = keys.pop(name, None)
             if key and key not in self._over:
@@ -227,7 +227,7 @@ class Drains:
                 self._report(key, _ending(outcome), Emptied(evicted=outcome.evicted, gpus=gpus))
 
     def _free_partners(self, kube: Kube, drain: Drain) -> None:
-        """Free the hosts that a drain took on because its gangs run there, too. Raises KubeError."""
+        """Free the hosts that a drain added because its gangs also run there. Raises KubeError."""
         for name in drain.hosts:
             if name not in self._asked:
                 drains.free(kube, name, self._name)

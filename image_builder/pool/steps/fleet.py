@@ -1,7 +1,7 @@
 """The real fleet: the driver's ``Steps`` over SSH, Ansible, the verification suite, and a control plane.
 
-Whatever happens elsewhere (a connection's thread, a slice's process, a suite's run) comes to ``wait`` through one
-queue, and everything here is decided in the driver's thread.
+Whatever happens elsewhere (in a connection's thread, a slice's process, a suite's run) reaches ``wait`` through one
+queue, and all decisions here are made in the driver's thread.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from image_builder.pool.steps.slice import Worker
 from image_builder.pool.steps.suite import Runs, Suite
 from image_builder.system.trees import remove_tree
 
-# A question to a host, not counting the login: an interpreter is started there.
+# Timeout of a query to a host, not counting the login: it starts an interpreter there.
 _ASK_SECONDS = 30.0
-# Between two questions to a host that still tries to join: this, and later on a part of the time that it takes.
+# Between two queries to a host that is still joining: this minimum, later a fraction of the time that it has taken.
 _AGAIN_SECONDS, _AGAIN_PART, _AGAIN_MOST = 2.0, 0.1, 15.0
-# Runs of the suite at once, of each core.
+# Concurrent runs of the suite per core.
 _SUITES = 4
-# Between the taint and the last look: a pod that was bound before it has appeared by then.
+# Between the taint and the final check: a pod that was bound before the taint has appeared by then.
 _SETTLE_SECONDS = 30.0
 
 
@@ -52,8 +52,8 @@ _SETTLE_SECONDS = 30.0
 class Setup:
     """The connections and settings used to work on a fleet.
 
-    ``configurations`` are the node configurations of hosts that don't have theirs by user data. ``workers`` run the
-    slices, in turn; without any they run here.
+    ``configurations`` are the node configurations of hosts that don't get theirs from user data. ``workers`` run the
+    slices in turn; without workers they run here.
     """
 
     access: Access
@@ -64,7 +64,7 @@ class Setup:
     configurations: Mapping[str, Path] = field(default_factory=dict)
     workers: Sequence[Worker] = ()
     at_once: int = 200
-    # A run waits for its host most of the time.
+    # A suite run spends most of its time waiting for its host.
     suites: int = field(default_factory=lambda: _SUITES * len(os.sched_getaffinity(0)))
 
 
@@ -72,11 +72,11 @@ class Setup:
 class Change:
     """The target, connections and limits of a roll.
 
-    ``run`` names it on nodes, ``holder`` on scale sets. ``kube`` opens a connection to the API server, for one thread
-    each; ``journal`` holds what is sent to Azure. ``max_fenced``: most hosts of the last wave that are cordoned at
-    work. After ``deadline``, in seconds of the epoch, busy hosts are emptied whatever the owners of their pods say.
-    ``asks_nodes``: a node that says itself that it works is not empty. ``force_ephemeral``: ephemeral OS disks are
-    replaced too.
+    ``run`` names it on nodes, ``holder`` on scale sets. ``kube`` opens a connection to the API server, one per thread;
+    ``journal`` records what is sent to Azure. ``max_fenced``: the maximum number of hosts of the last wave that are
+    cordoned while they work. After ``deadline``, in seconds since the epoch, busy hosts are emptied regardless of what
+    the owners of their pods say. ``asks_nodes``: a node that reports itself busy isn't empty. ``force_ephemeral``:
+    ephemeral OS disks are replaced too.
     """
 
     target: Target
@@ -95,7 +95,7 @@ class Change:
 
 
 class _Begun(NamedTuple):
-    """A step on a host that is in work. ``at`` is when it began, its join slot not counted."""
+    """A step in progress on a host. ``at`` is when it began, after the delay of its join slot."""
 
     work: Work
     step: Step
@@ -110,17 +110,17 @@ class _Slice(NamedTuple):
 
 _T = TypeVar("_T")
 _Key = tuple[str, Step, int]
-# What comes through the queue: something to do in the driver's thread, or nothing, which only wakes it.
+# A message in the queue: something to do in the driver's thread, or None, which only wakes it.
 _Message = Callable[[], None] | None
 
 
 class Fleet:
-    """Hosts that are reached; a context manager. See ``driver.Steps`` for what its methods promise."""
+    """Hosts that are reached over SSH; a context manager. See ``driver.Steps`` for the contract of its methods."""
 
     def __init__(self, setup: Setup, folder: Path, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Read the key and the hosts' keys; raises UsageError when they can't be had.
+        """Read the private key and the hosts' keys; raises UsageError if they can't be read.
 
-        ``folder`` holds the private data of the slices while they run and is removed in the end. ``on_wait`` is called
+        ``folder`` holds the private data of the slices while they run and is removed at the end. ``on_wait`` is called
         in each round, in the driver's thread.
         """
         self._setup, self._folder, self._on_wait = setup, folder, on_wait
@@ -135,11 +135,11 @@ class Fleet:
         self._slices: list[_Slice] = []
         self._number = 0
         self._events: list[Event] = []
-        # A clock that is set while hosts are in work neither holds up their deadlines nor ends them all.
+        # Setting the clock while hosts are in work neither delays their deadlines nor makes all of them expire.
         self._since_1970 = time.time() - time.monotonic()
 
     def __enter__(self) -> Self:
-        """Raises ImageBuilderError while an earlier run's processes still work, OSError."""
+        """Raises ImageBuilderError while an earlier run's processes are still running, OSError."""
         ansible.clear(self._folder)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._reach.__enter__()
@@ -150,13 +150,13 @@ class Fleet:
     ) -> None:
         for slice_ in self._slices:
             slice_.process.end()
-        # A reading that is under way is nobody's any more, and ends by its own deadlines.
+        # A reading in progress is no longer needed, and ends by its own timeouts.
         for executor in (self._suites, self._reader):
             executor.shutdown(wait=False, cancel_futures=True)
         self._reach.__exit__(kind, error, trace)
         for slice_ in self._slices:
             slice_.thread.join()
-        # Nobody waits for what the suites that are left find.
+        # Don't wait for the results of the remaining suites.
         if self._runs:
             self._runs.__exit__(kind, error, trace)
         self._suites.shutdown()
@@ -206,11 +206,11 @@ class Fleet:
     def bootstrap(self, work: Sequence[Work]) -> None:
         for w in work:
             self._begin(w, "bootstrap")
-            # Ansible has its own, and this takes longer than one is kept.
+            # Ansible has its own connection, and the step takes longer than an idle one is kept.
             self._reach.release(w.host)
         setup = self._setup
         self._number += 1
-        # In turn: what was lost with one worker is tried again by another.
+        # In turn, so that hosts lost with one worker are retried on another.
         worker = setup.workers[(self._number - 1) % len(setup.workers)] if setup.workers else None
         slice_ = Slice(tuple(work), setup.access, setup.deadlines.bootstrap, setup.configurations, worker)
         process = ansible.Process(slice_, self._folder / f"slice-{self._number}", setup.python)
@@ -235,13 +235,13 @@ class Fleet:
         self._leave_slice(host, step)
 
     def conclude(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def unplanned(self, _hosts: Sequence[Host]) -> Mapping[str, str]:
         return {}
 
     def room(self, step: Step) -> int:
-        # Who is asked again meanwhile holds no connection.
+        # A host waiting to be asked again holds no connection.
         resting = {key for _, key in self._again}
         busy = sum(key[1] == step for key in self._begun.keys() - resting)
         return (self._setup.suites if step == "verify" else self._setup.at_once) - busy
@@ -287,7 +287,7 @@ class Fleet:
                     slice_.process.end()
 
     def _answered(self, take: Callable[[_Key, _T], None], key: _Key) -> Callable[[Future[_T]], None]:
-        """Return what brings a thread's answer to the driver's; what it raises is raised there."""
+        """Return a callback that passes a thread's result to the driver's thread; its exception is raised there."""
 
         def done(future: Future[_T]) -> None:
             if not future.cancelled():
@@ -297,7 +297,7 @@ class Fleet:
 
     def _ask(self, key: _Key) -> None:
         host = self._begun[key].work.host
-        # Who is to be held to the suite is so next.
+        # Hosts that the suite verifies are verified next, so keep the connection.
         keep = self._runs is not None
         future = self._reach.submit(host, provision.ASK, root=True, seconds=_ASK_SECONDS, keep=keep)
         future.add_done_callback(self._answered(self._probed, key))
@@ -319,7 +319,7 @@ class Fleet:
         assert answer.status is not None  # it ran
         status = provision.read(answer.status, answer.stdout, answer.stderr)
         if status.busy:
-            # Whether it joins is known when it ended; until the deadline that is waited for.
+            # Whether it joins is known only when it has ended; wait for that until the deadline.
             now = self.now()
             pause = min(_AGAIN_MOST, max(_AGAIN_SECONDS, _AGAIN_PART * (now - begun.at)))
             self._again.append((now + pause, key))
@@ -333,9 +333,9 @@ class Fleet:
         self._end(key, outcome, "unknown")
 
     def _run_suite(self, key: _Key) -> Outcome:
-        """Run the suite, in a thread of its own."""
+        """Run the suite, in a thread of the pool."""
         begun = self._begun.get(key)
         if begun is None:
-            return ended("unknown", "abandoned before it started")  # which nobody waits for
-        assert self._runs is not None  # nothing is verified without one: the command saw to that
+            return ended("unknown", "abandoned before it started")  # its result is ignored
+        assert self._runs is not None  # the command ensures that nothing is verified without a suite
         return self._runs.run(begun.work.host, self._setup.deadlines.verify)

@@ -1,7 +1,7 @@
 """OpenSSH's side of a slice: the options of its connections, and its way through bastions.
 
-A slice has one connection to a bastion, wherever it runs: bastion.sh makes that where there is none yet, and those to
-hosts go through it. ssh_config describes the bastions; both lie beside the slice's environment.
+A slice has one connection to each bastion, wherever it runs: bastion.sh opens it if there is none yet, and connections
+to hosts go through it. ssh_config describes the bastions; both files are next to the slice's environment.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Ways = Mapping[tuple[Hop, ...], str]
 
 
 def ways(hosts: Iterable[Host]) -> Ways:
-    """Return the ways to hosts, as they are logged in to."""
+    """Return the ways to hosts, from their logins."""
     parts = (host.hops[: n + 1] for host in hosts for n in range(len(host.hops)))
     return {way: f"hop-{number}" for number, way in enumerate(dict.fromkeys(parts))}
 
 
 def common(access: Access, *, agent: bool) -> dict[str, str]:
-    """Return the options of all connections. With ``agent`` the key is an agent's, and there is no other one."""
+    """Return the options of all connections. With ``agent`` the only key is an agent's."""
     keys = {"IdentityFile": "none"} if agent else {"IdentitiesOnly": "yes", "IdentityAgent": "none"}
     return {
         "BatchMode": "yes",
@@ -47,7 +47,7 @@ def common(access: Access, *, agent: bool) -> dict[str, str]:
 
 
 def host_options(access: Access, host: Host, ways: Ways, env: str) -> dict[str, str]:
-    """Return the options of one host; ``env`` is the directory of ssh_config as Ansible's directory has it."""
+    """Return the options of one host; ``env`` is the directory of ssh_config as seen by Ansible."""
     options = openssh_options(access.host_keys, host)
     if host.hops:
         command = ["sh", f"{env}/{SCRIPT.name}", ways[host.hops], "[%h]:%p"]
@@ -56,12 +56,12 @@ def host_options(access: Access, host: Host, ways: Ways, env: str) -> dict[str, 
 
 
 def arguments(options: Mapping[str, str]) -> list[str]:
-    """Return options as arguments."""
+    """Return options as command-line arguments."""
     return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
 
 def config(access: Access, ways: Ways, known_hosts: Path, *, agent: bool) -> str:
-    """Return the ssh_config of bastions. Its relative paths are those of its own directory."""
+    """Return the ssh_config of bastions. Its relative paths are relative to its own directory."""
     host_keys: HostKeys = replace(access.host_keys, path=known_hosts)
     lines: list[str] = []
     for way, name in ways.items():

@@ -1,7 +1,7 @@
-"""The real fleet of a roll: hosts are emptied, get another image from Azure, and are let back to work.
+"""The real fleet of a roll: hosts are emptied, get another image from Azure, and are returned to work.
 
-What a host runs it tells itself, over SSH. Drains share one thread, which goes round over all of them; each host that
-is reimaged, restored or freed has one of its own for as long.
+Each host reports over SSH what it runs. Drains share one thread that cycles through all of them; each host that is
+reimaged, restored or freed has a thread of its own meanwhile.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from image_builder.pool.steps.nodes import ASK_IMAGE, ASK_SECONDS, ask_work, ima
 from image_builder.pool.steps.survey import idle_hosts, missing_hosts
 
 _TURNS, _TURNED_AT_ONCE = 10, 16
-# The number of a failure that has no other.
+# The failure number where no other applies.
 _FAILED = 1
 _T = TypeVar("_T")
 
 
 class _Journal:
-    """The journal of requests, for threads that share it."""
+    """The journal of requests, shared by several threads."""
 
     def __init__(self, journal: records.Journal) -> None:
         self._journal, self._lock = journal, threading.Lock()
@@ -64,11 +64,11 @@ class RollFleet(Fleet):
     def __init__(
         self, setup: Setup, change: Change, folder: Path, on_wait: Callable[[], None] = lambda: None
     ) -> None:
-        """As ``Fleet``. Raises PoolError for a version that is gone."""
+        """As ``Fleet``."""
         super().__init__(setup, folder, on_wait)
         self._change = change
         self._stack = ExitStack()
-        # Of the scale sets that are driven, what is to be given back.
+        # Contexts of the scale sets that are driven; closing it releases them.
         self._driven = ExitStack()
         self._threads = ThreadPoolExecutor(setup.at_once, thread_name_prefix="roll")
         self._local, self._connections = threading.local(), list[Kube]()
@@ -89,17 +89,17 @@ class RollFleet(Fleet):
         self._ending = threading.Event()
         self._versions: dict[str, Version] = {}
         self._planned: dict[str, ScaleSet] = {}
-        # Nodes as they were last read or changed, so that the next change needs no reading.
+        # Nodes as last read or changed, so that the next change doesn't need to read them.
         self._nodes: dict[str, dict[str, Any]] = {}
-        # Scale sets whose models this process has had name the new version.
+        # Scale sets whose models this process has set to the new version.
         self._changed: set[str] = set()
         self._is_turned = False
         self._sought: Future[list[str]] | None = None
         self._surveyed: Future[dict[str, str]] | None = None
 
     def __enter__(self) -> Self:
-        """Raises PoolError for a version that isn't there and for a set that another roll drives, ImageBuilderError for
-        a journal that can't be written.
+        """Raises PoolError for a version that doesn't exist or a scale set that another roll drives, ImageBuilderError
+        for a journal that can't be written.
         """
         try:
             self._stack.enter_context(self._leases)
@@ -107,13 +107,13 @@ class RollFleet(Fleet):
             self._read_azure()
             self._journal = _Journal(self._stack.enter_context(records.open_journal(self._change.journal)))
             self._stack.enter_context(self._driven)
-            # What another process was at work on, and has left as it was when it was killed.
+            # Scale sets that a killed process left with suspended services.
             sets = sorted({r.scale_set for r in self._journal.records if isinstance(r, records.Suspension)})
             for path in sets:
                 if records.suspended(self._journal.records, path):
                     self._drive(path)
             if self._change.target.undoes:
-                # Before the first host is drained: nothing new starts with the version that is left.
+                # Before the first host is drained, so that nothing new starts with the version being rolled back.
                 version = self._change.target.version
                 self._set_images({p: version for p, s in self._planned.items() if s.image != version})
                 self._changed |= self._planned.keys()
@@ -180,12 +180,12 @@ class RollFleet(Fleet):
             self._threads.submit(self._do, does[step], w.host, key)
 
     def room(self, step: Step) -> int:
-        # All that are awaited or drained take one thread, and are looked at in turn.
+        # One thread looks at all awaited or drained hosts in turn.
         return sys.maxsize if step in ("await", "drain") else super().room(step)
 
     def missing(self, hosts: Sequence[Host]) -> Mapping[str, str] | None:
         if self._change.target.undoes:
-            # It may be the image that is left which has made them so.
+            # The image being rolled back may be the reason why they are missing.
             return {}
         if self._surveyed is None:
             names, run = [host.name for host in hosts], self._change.run
@@ -201,15 +201,15 @@ class RollFleet(Fleet):
         return self._sought.result() if self._sought.done() else None
 
     def _seek(self, look: Callable[[], _T]) -> Future[_T]:
-        """Look at hosts in a thread, and let ``wait`` return once that is done."""
+        """Run ``look`` in a thread, and let ``wait`` return once it is done."""
         future = self._threads.submit(look)
         future.add_done_callback(lambda _: self.wake())
         return future
 
     def turn(self) -> None:
-        """Let the models of all scale sets that this roll changed name their previous version again."""
+        """Set the models of all scale sets that this roll changed back to their previous version."""
         with self._models:
-            # Nothing is sent any more for a host that has yet to get the new version.
+            # From now on nothing is sent for hosts that don't have the new version yet.
             self._is_turned = True
             last = {r.scale_set: r.after for r in self._journal.records if isinstance(r, records.Model)}
         changed = [path for path, version in last.items() if version == self._change.target.version]
@@ -217,8 +217,8 @@ class RollFleet(Fleet):
         self._changed -= set(changed)
 
     def _set_images(self, versions: Mapping[str, str]) -> None:
-        """Have the models of scale sets name versions; raises PoolError, FetchError."""
-        # Not in the threads of hosts, all of which may be at work for long.
+        """Set the models of scale sets to versions; raises PoolError, FetchError."""
+        # Not in the threads of hosts, all of which may be busy for a long time.
         with ThreadPoolExecutor(_TURNED_AT_ONCE, thread_name_prefix="turn") as threads:
             list(threads.map(self._turn, versions, versions.values()))
 
@@ -234,13 +234,13 @@ class RollFleet(Fleet):
                 return
 
     def conclude(self) -> None:
-        """Resume the services of all scale sets, and release them; raises PoolError."""
+        """Resume the services of all scale sets, and release the scale sets; raises PoolError."""
         self._driven.close()
         self._drives.clear()
 
     def unplanned(self, hosts: Sequence[Host]) -> Mapping[str, str]:
         target = self._change.target
-        # A rollback is of some hosts of a scale set: others keep what they have.
+        # A rollback may cover only some hosts of a scale set: the others keep their image.
         sets = () if target.undoes else target.before
         return self._change.azure.versions_beside(sets, {host.vm_id.lower() for host in hosts})
 
@@ -259,11 +259,11 @@ class RollFleet(Fleet):
         self._queue.put(partial(self._end, key, outcome, "unknown", emptied=emptied))
 
     def _crash(self, error: Exception) -> None:
-        """Let the driver's thread raise an error that another one met."""
+        """Let the driver's thread raise an error from another thread."""
         self._queue.put(partial(_raise, error))
 
     def _do(self, work: Callable[[Host, Key], tuple[Outcome, Joined]], host: Host, key: Key) -> None:
-        """Do a step, again while Azure or the cluster is away; whatever else happens ends it."""
+        """Do a step, with retries while Azure or the cluster is unavailable; any other error ends it."""
         failures = 0
         while not self._ending.is_set() and key not in self._over:
             try:
@@ -277,7 +277,7 @@ class RollFleet(Fleet):
             except PoolError as error:
                 self._report(key, failed(key[1], BROKEN_OFF, error.message))
                 return
-            except Exception as error:  # a thread's would be lost
+            except Exception as error:  # it would be lost in this thread
                 self._crash(error)
                 return
             else:
@@ -285,18 +285,18 @@ class RollFleet(Fleet):
                 return
 
     def read(self, host: Host) -> Node | Outcome:
-        """Ask a host what it runs; return why it doesn't say, where it doesn't."""
+        """Ask a host what it runs; return why that isn't known if it doesn't say."""
         return image_in(self._reach.submit(host, ASK_IMAGE, seconds=ASK_SECONDS).result())
 
     def works(self, host: Host) -> str:
-        """Ask a host itself what it works on; nothing where it doesn't know, or doesn't answer."""
+        """Ask a host itself what it is working on; return nothing if it doesn't know or doesn't answer."""
         if not self._change.asks_nodes:
             return ""
         return work_in(self._reach.submit(host, ask_work(), seconds=ASK_SECONDS).result())
 
     def _look(self, host: Host, key: Key) -> tuple[Outcome, Joined]:
         node = self.read(host)
-        # Who may be about to boot the new image is waited for, as long as that may take.
+        # Wait for a host that may be about to boot the new image, however long it takes.
         while isinstance(node, Outcome) and self._was_touched(host) and key not in self._over:
             if self._ending.wait(self._change.patience.look):
                 break
@@ -309,13 +309,13 @@ class RollFleet(Fleet):
         return bool(records.requests(list(self._journal.records), host.scale_set_id, host.instance))
 
     def _look_at_held(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
-        """Take a host that failed in the roll that is undone as it was left: cordoned, and empty."""
-        # What it waits for is nothing that ends by itself: it was empty when it failed.
+        """Check that a host that failed in the roll being rolled back is as it was left: cordoned and empty."""
+        # Waiting wouldn't help: the host was empty when it failed.
         reason = self._occupied(self._kube(), host)
         return (ended("skipped", reason) if reason else OK), "unknown"
 
     def _kube(self) -> Kube:
-        """Return this thread's connection to the API server, which the next host goes on with."""
+        """Return this thread's connection to the API server, reused for the next host."""
         if not hasattr(self._local, "kube"):
             self._local.kube = self._change.kube()
             self._connections.append(self._local.kube)
@@ -334,12 +334,12 @@ class RollFleet(Fleet):
         if outcome.kind in ("failed", "unknown"):
             self._post(kube, host, "ReimageFailed", outcome.detail)
         if outcome.ok:
-            # What runs on each node must be there again before it is verified; the cordon stays.
+            # The pods that run on every node must be back before it is verified; the cordon stays.
             self._nodes[host.name] = taint.lift(kube, host.name, self._nodes.pop(host.name, None)) or {}
         return outcome, joined
 
     def _post(self, kube: Kube, host: Host, reason: str, message: str) -> None:
-        """Say in an Event what went wrong with a host; nothing waits for one."""
+        """Post an Event about what went wrong with a host; nothing depends on it."""
         if node := self._nodes.get(host.name):
             warning = event.event(
                 host.name, node["metadata"]["uid"], reason, message, time.time(), kind="Warning"
@@ -348,7 +348,7 @@ class RollFleet(Fleet):
                 event.post(kube, warning)
 
     def _set_image(self, drive: Drive, version: Version) -> None:
-        """Have a scale set's model name the new version, once."""
+        """Set a scale set's model to the new version, once."""
         with drive.changing:
             if drive.path in self._changed or self._is_turned:
                 return
@@ -372,11 +372,11 @@ class RollFleet(Fleet):
             return self._occupied(kube, host, barred=True) if is_there else ""
 
         outcome, joined = self._bring(drive, host, version, busy)
-        # One that was given up is told as still cordoned, and stays so.
+        # A host that was given up is reported as still cordoned, and stays so.
         return self._free(host, key) if outcome.ok and key not in self._over else (outcome, joined)
 
     def _bar(self, kube: Kube, host: Host, seen: dict[str, Any] | None = None) -> bool:
-        """Let no pod onto an empty host; tell whether there is a Node of it."""
+        """Keep all pods off an empty host; return whether it has a Node."""
         node = taint.bar(kube, host.name, self._change.run, seen)
         self._nodes[host.name] = node or {}
         return node is not None
@@ -387,13 +387,13 @@ class RollFleet(Fleet):
             if isinstance(reading := self.read(host), Outcome):
                 return reading, "unknown"
             if reading.build != target.build:
-                # As it was: it failed with what it runs.
+                # It stays as it was: it failed with the image that it runs now.
                 return OK, "unknown"
         self._drains.drop(host.name)
         kube = self._kube()
         node = taint.lift(kube, host.name, self._nodes.pop(host.name, None))
         record = fence.record_of(node) if node else None
-        # This roll holds the scale set: no other one lives that would have put a cordon there.
+        # This roll holds the scale set, so a cordon of another roll can't belong to a live one.
         run = record.run if record and record.run.startswith(ROLL) else self._change.run
         drains.free(kube, host.name, run, node)
         return OK, "unknown"
@@ -423,9 +423,9 @@ class RollFleet(Fleet):
         return _outcome(ending, silence)
 
     def _busy(self, kube: Kube, host: Host, key: Key) -> str:
-        """Return what a request would cost: the last look, right before it is sent.
+        """Return why a request must not be sent; the last check, right before it is.
 
-        Without the Lease of its scale set nothing is sent: raises PoolError where another holds that, KubeError.
+        Without the Lease of its scale set nothing is sent: raises PoolError if another process holds it, KubeError.
         """
         self._leases.hold(host.scale_set_id)
         if self._is_turned or self._ending.is_set() or key in self._over:
@@ -433,7 +433,7 @@ class RollFleet(Fleet):
         return self._occupied(kube, host, barred=True)
 
     def _occupied(self, kube: Kube, host: Host, *, barred: bool = False) -> str:
-        """Return why a host isn't empty and ours alone; nothing where it is."""
+        """Return why a host isn't empty with our cordon; empty if it is."""
         looker = Looker(kube, self._change.policy, self._drains.cordoned)
         document = looker.node(host.name, is_cordoned=True)
         if document is None:
@@ -444,7 +444,7 @@ class RollFleet(Fleet):
         return drains.occupied(looker, document, self._change.run)
 
     def _drive(self, path: str) -> Drive:
-        """Return the scale set's drive; it is held until the run ends. Raises PoolError where another holds it."""
+        """Return the scale set's drive, held until the run ends. Raises PoolError if another process holds it."""
         with self._guard:
             lock = self._locks.setdefault(path, threading.Lock())
         with lock:
@@ -474,7 +474,7 @@ def _raise(error: Exception) -> None:
 
 
 def _outcome(ending: Ending, silence: str) -> tuple[Outcome, Joined]:
-    """Return how a step ended that brought an instance to a version, and whether its host runs that.
+    """Return the outcome of a step that brings an instance to a version, and whether its host runs that version.
 
     ``silence`` is why the host didn't answer in the end.
     """
@@ -484,7 +484,7 @@ def _outcome(ending: Ending, silence: str) -> tuple[Outcome, Joined]:
         case "busy":
             return ended("busy", ending.reason), "no"
         case "failed":
-            # What equal failures have in common: Azure's own code.
+            # The part that failures of the same kind share: Azure's own code.
             what = ending.reason.rpartition(": ")[2] or ending.reason
             detail = f"{ending.reason} ({silence})" if silence else ending.reason
             return failed(f"reimage {what}", _FAILED, detail), "unknown"

@@ -1,15 +1,15 @@
 """One slice in a process of its own: ``python -m image_builder.pool.steps.slice DIRECTORY SECONDS PARENT``.
 
-The directory is ansible-runner's private data directory. Each end of a task on a host becomes a line on standard
-output. Ansible's workers and OpenSSH's masters leave their process group and outlive whom they work for: a driver
-that was killed would still tell hosts to join, beside the one that took its run up. So this process adopts them all
-(``PR_SET_CHILD_SUBREAPER``), ends with its parent (``PR_SET_PDEATHSIG``), and whatever ends it, ends them first and
-removes the directory. It holds a lock on that meanwhile, which the next driver waits for.
+The directory is ansible-runner's private data directory. Each task result of a host becomes a line on standard output.
+Ansible's workers and OpenSSH's masters leave their process group and outlive their parents: those of a killed driver
+would still tell hosts to join, at the same time as the driver that resumed its run. So this process adopts them all
+(``PR_SET_CHILD_SUBREAPER``) and ends with its parent (``PR_SET_PDEATHSIG``); however it ends, it first ends them and
+removes the directory. Meanwhile it holds a lock on the directory, which the next driver waits for.
 
-On a worker host a slice is ansible-runner's ``transmit | worker | process``, the middle one over OpenSSH: all that
-holds for a slice here holds for it. The private data directory is sent; of what is secret only the key that hosts let
-in goes with it, within the stream, and ansible-runner gives it to an agent of its own there. What surrounds the runner
-on the worker is worker_guard.py.
+On a worker host a slice is ansible-runner's ``transmit | worker | process``, the middle one over OpenSSH: everything
+said above about a slice applies to it too. The private data directory is sent; the only secret that goes with it,
+within the stream, is the key that hosts accept, which ansible-runner hands to an agent of its own there.
+worker_guard.py wraps the runner on the worker.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from image_builder.system.trees import remove_tree
 
 PLAYBOOK = "bootstrap.yml"
 CONTROL = "control"
-# In a slice's directory: what to run it on, and what is sent there.
+# In a slice's directory: the worker to run it on, and the data that is sent there.
 WORKER, DATA = "worker.json", "data"
-# Signs of life to the worker, within the time in which it wants one.
+# Heartbeats to the worker within the time in which it expects one.
 _BEATS = 6
-# Questions without an answer after which OpenSSH gives a connection up: the worker has ended its slice by then.
+# Unanswered keepalives after which OpenSSH gives up a connection: the worker has ended its slice by then.
 _UNANSWERED = 3
-# For OpenSSH to end by itself, which it does once the worker has cleaned up.
+# Time for OpenSSH to end by itself, which it does once the worker has cleaned up.
 _END_SECONDS = 10.0
 _MOST_MESSAGE = 2000
 _OPTIONS = {
@@ -62,20 +62,20 @@ _ENDS_OF_TASKS = {
     "runner_on_unreachable": "unreachable",
 }
 _EXCERPT = ("msg", "rc", "stdout", "stderr", "module_stderr")
-# Of a host's answer: a provision.json is some kilobytes.
+# Limit for each part of a host's answer: a provision.json has a few kilobytes.
 _MOST = 65536
 
 
 def main(argv: list[str]) -> int:
     """Run the slice; return Ansible's exit status."""
     folder, seconds, parent = Path(argv[0]), float(argv[1]), int(argv[2])
-    # Until this process ended, when nothing that it started is left.
+    # Locked until this process ends, when nothing that it started is left.
     fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_EX)
     try:
         with worker_guard.adopting():
             worker_guard.die_with_parent(signal.SIGTERM)
             if os.getppid() != parent:
-                return 1  # it ended before it could take us along
+                return 1  # the parent ended before the signal was set up
             _say({"pid": os.getpid()})
             signal.setitimer(signal.ITIMER_REAL, seconds)
             return _run_remotely(folder, seconds) if (folder / WORKER).exists() else _run(folder)
@@ -86,7 +86,8 @@ def main(argv: list[str]) -> int:
 def _run(folder: Path) -> int:
     import ansible_runner
 
-    # By a descriptor: the name of a socket may have 108 bytes, and a directory may lie deep. Ansible's % is doubled.
+    # Through a descriptor: a socket's path is limited to 108 bytes, and the directory may be deeply nested. Ansible
+    # needs the % doubled.
     control = os.open(folder / CONTROL, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     os.environ["ANSIBLE_SSH_CONTROL_PATH"] = f"/proc/{os.getpid()}/fd/{control}/%%C"
     config = ansible_runner.RunnerConfig(
@@ -101,7 +102,7 @@ def _run(folder: Path) -> int:
 
 
 def _tell(event: Mapping[str, Any]) -> bool:
-    """Say how a task ended on a host; the runner need not keep it."""
+    """Print a task's result on a host; the runner doesn't need to keep the event."""
     if end := _ENDS_OF_TASKS.get(str(event["event"])):
         data = event["event_data"]
         result = data.get("res") or {}
@@ -121,9 +122,9 @@ def _tail(runner: Any) -> str:
 
 
 class Worker(NamedTuple):
-    """A host that runs slices: OpenSSH's command line up to what to run, and ansible-runner's name there.
+    """A host that runs slices: OpenSSH's command line up to the remote command, and the name of ansible-runner there.
 
-    After ``silent_seconds`` without a sign of life it ends a slice.
+    After ``silent_seconds`` without a heartbeat it ends a slice.
     """
 
     name: str
@@ -169,15 +170,15 @@ def _worker(url: str, runner: str, silent_seconds: float) -> Worker:
 
 
 def describe(worker: Worker, key: Path) -> str:
-    """Return the description of its worker for the process of a slice: paths and names, nothing secret."""
+    """Return the description of a worker for the slice's process: paths and names, no secrets."""
     return json.dumps({"worker": worker._asdict(), "key": os.fspath(key)})
 
 
 def _run_remotely(folder: Path, seconds: float) -> int:
-    """Run the slice in ``folder`` on its worker; return 0 or 1. Why it ended is said where that can't be said per host.
+    """Run the slice in ``folder`` on its worker; return 0 or 1. Print why it ended if hosts can't be told individually.
 
-    When this returns or raises, the worker's side has ended, or nothing was heard of it for longer than it lives on
-    by itself. Raises OSError.
+    When this returns or raises, the worker's side has ended, or has been silent for longer than it survives on its own.
+    Raises OSError.
     """
     from ansible_runner.streaming import Processor
 
@@ -221,7 +222,7 @@ def _argv(worker: Worker, seconds: float) -> list[str]:
 
 @contextmanager
 def _transmitted(data: Path, key: Path) -> Iterator[IO[bytes]]:
-    """Return what ansible-runner sends to a worker. It holds the key, so it is only in memory."""
+    """Yield what ansible-runner sends to a worker. It contains the key, so it is kept only in memory."""
     from ansible_runner.streaming import Transmitter
 
     with os.fdopen(os.memfd_create("slice", os.MFD_CLOEXEC), "w+b") as stream:
@@ -234,12 +235,12 @@ def _transmitted(data: Path, key: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _connected(argv: Sequence[str], stream: IO[bytes], err: IO[bytes], beat: float) -> Iterator[IO[bytes]]:
-    """Run a program that is given ``stream`` and then signs of life, one each ``beat`` seconds; return its output.
+    """Run a program that is fed ``stream`` and then a heartbeat every ``beat`` seconds; yield its output.
 
-    It ends before this does.
+    The program ends before this does.
     """
     over = threading.Event()
-    # Both of its ends are streams meanwhile, which image_builder.system.process has no use for otherwise.
+    # Input and output are both streamed at the same time, which image_builder.system.process doesn't support.
     child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err)
     assert child.stdin and child.stdout
     feed = threading.Thread(target=_feed, args=(child.stdin, stream, over, beat), daemon=True)
@@ -248,7 +249,7 @@ def _connected(argv: Sequence[str], stream: IO[bytes], err: IO[bytes], beat: flo
         yield child.stdout
     finally:
         over.set()
-        feed.join(_END_SECONDS)  # its end is the end of the worker's input
+        feed.join(_END_SECONDS)  # when it ends, so does the worker's input
         child.stdout.close()
         try:
             child.wait(_END_SECONDS)
@@ -259,7 +260,7 @@ def _connected(argv: Sequence[str], stream: IO[bytes], err: IO[bytes], beat: flo
 
 
 def _feed(pipe: IO[bytes], stream: IO[bytes], over: threading.Event, beat: float) -> None:
-    with suppress(BrokenPipeError):  # it ended; why, its output and its errors say
+    with suppress(BrokenPipeError):  # the program ended; its output and errors say why
         try:
             size = os.fstat(stream.fileno()).st_size
             pipe.write(f"{size}\n".encode())

@@ -1,8 +1,8 @@
-"""The verification suite on the hosts of a pool: pytest in a process for each host, several at once.
+"""The verification suite on the hosts of a pool: one pytest process per host, several at once.
 
-The checks are those of ``image-builder verify ssh://…``. The connection stays here, where hosts are reached, so a host
-that was probed is verified over the same login. pytest sends each command through its standard input, a socket, as one
-message of JSON; the reply is a message with the status, and one for each stream.
+The checks are those of ``image-builder verify ssh://…``. The connection stays in this process, so a host that was
+probed is verified over the same login. pytest sends each command through its standard input, a socket, as one JSON
+message; the reply is a message with the status, and one for each stream.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from image_builder.verify.runner import (
     suite_arguments,
 )
 
-# What a facts.json has; the suite refuses one without, host by host (image_builder/suite/suite.py).
+# Required keys of a facts.json; the suite refuses a file without them, host by host (image_builder/suite/suite.py).
 FACTS = ("image", "build_id", "variables", "packages")
-# What failed in `verify`.
+# Failure numbers of `verify`.
 CHECKS, NO_RESULT = 1, 2
-# The session outlives the suite's time by this much, so that it is the suite's end that is reported.
+# The session outlives the suite's timeout by this much, so that the suite's end is what is reported.
 _SPARE_SECONDS = 60.0
 _STATUS_BYTES = 16
-# Of each stream of a command: the listing of a whole system is some megabytes.
+# For each stream of a command: the listing of a whole system has a few megabytes.
 _MOST_BYTES = 1 << 27
-# Hundreds of hosts: no line for each check, no log, no traceback, no comparison of long values. `image-builder verify`
-# on one host shows all of it. Without capturing, standard input stays the socket.
+# For hundreds of hosts: no line for each check, no log, no traceback, no comparison of long values. `image-builder
+# verify` on one host shows all of that. Without capturing, standard input stays the socket.
 _TERSE = ("-s", "-q", "--tb=line", "--override-ini=verbosity_assertions=1", "-p", "no:logging")
 # The checks are compiled once for all hosts.
 _ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
@@ -60,7 +60,7 @@ _ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "P
 
 @dataclass(frozen=True)
 class Suite:
-    """What hosts are held to. ``facts`` are facts.json by image, ``reports`` gets a directory for each host.
+    """The suite that hosts must pass. ``facts`` are facts.json files by image, ``reports`` gets a directory per host.
 
     ``checks`` is the directory of the user's own checks.
     """
@@ -73,7 +73,7 @@ class Suite:
 
     @property
     def builds(self) -> dict[str, str]:
-        """Return the build that hosts of each image must be of, by its id; raises OSError, ValueError."""
+        """Return the id of the build that hosts of each image must have; raises OSError, ValueError."""
         return {image: str(json.loads(path.read_bytes())["build_id"]) for image, path in self.facts.items()}
 
 
@@ -95,7 +95,7 @@ class Runs:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all that still run."""
+        """End all runs that haven't finished."""
         with self._guard:
             self._over = True
             self._open.close()
@@ -103,7 +103,7 @@ class Runs:
             self._log.unlink()
 
     def run(self, host: Host, seconds: float) -> Outcome:
-        """Run it on one host; ``seconds`` is for all of it but the login. Raises HostError, of this machine."""
+        """Run the suite on one host; ``seconds`` covers all but the login. Raises HostError about this machine."""
         reports = self._suite.reports / host.name
         try:
             reports.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class Runs:
         except (ImageBuilderError, OSError) as error:
             return failed("verify", NO_RESULT, str(error))
         if not result.not_passed:
-            remove_tree(reports)  # nobody reads a report of one among thousands that are fine
+            remove_tree(reports)  # nobody reads the report of one passing host among thousands
         return judge(result)
 
     def _observe(self, host: Host, out: Path, seconds: float) -> SuiteResult:
@@ -144,7 +144,7 @@ class Runs:
     def _run(self, argv: Sequence[Arg], log: Path, session: Session, seconds: float) -> int:
         """Run pytest on a host; return its status, below 0 for a signal.
 
-        Raises VerifyError when it doesn't end in time, and what the session raises when that is lost.
+        Raises VerifyError if it doesn't end in time, and what the session raises if that is lost.
         """
         ours, theirs = socket.socketpair()
         end, its_end = socket.socketpair()
@@ -156,10 +156,10 @@ class Runs:
             try:
                 serve(requests, session)
             except Exception:
-                # Where pytest has ended, that cut the session, and its status says more. Else the session is lost.
+                # If pytest has ended, its end cut the session, and its status says more. Otherwise the session is lost.
                 if not watch.has_ended:
                     requests.close()
-                    watch.join()  # soon: no command gets a reply
+                    watch.join()  # ends soon: no command gets a reply
                     raise
             watch.join()
         if watch.is_late:
@@ -169,7 +169,7 @@ class Runs:
         return watch.status
 
     def _begin(self, argv: Sequence[Arg], *descriptors: int) -> None:
-        """Let a copy of the worker run pytest with this standard input, log and socket for its end."""
+        """Have a copy of the worker run pytest with these descriptors: standard input, log, and socket for its end."""
         message = json.dumps([os.fspath(argument) for argument in argv]).encode()
         with self._guard:
             if self._over:
@@ -177,12 +177,12 @@ class Runs:
             try:
                 self._worker = self._worker or self._start()
                 socket.send_fds(self._worker, [message], descriptors)
-            except ConnectionError:  # it was killed, with all runs that it had
+            except ConnectionError:  # the worker was killed, with all of its runs
                 self._worker = self._start()
                 socket.send_fds(self._worker, [message], descriptors)
 
     def _start(self) -> socket.socket:
-        """Start the worker, whose copies have what pytest and the checks import."""
+        """Start the worker, whose copies have all imports of pytest and the checks."""
         suite = self._suite
         module = ("-P", "-m", "image_builder.pool.steps.suite_worker")
         argv = [suite.python, *module, *self._arguments(next(iter(suite.facts.values())))]
@@ -194,9 +194,9 @@ class Runs:
 
 
 class _Watch(threading.Thread):
-    """Ends a run that is over its time, and cuts its session when it has ended: a command may still be waited for.
+    """Ends a run at its timeout, and cuts the session once the run has ended, since a command may still be running.
 
-    ``status`` is pytest's, None where it has none: the worker has ended.
+    ``status`` is pytest's exit status, None if there is none because the worker has ended.
     """
 
     def __init__(self, end: socket.socket, session: Session, seconds: float) -> None:
@@ -220,7 +220,7 @@ class _Watch(threading.Thread):
 
 
 def serve(requests: Connection, session: Session) -> None:
-    """Run the commands that pytest asks for, to its end; raises what the session raises when it is lost."""
+    """Run the commands that pytest sends until it ends; raises what the session raises if that is lost."""
     while True:
         try:
             command, seconds = json.loads(requests.recv_bytes())

@@ -1,11 +1,11 @@
-"""A process that has pytest and the checks imported, and makes a copy of itself for each run of the suite.
+"""A process that has pytest and the checks imported, and forks a copy of itself for each run of the suite.
 
     python -m image_builder.pool.steps.suite_worker ARGUMENT...
 
-It collects the suite once with pytest's arguments, so that each copy has its modules. Standard input is a socket. Each
-message on it is the arguments of a run, as JSON, with three descriptors: the run's standard input, its log, and a
-socket for its end. pytest's exit status is written to that, below 0 for a signal; whoever shuts the other side down
-ends the run. When standard input ends, so do all runs.
+It collects the suite once with pytest's arguments, so that each copy has its modules loaded. Standard input is a
+socket. Each message on it contains the arguments of a run, as JSON, with three descriptors: the run's standard input,
+its log, and a socket for its end. pytest's exit status is written to that socket, below 0 for a signal; shutting down
+the other side ends the run. When standard input ends, so do all runs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import pytest
 
 from image_builder.system.process import die_with_parent
 
-# An arguments' message has some hundred bytes.
+# A message with arguments has a few hundred bytes.
 _MOST_BYTES = 1 << 16
 _BUG = 70
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A copy at work: ``process`` is a descriptor of it, ``end`` the socket for its end."""
+    """A running copy: ``process`` is its pidfd, ``end`` the socket for its end."""
 
     pid: int
     process: int
@@ -45,7 +45,7 @@ class _Run:
 
     def reap(self) -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        with suppress(OSError):  # nobody waits for it any more
+        with suppress(OSError):  # nothing waits for it any longer
             self.end.sendall(str(status).encode())
         self.end.close()
         os.close(self.process)
@@ -56,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
     requests = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    # What is wrong with the checks, each run says in its own log.
+    # Each run reports faults of the checks in its own log.
     os.dup2(null, 1)
     pytest.main([*argv, "--collect-only"])
-    # Else the collector of each copy would look at all of it, and copy it by that.
+    # Otherwise each copy's garbage collector would touch, and thereby copy, all of these objects.
     gc.freeze()
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(requests: socket.socket, selector: selectors.BaseSelector) -> None:
     while True:
-        # One at a time: the next may be of the same run, which has ended then.
+        # One event at a time: the next may belong to the same run, which has ended by then.
         (key, _), *_ = selector.select()
         run: _Run | None = key.data
         if run is None:
@@ -98,7 +98,7 @@ def _start(arguments: Sequence[str], stdin: int, log: int, end: int) -> _Run:
     pid = os.fork()
     if not pid:
         _run(arguments, stdin, log)
-    os.setpgid(pid, pid)  # the copy does it too: whichever is first, it can be killed from now on
+    os.setpgid(pid, pid)  # the copy does it too: whichever comes first, the group can be killed from now on
     os.close(stdin)
     os.close(log)
     return _Run(pid, os.pidfd_open(pid), socket.socket(fileno=end))

@@ -1,6 +1,6 @@
-"""Looks at a roll's hosts before it takes any out of work: who is missing, and who is idle.
+"""A survey of a roll's hosts before any is taken out of work: which are missing, and which are idle.
 
-A cluster that is away is waited for, until the run ends.
+While the cluster is unavailable, it is retried until the run ends.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _T = TypeVar("_T")
 
 
 def missing_hosts(client: Client, names: Sequence[str], run: str, ending: threading.Event) -> dict[str, str]:
-    """Return the hosts that can take no job, and why, but those with the cordon of a run: it has them in work.
+    """Return the hosts that can't take jobs, and why, except those that ``run`` has cordoned and is working on.
 
-    Who is cordoned by others may be at work, and isn't missing, unless it is the gate that empties them. Raises
-    PoolError where the cluster refuses to say.
+    A host cordoned by others may be at work, so it isn't missing, unless the gate is emptying it. Raises PoolError if
+    the cluster refuses to answer.
     """
 
     def look() -> dict[str, str]:
@@ -56,7 +56,7 @@ def missing_hosts(client: Client, names: Sequence[str], run: str, ending: thread
 
 
 def quarantined_hosts(client: Client, names: Collection[str]) -> dict[str, str]:
-    """Return the hosts that the gate has taken out for their health, and for people why, and how far that is.
+    """Return the hosts that the gate has quarantined, each with the reason and progress in words.
 
     Raises KubeError.
     """
@@ -74,7 +74,7 @@ def quarantined_hosts(client: Client, names: Collection[str]) -> dict[str, str]:
 def idle_hosts(
     looker: Looker, cells: Sequence[Sequence[Host]], each: int, ending: threading.Event
 ) -> list[str]:
-    """Look at the hosts of each cell until so many are idle."""
+    """Look at the hosts of each cell until ``each`` of them are found idle; return these."""
 
     idle: list[str] = []
     for hosts in cells:
@@ -91,11 +91,11 @@ def _is_idle(looker: Looker, name: str, ending: threading.Event) -> bool:
     try:
         return bool(_answered(look, ending))
     except NodeError:
-        return False  # which its drain reports
+        return False  # its drain reports the error
 
 
 def _answered(look: Callable[[], _T], ending: threading.Event) -> _T | None:
-    """Return an answer, None where the run ends before there is one. Raises NodeError for one that is final."""
+    """Return an answer, None if the run ends before there is one. Raises NodeError if it is final."""
     failures = 0
     while not ending.is_set():
         try:

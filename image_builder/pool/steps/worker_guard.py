@@ -2,12 +2,12 @@
 
     python3 -c SOURCE RUNNER SECONDS SILENT_SECONDS
 
-On standard input comes a line with a number, as many bytes for the runner, and then a byte every few seconds for as
-long as somebody wants the slice. Standard output is the runner's. When input ends, or is silent for too long (a
-network that parted sends no end), or time is up, everything that was started is killed and the directory removed:
-else hosts would be told to join by a slice that has been given up, beside the one that replaced it.
+Standard input has a line with a number, that many bytes for the runner, and then a byte every few seconds for as long
+as the slice is wanted. Standard output is the runner's. When input ends, or is silent for too long (a partitioned
+network sends no EOF), or time is up, everything that was started is killed and the directory removed: otherwise a slice
+that was given up would still tell hosts to join, at the same time as the slice that replaced it.
 
-The source is sent along, so nothing of image-builder need be on a worker: the standard library only, Python 3.11.
+The source is sent along, so image-builder doesn't need to be on the worker: standard library only, Python 3.11.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(argv: list[str]) -> int:
-    """Run the slice; return the runner's exit status, or 75 where it is no longer wanted."""
+    """Run the slice; return the runner's exit status, or 75 if the slice is no longer wanted."""
     runner, seconds, silent_seconds = argv[0], float(argv[1]), float(argv[2])
     folder = tempfile.mkdtemp(prefix="image-builder-slice-", dir=_memory())
     try:
@@ -49,9 +49,9 @@ def main(argv: list[str]) -> int:
 
 @contextmanager
 def adopting(*, asked_seconds: float = 0.0) -> Iterator[None]:
-    """Adopt all that is started in the block, and end it with the block, which signals end, too.
+    """Adopt all processes started in the block, and end them with the block; signals end the block, too.
 
-    It is asked to end first, if there are seconds for that. No signal interrupts what comes then.
+    With ``asked_seconds``, the processes are first asked to end. Signals don't interrupt the cleanup.
     """
     for number in _ENDS:
         signal.signal(number, _end)
@@ -67,7 +67,7 @@ def adopting(*, asked_seconds: float = 0.0) -> Iterator[None]:
 
 
 def _memory() -> str:
-    """Return where the directory goes: it will hold the key that hosts let in, which belongs on no disk."""
+    """Return where the directory goes: it will hold the key that hosts accept, which must not be on a disk."""
     for place in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
         if place and os.access(place, os.W_OK | os.X_OK):
             return place
@@ -101,7 +101,7 @@ def _run(runner: str, folder: str, silent_seconds: float) -> int:
 
 
 def _attend(child: subprocess.Popen[bytes], silent_seconds: float) -> int:
-    """Give the runner what it is sent, then wait for its end or for that of those who want it."""
+    """Feed the runner its input, then wait until it ends or is no longer wanted."""
     assert child.stdin
     remaining = _announced()
     ended = os.pidfd_open(child.pid)
@@ -119,13 +119,13 @@ def _attend(child: subprocess.Popen[bytes], silent_seconds: float) -> int:
                 if not remaining:
                     child.stdin.close()
     except BrokenPipeError:
-        return child.wait()  # it ended before it had read all
+        return child.wait()  # it ended before it had read everything
     finally:
         os.close(ended)
 
 
 def _announced() -> int:
-    """Read the line with the number, byte by byte: what follows is the runner's."""
+    """Read the line with the number, byte by byte, since what follows is for the runner."""
     digits = b""
     while (byte := os.read(0, 1)).isdigit():
         digits += byte
@@ -133,7 +133,7 @@ def _announced() -> int:
 
 
 def _ask_children_to_end(seconds: float) -> None:
-    """Let agents remove their sockets, which they have where they like: no variable tells a set-group-id program."""
+    """Let agents remove their sockets, whose location can't be set: set-group-ID programs ignore such variables."""
     for pid in children():
         os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + seconds
@@ -146,10 +146,10 @@ def _ask_children_to_end(seconds: float) -> None:
 
 
 def end_children() -> None:
-    """Kill every descendant of this process, which adopts what they leave behind; return when none is left."""
+    """Kill every descendant of this process, which adopts their orphans; return when none is left."""
     while True:
         for pid in children():
-            # Not reaped yet, so that the number is still its own.
+            # Not reaped yet, so the PID can't have been reused.
             os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
@@ -158,14 +158,14 @@ def end_children() -> None:
 
 
 def children() -> list[int]:
-    """Return the children of this process, those that ended and nobody has waited for among them."""
+    """Return the children of this process, including zombies."""
     own_pid = str(os.getpid())
     pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            # pid (name) state ppid: the name may hold anything, a bracket too.
+            # pid (name) state ppid: the name may contain anything, even a parenthesis.
             fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
             continue  # it has ended
