@@ -1,6 +1,6 @@
 """Rate limits: token buckets, one for each caller of a service, or one for a queue of nodes to act on.
 
-The clock is handed in, so that nothing here waits.
+The time is passed in, so nothing here waits.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from image_builder.node.net.retry import backoff
 
-# Buckets are forgotten when they are full again; from so many on that is seen to, each time there are twice as many.
+# Full buckets are forgotten, but only once there are this many, and then whenever their number has doubled.
 _MANY = 10_000
-# A node whose change is refused again and again is not asked for more often than this.
+# The longest wait before the next attempt at a node whose change keeps being refused.
 _LONGEST_WAIT = 300.0
 
 
 @dataclass
 class Bucket:
-    """Holds up to ``burst`` tokens and gets ``per_second``. ``at`` is when it had ``tokens``; it never goes back."""
+    """Holds up to ``burst`` tokens and gets ``per_second``. ``at`` is when it had ``tokens``, and never goes back."""
 
     burst: float
     per_second: float
@@ -28,14 +28,14 @@ class Bucket:
     at: float = 0.0
 
     def wait(self, now: float) -> float:
-        """Return the seconds until there is a token to take, 0 where there is one."""
+        """Return the seconds until there is a token to take, 0 if there is one."""
         self.tokens = min(self.burst, self.tokens + (now - self.at) * self.per_second)
         self.at = now
         return max(0.0, (1 - self.tokens) / self.per_second)
 
 
 class Limiter:
-    """Buckets by key, each of ``burst`` and filled by ``per_second``. For several threads."""
+    """Buckets by key, each holding ``burst`` tokens and refilled at ``per_second``. Thread-safe."""
 
     def __init__(self, burst: int, per_second: float) -> None:
         self._burst, self._rate = float(burst), per_second
@@ -44,7 +44,7 @@ class Limiter:
         self._lock = threading.Lock()
 
     def take(self, key: str, now: float) -> float:
-        """Take one; return 0, or the seconds until there is one."""
+        """Take a token and return 0, or return the seconds until there is one."""
         with self._lock:
             if len(self._buckets) >= self._many:
                 self._forget(now)
@@ -61,14 +61,14 @@ class Limiter:
 
 
 def whole_seconds(seconds: float) -> int:
-    """Return what a Retry-After says: at least as long, and never 0."""
+    """Return the value for a Retry-After header: rounded up, and never 0."""
     return max(1, math.ceil(seconds))
 
 
 class Queue:
-    """The nodes to act on, each once. ``rate`` may be taken in a second, ``burst`` at once after a pause.
+    """The nodes to act on, each once. ``rate`` may be taken per second, ``burst`` at once after a pause.
 
-    Not for several threads at once: its owner has the lock.
+    Not thread-safe: its owner holds the lock.
     """
 
     def __init__(self, rate: float, burst: int, chance: Callable[[], float]) -> None:
@@ -80,16 +80,16 @@ class Queue:
         return len(self._due)
 
     def add(self, name: str, now: float) -> None:
-        """Ask for a node's turn; one that waits after a failure goes on waiting."""
+        """Queue a node; one that waits after a failure keeps waiting."""
         self._due.setdefault(name, now)
 
     def drop(self, name: str) -> None:
-        """Forget a node: there is nothing to be done for it."""
+        """Forget a node for which there is nothing to do."""
         self._due.pop(name, None)
         self._failures.pop(name, None)
 
     def failed(self, name: str, now: float, retry_after: float | None = None) -> None:
-        """Put a node back, later and later."""
+        """Put a node back, with a longer wait after each failure."""
         times = self._failures.get(name, 0)
         self._failures[name] = times + 1
         wait = backoff(times, retry_after=retry_after, cap=_LONGEST_WAIT, chance=self._chance)

@@ -1,6 +1,6 @@
-"""Ask a pod's owner to save its work and end: an annotation of the pod, and an Event on its owner.
+"""Asks a pod's owner to save its work and end, by an annotation of the pod and an Event on its owner.
 
-A pod reads its own annotations from a file (the downward API). It is answered when the pod ends. The shape follows
+A pod can read its own annotations from a file (the downward API). The answer is the end of the pod. The format follows
 KEP-4563 (EvictionRequest): who asks, until when, and the end.
 """
 
@@ -17,7 +17,7 @@ _FORBIDDEN = 403
 
 
 def event(pod: Pod, run: str, by: float, now: float) -> dict[str, Any]:
-    """Return the Event on a pod's owner, on the pod itself where it has none."""
+    """Return the Event on a pod's owner, or on the pod itself if it has no owner."""
     target = {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}
     if owner := pod.owner:
         target = {"apiVersion": owner.api, "kind": owner.kind, "name": owner.name, "uid": owner.uid}
@@ -37,16 +37,16 @@ def event(pod: Pod, run: str, by: float, now: float) -> dict[str, Any]:
 
 
 def ask(client: Client, pod: Pod, run: str, by: float, now: float) -> None:
-    """Ask once, the annotation last: without it the next turn asks again. Raises KubeError.
+    """Ask once, and set the annotation last: without it, the next turn asks again. Raises KubeError.
 
-    The status is the pod's part that may be patched without a right to change what runs in it.
+    The patch is sent to the pod's status, which doesn't take the right to change what runs in the pod.
     """
     try:
         client.request("POST", f"/api/v1/namespaces/{pod.namespace}/events", event(pod, run, by, now))
         mark = {"metadata": {"uid": pod.uid, "annotations": {CHECKPOINT: stamp(by)}}}
         client.request("PATCH", f"{path_of_pod(pod.namespace, pod.name)}/status", mark, MERGE_PATCH)
     except KubeError as error:
-        # It is gone, or is going with its namespace.
+        # The pod is gone, or is being deleted with its namespace.
         is_going = error.status == _FORBIDDEN and "NamespaceTerminating" in error.causes
         if error.status not in (NOT_FOUND, 409) and not is_going:
             raise

@@ -1,6 +1,7 @@
-"""A Kubernetes Event on a Node, for each step of what is done to it.
+"""Kubernetes Events on a Node, one for each step of what is done to it.
 
-Its name follows from what it says, so that a step that is done twice, by a process and by its successor, is one Event.
+An Event's name is derived from its contents, so a step that is done twice, by a process and by its successor, produces
+a single Event.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from image_builder.node.net.kube import CONFLICT, Client, KubeError
 from image_builder.text import stamp
 
 Kind = Literal["Normal", "Warning"]
-# Nodes are in no namespace, and their Events in this one, as the kubelet's are.
+# Nodes have no namespace. Their Events go into this one, as the kubelet's do.
 PATH = "/api/v1/namespaces/default/events"
 
 
 def event(
     node: str, uid: str, reason: str, message: str, now: float, *, kind: Kind = "Normal", step: str = ""
 ) -> dict[str, Any]:
-    """Return an Event on a Node. ``step`` tells apart what is said twice in the same words."""
+    """Return an Event on a Node. ``step`` distinguishes Events that have the same text."""
     digest = hashlib.sha256("\0".join((uid, reason, message, step)).encode()).hexdigest()[:16]
     return {
         "apiVersion": "v1",
@@ -37,7 +38,7 @@ def event(
 
 
 def post(client: Client, document: dict[str, Any]) -> None:
-    """Post an Event, once. Raises KubeError."""
+    """Post an Event, unless it exists already. Raises KubeError."""
     try:
         client.request("POST", PATH, document)
     except KubeError as error:

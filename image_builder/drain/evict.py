@@ -9,21 +9,21 @@ from image_builder.drain.pods import Pod
 from image_builder.node.net.kube import CONFLICT, NOT_FOUND, Client, KubeError
 
 _TOO_MANY, _FORBIDDEN, _ERROR = 429, 403, 500
-# How the API server words a missing right; admission webhooks refuse by the same status.
+# How the API server words a missing right; admission webhooks refuse with the same status.
 _NO_RIGHT = 'cannot create resource "pods/eviction"'
-# As kubectl waits, where the server doesn't say how long.
+# As long as kubectl waits if the server doesn't say how long.
 RETRY_SECONDS = 5.0
 _TWO_BUDGETS = "more than one PodDisruptionBudget"
-# Reasons of causes; the first one's message names the budget.
+# Reasons of causes; the message of the first names the budget.
 _BUDGET = "DisruptionBudget"
 _NAMESPACE_ENDS = "NamespaceTerminating"
 
 
 class Answer(enum.Enum):
     ACCEPTED = "accepted"  # it ends within its grace period
-    GONE = "gone"  # there is none, or another one of its name
-    LATER = "later"  # a budget doesn't allow it now, a webhook doesn't, or it is deleted with its namespace
-    REFUSED = "refused"  # it is never evicted: two budgets are for it
+    GONE = "gone"  # it no longer exists, or another pod has its name
+    LATER = "later"  # a budget or a webhook doesn't allow it now, or its namespace is being deleted
+    REFUSED = "refused"  # it can never be evicted: several budgets match it
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Reply:
 
 
 def evict(client: Client, pod: Pod, *, dry_run: bool = False) -> Reply:
-    """Ask for a pod's eviction. Raises KubeError for what is no answer about this pod: missing rights, no server."""
+    """Request a pod's eviction. Raises KubeError if the failure isn't about this pod: missing rights, no server."""
     try:
         client.evict(pod.namespace, pod.name, pod.uid, dry_run=dry_run)
     except KubeError as error:
@@ -53,11 +53,11 @@ def _reply(error: KubeError) -> Reply:
     if error.status == _ERROR and _TWO_BUDGETS in error.message:
         return Reply(Answer.REFUSED, "several PodDisruptionBudgets match it, so it can't be evicted")
     if error.status == _ERROR or (error.status == _FORBIDDEN and _NO_RIGHT not in error.message):
-        # A webhook that refuses it or fails: this pod's trouble, and no other one's.
+        # A webhook refuses it or fails, which concerns only this pod.
         return Reply(Answer.LATER, _shortened(error))
     raise error
 
 
 def _shortened(error: KubeError) -> str:
-    """Return the server's words, without the request."""
+    """Return the server's message without the request."""
     return error.message.partition(f": {error.status} ")[2] or error.message

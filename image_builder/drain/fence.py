@@ -1,7 +1,8 @@
-"""Our cordon: put on a Node and taken away in one request each, tested by the API server.
+"""Our cordon: set on a Node and removed in one request each, whose preconditions the API server tests.
 
-The annotation beside it says whose it is and what was there before: with the cordon, the mark that keeps the cluster
-autoscaler from removing a host in work comes and goes. A cordon without our annotation is somebody else's.
+An annotation set along with it says whose it is and what was there before. The mark that keeps the cluster autoscaler
+from removing a host that is being worked on comes and goes with the cordon. A cordon without our annotation is somebody
+else's.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from image_builder.node.net.kube import JSON_PATCH, Client, KubeError, path_of_n
 
 CORDON = "image-builder/cordon"
 SCALE_DOWN = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
-# A JSON patch whose test fails, and one whose place isn't there.
+# Statuses of a JSON patch whose test fails, and of one whose path doesn't exist.
 CHANGED = frozenset({409, 422})
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the annotation holds. ``since``: seconds of the epoch; ``scale_down``: the autoscaler's mark from before."""
+    """The contents of the annotation. ``since``: Unix time; ``scale_down``: the autoscaler's mark from before."""
 
     run: str
     since: float
@@ -34,7 +35,7 @@ class Record:
 
 
 def record_of(document: Mapping[str, Any]) -> Record | None:
-    """Return the record of a Node's annotation; None where there is none, or none of ours."""
+    """Return the record in a Node's annotation; None if there is none, or it is malformed."""
     try:
         fields = json.loads(_annotations(document)[CORDON])
         since = float(fields["since"])
@@ -52,7 +53,7 @@ def record_of(document: Mapping[str, Any]) -> Record | None:
 
 
 def is_cordoned(document: Mapping[str, Any]) -> bool:
-    """Tell whether a Node takes no new pods."""
+    """Return whether a Node takes no new pods."""
     return bool((document.get("spec") or {}).get("unschedulable"))
 
 
@@ -61,14 +62,14 @@ def _annotations(document: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def pointer(annotation: str) -> str:
-    """Return the place of an annotation as a JSON pointer (RFC 6901)."""
+    """Return the path of an annotation as a JSON pointer (RFC 6901)."""
     return "/metadata/annotations/" + annotation.replace("~", "~0").replace("/", "~1")
 
 
 def cordon(document: Mapping[str, Any], run: str, now: float) -> tuple[Record, list[dict[str, Any]]]:
-    """Return the record of a new cordon, and the patch that makes it on this very Node.
+    """Return the record of a new cordon, and the patch that sets it on exactly this Node.
 
-    It is refused where the cordon or our annotation has changed meanwhile: two never both think that it was free.
+    The patch is refused if the cordon or our annotation has changed meanwhile, so two drains can't both take a Node.
     """
     annotations = _annotations(document)
     record = Record(run, now, is_cordoned(document), annotations.get(SCALE_DOWN))
@@ -76,7 +77,7 @@ def cordon(document: Mapping[str, Any], run: str, now: float) -> tuple[Record, l
 
 
 def recordon(document: Mapping[str, Any], record: Record) -> list[dict[str, Any]]:
-    """Return the patch that puts a cordon on with this record: on a Node that was deleted and registered again."""
+    """Return the patch that sets a cordon with this record, as on a Node that was deleted and registered again."""
     ours = {CORDON: record.text(), SCALE_DOWN: "true"}
     tests: list[dict[str, Any]] = [
         {"op": "test", "path": "/metadata/uid", "value": document["metadata"]["uid"]},
@@ -95,9 +96,9 @@ def recordon(document: Mapping[str, Any], record: Record) -> list[dict[str, Any]
 
 
 def uncordon(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the patch that takes away what is ours and puts back what was there before; nothing without a record.
+    """Return the patch that removes what is ours and restores what was there before; empty if there is no record.
 
-    Where somebody has uncordoned the host already, only our marks go.
+    If somebody has already uncordoned the host, only our marks are removed.
     """
     record, annotations = record_of(document), _annotations(document)
     if record is None:
@@ -119,7 +120,7 @@ def uncordon(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def send(client: Client, name: str, patch: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Send a patch of a Node; return it as it is then, None if it wasn't what the patch tests. Raises KubeError."""
+    """Send a patch of a Node; return the patched Node, None if a test of the patch failed. Raises KubeError."""
     try:
         return client.request("PATCH", path_of_node(name), patch, JSON_PATCH)
     except KubeError as error:
@@ -129,10 +130,10 @@ def send(client: Client, name: str, patch: list[dict[str, Any]]) -> dict[str, An
 
 
 def free(client: Client, name: str, run: str, seen: dict[str, Any] | None = None) -> str:
-    """Take our cordon away, whatever happens meanwhile; return the uid of the Node that had one of this run, empty for
-    none. Raises KubeError.
+    """Remove our cordon, however often the Node changes meanwhile; return the Node's uid, empty if it has no cordon of
+    this run. Raises KubeError.
 
-    ``seen`` is the Node as it was last read: it is read once more only where it has changed.
+    ``seen`` is the Node as it was last read: it is read again only if it has changed.
     """
     document = seen or client.find(path_of_node(name))
     while document is not None:

@@ -1,4 +1,4 @@
-"""Which pods belong together: a gang loses its work with any of its members. Pure."""
+"""Which pods belong together: a gang loses its work if it loses any of its members. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from image_builder.drain.pods import Owner, Pod
 
-# Pod groups: a scheduler places their pods together, or none. Kueue and coscheduling (today's and the older name) have
+# Pod groups: a scheduler places all their pods together or none. Kueue and coscheduling (current and older name) use
 # labels, Volcano an annotation.
 _GROUP_LABELS = (
     "kueue.x-k8s.io/pod-group-name",
@@ -14,14 +14,14 @@ _GROUP_LABELS = (
     "pod-group.scheduling.sigs.k8s.io",
 )
 _GROUP_ANNOTATIONS = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")
-# Owners that are a gang. Where others are between a pod and its gang, the pod has the gang's name as a label.
+# Owners that are gangs. If other owners are between a pod and its gang, the pod has the gang's name as a label.
 _GANG_KINDS = frozenset({"Job", "JobSet", "PyTorchJob", "RayCluster"})
 _NAMES = {
     "JobSet": "jobset.sigs.k8s.io/jobset-name",
     "PyTorchJob": "training.kubeflow.org/job-name",
     "RayCluster": "ray.io/cluster",
 }
-# A LeaderWorkerSet has replicas that are each a gang.
+# Each replica of a LeaderWorkerSet is a gang.
 _WORKERS, _WORKERS_INDEX = "leaderworkerset.sigs.k8s.io/name", "leaderworkerset.sigs.k8s.io/group-index"
 
 # The controller of a Job, by the Job's uid.
@@ -29,10 +29,10 @@ Parents = Mapping[str, Owner]
 
 
 def gang_of(pod: Pod, parents: Parents) -> str:
-    """Return the gang that a pod is of, empty for one that is of none.
+    """Return the gang that a pod belongs to, empty if it belongs to none.
 
-    A pod group goes before owners: it says itself what is placed together. Of nested owners the outermost counts: a
-    JobSet's Jobs are one gang.
+    A pod group takes precedence over owners: it states itself what is placed together. Of nested owners, the outermost
+    counts: a JobSet's Jobs are one gang.
     """
     for group in (
         pod.group,
@@ -53,7 +53,7 @@ def gang_of(pod: Pod, parents: Parents) -> str:
 
 
 def units(hosts: Collection[str], spread: Mapping[str, Iterable[str]]) -> list[frozenset[str]]:
-    """Return hosts in sets that share no gang; ``spread`` are the hosts of each gang, others than ``hosts`` too."""
+    """Group hosts into sets that share no gang; ``spread`` has all hosts of each gang, also others than ``hosts``."""
     sets = [frozenset({host}) for host in hosts]
     for members in map(frozenset, spread.values()):
         joined = [unit for unit in sets if unit & members]

@@ -1,8 +1,8 @@
-"""Hosts at work, until each is idle: between two jobs, without waiting for any of them with an empty host.
+"""Waits for busy hosts until each is idle between two jobs, without leaving a host empty while others are awaited.
 
-A scheduler fills a host within a second of its job's end, sooner than anybody sees that it is idle. So those whose jobs
-end first are cordoned before: their jobs go on, and nothing comes after them. The others are seen when they are idle.
-Where a host is idle, this is done with it, and leaves it as it is.
+A scheduler refills a host within a second of its job's end, sooner than anybody sees that it is idle. So the hosts
+whose jobs end first are cordoned beforehand: their jobs go on, and none follow. The others are noticed when they are
+idle. Once a host is idle, it is no longer awaited, and is left as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from image_builder.node.net.kube import Client, KubeError
 
 @dataclass
 class _Visit:
-    """What the last look at a host told: when its last job ends (seconds of the epoch), a pod of it, its cordon."""
+    """The result of the last look at a host: when its last job ends (seconds since the epoch), one pod, its cordon."""
 
     is_known: bool = False
     ends: float = math.inf
@@ -36,7 +36,7 @@ class _Visit:
 
 
 class Due(NamedTuple):
-    """A host to be drained now: it is idle, or the deadline is over. ``unit`` are the hosts that share its gangs."""
+    """A host to be drained now: it is idle, or the deadline has passed. ``unit``: the hosts that share its gangs."""
 
     name: str
     unit: tuple[str, ...] = ()
@@ -45,8 +45,8 @@ class Due(NamedTuple):
 class Handover:
     """Hosts that are awaited; at most ``max_fenced`` of them are cordoned while they work.
 
-    A cordon that somebody else made, or took away, stays as it is. After ``deadline``, in seconds of the epoch, nobody
-    is awaited any more.
+    A cordon that somebody else set or removed stays as it is. After ``deadline``, in seconds since the epoch, hosts are
+    no longer awaited.
     """
 
     def __init__(
@@ -62,28 +62,28 @@ class Handover:
         self._client, self._run, self._deadline, self._wall = client, run, deadline, wall
         self._max_fenced = 0 if policy.mode == "idle-only" else max_fenced
         self._looker = Looker(client, policy)
-        # So many a turn.
+        # The number of hosts to look at in one turn.
         self._looks = max(1, round(policy.looks_per_second * policy.poll_seconds))
-        # In the order in which they were looked at.
+        # The host that was looked at longest ago comes first.
         self._visits: dict[str, _Visit] = {}
 
     def add(self, names: Iterable[str]) -> None:
-        """Await hosts that are not awaited yet."""
+        """Start waiting for hosts that aren't awaited yet."""
         for name in names:
             self._visits.setdefault(name, _Visit())
 
     def drop(self, name: str) -> None:
-        """Let go of a host as it is."""
+        """Stop waiting for a host and leave it as it is."""
         self._visits.pop(name, None)
 
     def pod(self, name: str) -> str:
-        """Return a pod that an awaited host works on; empty where it was not looked at yet."""
+        """Return a pod that runs on an awaited host; empty if the host hasn't been looked at yet."""
         return self._visits[name].pod
 
     def turn(self) -> Iterator[Due]:
-        """Look at the hosts whose last look is longest ago, yield those that are idle, and cordon who is next.
+        """Look at the hosts that were looked at longest ago, yield those that are idle, and cordon those that are next.
 
-        After the deadline all of them are due, as soon as it is known which share a gang. Raises KubeError.
+        After the deadline, all hosts are due as soon as it is known which share a gang. Raises KubeError.
         """
         for name in list(islice(self._visits, self._looks)):
             visit = self._look(name)
@@ -92,7 +92,7 @@ class Handover:
                 yield Due(name)
             else:
                 self._visits[name] = visit
-        # After a driver that was killed, its cordons have to be seen first.
+        # If an earlier driver was killed, its cordons have to be seen first.
         if not all(visit.is_known for visit in self._visits.values()):
             return
         if self._wall() < self._deadline:
@@ -108,7 +108,7 @@ class Handover:
         self._visits.clear()
 
     def _look(self, name: str) -> _Visit | None:
-        """Return what a host is at work on, None where it is idle."""
+        """Return what a host is working on, None if it is idle or gone."""
         document = self._looker.node(name)
         tenants = self._looker.tenants(name, self._wall())
         if document is None or not tenants:
@@ -124,7 +124,7 @@ class Handover:
         )
 
     def _fence(self) -> None:
-        """Cordon those whose jobs end first, as many as may be."""
+        """Cordon the hosts whose jobs end first, as many as allowed."""
         room = self._max_fenced - sum(visit.is_fenced for visit in self._visits.values())
         free = [(visit.ends, name) for name, visit in self._visits.items() if visit.is_free]
         for _, name in heapq.nsmallest(min(room, self._looks), free):
@@ -138,7 +138,7 @@ class Handover:
                 self._post(document, record)
 
     def _post(self, document: Mapping[str, Any], record: fence.Record) -> None:
-        """Say in an Event why a host takes no more jobs; the roll doesn't wait for one."""
+        """Post an Event that says why a host takes no more jobs; the rollout goes on if that fails."""
         name, uid, since = document["metadata"]["name"], document["metadata"]["uid"], record.since
         message = f"cordoned while its jobs go on, to be emptied by {self._run}"
         with suppress(KubeError):

@@ -1,7 +1,7 @@
-"""Physical hosts that are known as bad: machines on them left for a finding of their hardware.
+"""Physical hosts that are known to be bad: machines on them were taken out because of a hardware finding.
 
-The gate keeps them in one ConfigMap. A machine that comes up on one of them is another in Kubernetes, by name and
-history, and has the same fault.
+The gate keeps them in one ConfigMap. A machine that comes up on one of them is a different one to Kubernetes, by name
+and history, but has the same fault.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from image_builder.text import stamp
 NAMESPACE, NAME = "kube-system", "image-builder-bad-hosts"
 COLLECTION = f"/api/v1/namespaces/{NAMESPACE}/configmaps"
 PATH = f"{COLLECTION}/{NAME}"
-# The key of a ConfigMap, and what Azure takes as a name.
+# Valid as the key of a ConfigMap, and accepted by Azure as a name.
 _HOST = re.compile(r"[A-Za-z0-9][-A-Za-z0-9_.]{0,62}")
 
 
 @dataclass(frozen=True)
 class BadHost:
-    """A host by its name, and the finding for which a node on it was taken out at ``since`` (Unix time)."""
+    """A host's name, and the finding for which a node on it was taken out at ``since`` (Unix time)."""
 
     name: str
     node: str
@@ -48,13 +48,13 @@ class BadHost:
 
 
 def host_of(document: Mapping[str, Any]) -> str:
-    """Return the physical host that a Node names, empty for none."""
+    """Return the physical host that a Node's annotation names, empty if none."""
     name = str(((document.get("metadata") or {}).get("annotations") or {}).get(PHYSICAL_HOST, ""))
     return name if _HOST.fullmatch(name) else ""
 
 
 def parse(config_map: Mapping[str, Any]) -> dict[str, BadHost]:
-    """Return the hosts of a ConfigMap by name; an entry that is malformed counts as not there."""
+    """Return the hosts in a ConfigMap by name; malformed entries are ignored."""
     hosts = {}
     for name, text in (config_map.get("data") or {}).items():
         try:
@@ -69,7 +69,7 @@ def parse(config_map: Mapping[str, Any]) -> dict[str, BadHost]:
 
 
 def read(client: Client) -> dict[str, BadHost] | None:
-    """Return the hosts by name, None where there is no ConfigMap yet. Raises KubeError."""
+    """Return the hosts by name, None if there is no ConfigMap yet. Raises KubeError."""
     config_map = client.find(PATH)
     return None if config_map is None else parse(config_map)
 
@@ -89,7 +89,7 @@ def write(client: Client, before: Mapping[str, BadHost] | None, after: Mapping[s
 
 
 def forget(client: Client, name: str) -> BadHost:
-    """Strike a host that was repaired, and return what was known of it. Raises UsageError, KubeError."""
+    """Remove a repaired host from the ConfigMap, and return its entry. Raises UsageError, KubeError."""
     current = read(client) or {}
     if name not in current:
         raise UsageError(f"{name} is not known as bad; known are: {', '.join(sorted(current)) or 'none'}")

@@ -1,4 +1,4 @@
-"""The jobs that would be evicted from hosts: pods by what they belong to, their GPUs, and how long they run. Pure."""
+"""The jobs that would be evicted from hosts: pods by owner or gang, their GPUs, and how long they have run. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD = ("job", "pods", "GPUs", "runs for", "why", "hosts")
 
 @dataclass(frozen=True)
 class Job:
-    """Pods of one gang or controller. ``started`` is when the first of them did, in seconds of the epoch."""
+    """Pods of one gang or controller. ``started``: when the first of them did (seconds since the epoch)."""
 
     name: str
     pods: int
@@ -24,7 +24,7 @@ class Job:
 
 
 def evicted_jobs(tenants: Mapping[str, Iterable[Tenant]]) -> list[Job]:
-    """Return what would be evicted from hosts, most GPUs first."""
+    """Return the jobs that would be evicted from hosts, those with the most GPUs first."""
     of_jobs: dict[str, list[tuple[str, Tenant]]] = {}
     for host, on_host in tenants.items():
         for tenant in on_host:
@@ -52,7 +52,7 @@ def _job(name: str, parts: list[tuple[str, Tenant]]) -> Job:
 
 
 def table(jobs: Iterable[Job], now: float) -> str:
-    """Return a table of jobs; ``now`` in seconds of the epoch."""
+    """Return a table of jobs; ``now`` is in seconds since the epoch."""
     rows = [
         (
             job.name,

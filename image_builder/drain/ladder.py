@@ -1,4 +1,4 @@
-"""What to do next with each host of a drain: idle-only, fence, ask, evict. Pure, of one look at all of them."""
+"""What to do next with each host of a drain: idle-only, fence, ask, evict. Pure, based on one look at all of them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Tenant:
     pod: Pod
     verdict: Verdict
     gang: str = ""
-    # Why the eviction API will never evict it, or that its controller puts it back on the same host.
+    # Why evicting it is no use: the API will never do it, or its controller puts it back on the same host.
     refusal: str = ""
-    # The last answer to its eviction: the budget that doesn't allow it.
+    # The last answer to its eviction, such as the budget that doesn't allow it.
     blocked: str = ""
     is_asked: bool = False
 
@@ -35,9 +35,9 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Host:
-    """A host as it was looked at.
+    """A host as it was last seen.
 
-    Monotonic seconds: it was taken on at ``began``, has had our cordon since ``fenced`` and no tenants since
+    Times are monotonic seconds: it was taken on at ``began``, has had our cordon since ``fenced`` and no tenants since
     ``idle_since``. ``obstacle`` is why it can't be drained, such as somebody else's cordon. ``tenants`` are
     the pods that keep it busy.
     """
@@ -56,7 +56,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Action:
-    """What to do with a host; ``tenants`` are those that are asked or evicted, ``reason`` is why it is skipped."""
+    """What to do with a host; ``tenants`` are those to ask or evict, ``reason`` is why it is skipped."""
 
     verb: Verb
     host: str
@@ -65,7 +65,7 @@ class Action:
 
 
 def spread_of(hosts: Iterable[Host], elsewhere: Mapping[str, Iterable[str]]) -> dict[str, frozenset[str]]:
-    """Return the hosts of each gang; ``elsewhere`` are those beyond the hosts that are drained."""
+    """Return the hosts of each gang; ``elsewhere`` has their hosts outside the drain."""
     spread: dict[str, set[str]] = {}
     for host in hosts:
         for tenant in host.tenants:
@@ -77,7 +77,7 @@ def spread_of(hosts: Iterable[Host], elsewhere: Mapping[str, Iterable[str]]) -> 
 def decide(
     hosts: Mapping[str, Host], elsewhere: Mapping[str, Iterable[str]], policy: Policy, now: float
 ) -> list[Action]:
-    """Return what to do now; a host without an action is waited for. Gangs are whole or not at all."""
+    """Return what to do now; a host without an action is waited for. Gangs are fenced as a whole or not at all."""
     spread = spread_of(hosts.values(), elsewhere)
     actions = _skips(hosts, spread, policy, now)
     skipped = {action.host for action in actions}
@@ -100,11 +100,11 @@ def decide(
 def _skips(
     hosts: Mapping[str, Host], spread: Mapping[str, frozenset[str]], policy: Policy, now: float
 ) -> list[Action]:
-    """Return who is given up, and with them all hosts of their gangs."""
+    """Return the hosts to give up on, and with them all hosts of their gangs."""
     reasons = {host.name: reason for host in hosts.values() if (reason := _obstacle(host, policy, now))}
     for gang, members in sorted(spread.items()):
         outside = sorted(members - hosts.keys())
-        # A host that is idle is in no gang, and a fenced one waits for its own pods, wherever others went since.
+        # An idle host is in no gang, and a fenced one waits for its own pods, wherever others have gone since.
         if outside and not policy.whole_gangs and policy.mode != "idle-only":
             for name in members & hosts.keys():
                 if hosts[name].fenced is None:
@@ -135,7 +135,7 @@ def _holds_up(host: Host) -> bool:
 
 
 def _end(unit: Iterable[str], hosts: Mapping[str, Host]) -> tuple[float, list[str]]:
-    """Return when the last job of some hosts ends, which nobody knows where one doesn't say; idle hosts come first."""
+    """Return a sort key: when the hosts' last job ends, infinity if one doesn't say. Idle hosts come first."""
     tenants = [tenant for name in unit if name in hosts for tenant in hosts[name].tenants]
     ends = [float("inf") if tenant.pod.deadline is None else tenant.pod.deadline for tenant in tenants]
     return max(ends, default=0.0), sorted(unit)
@@ -171,7 +171,7 @@ def _of_fenced(
 
 
 def _bound_gangs(hosts: Mapping[str, Host], spread: Mapping[str, frozenset[str]]) -> set[str]:
-    """Return the gangs of which nothing may be evicted: a member may not, or is on a host without our cordon."""
+    """Return the gangs of which no pod may be evicted: one of them may not, or is on a host without our cordon."""
     bound = {
         gang
         for gang, members in spread.items()

@@ -1,10 +1,10 @@
-"""Be the only one that acts: a Lease, taken and renewed as client-go's leader election does it.
+"""Ensures that only one process acts: a Lease, taken and renewed as in client-go's leader election.
 
-The gate's controllers have one between them. Each scale set has one too, for as long as a rollout drives it: another
-rollout is refused, and the gate begins nothing on its nodes.
+The gate's controllers share one. Each scale set has one too, for as long as a rollout drives it: other rollouts are
+refused, and the gate starts nothing on its nodes.
 
-Clocks of two machines are never compared: a lease has run out when nobody renewed it while our own clock went on for
-its whole duration.
+Clocks of two machines are never compared: a lease has expired when nobody has renewed it for its whole duration by our
+own clock.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from image_builder.errors import PoolError
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import CONFLICT, Client, KubeError
 
-# Of the Leases of scale sets: by their namespace alone they can be given without all others.
+# Of the Leases of scale sets. A namespace of their own allows granting access to them but not to any others.
 NAMESPACE = "image-builder"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Seconds: how long a lease lasts, when a leader that couldn't renew it gives up, and between two attempts."""
+    """In seconds: how long a lease lasts, when a leader that couldn't renew it gives up, the pause between attempts."""
 
     name: str = "image-builder-gate"
     namespace: str = "kube-system"
@@ -39,14 +39,14 @@ class Settings:
 
 @dataclass
 class Observation:
-    """The lease as it was when it last changed, and when (by our clock) that was seen."""
+    """The lease as it was after its last change, and when (by our clock) that change was seen."""
 
     record: tuple[str, str] = ("", "")
     since: float = 0.0
 
 
 class Election:
-    """``attempt`` is called every ``pause`` seconds; ``leads`` tells whether we may act now."""
+    """The caller calls ``attempt`` every ``pause`` seconds; ``leads`` is whether we may act now."""
 
     def __init__(self, client: Client, identity: str, settings: Settings, clock: Callable[[], float]) -> None:
         self.settings = settings
@@ -56,16 +56,16 @@ class Election:
 
     @property
     def leads(self) -> bool:
-        """Tell whether the lease is ours, by a renewal that is recent enough for nobody else to have taken it."""
+        """Return whether the lease is ours: renewed so recently that nobody else can have taken it."""
         return self._clock() - self._renewed < self.settings.deadline
 
     @property
     def record(self) -> tuple[str, str]:
-        """Return who held the lease when it was last read, and when that one had renewed it; empty for nobody."""
+        """Return who held the lease when it was last read, and that holder's last renewal; empty if nobody did."""
         return self._observed.record
 
     def attempt(self) -> None:
-        """Take or renew the lease where that is ours to do. Raises KubeError."""
+        """Take the lease if it is free, or renew it if it is ours. Raises KubeError."""
         now = self._clock()
         lease = self._client.find(self._path)
         if lease is None:
@@ -75,14 +75,14 @@ class Election:
         holder = str(spec.get("holderIdentity") or "")
         record = (holder, str(spec.get("renewTime") or ""))
         if record != self._observed.record:
-            # Not when it was asked for: it may have been renewed while the answer was on its way.
+            # Not the time of the request: it may have been renewed while the answer was on its way.
             self._observed = Observation(record, self._clock())
         lasts = float(spec.get("leaseDurationSeconds") or self.settings.duration)
         if holder in ("", self._identity) or now - self._observed.since > lasts:
             self._write("PUT", self._path, lease, now)
 
     def release(self) -> None:
-        """Give the lease back, so that the next one need not wait for its end. Raises KubeError."""
+        """Give the lease back, so that the next holder needn't wait for it to expire. Raises KubeError."""
         if self.leads:
             lease = self._client.request("GET", self._path)
             if (lease.get("spec") or {}).get("holderIdentity") == self._identity:
@@ -106,13 +106,13 @@ class Election:
         }
         body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", **lease, "spec": spec}
         try:
-            # With the resourceVersion that was read: of two that take it at once, one is refused.
+            # It has the resourceVersion that was read: if two take the lease at once, one is refused.
             self._client.request(method, path, body)
         except KubeError as error:
             if error.status != CONFLICT:
                 raise
             return
-        # From before the request was sent: the server counts from later.
+        # The time before the request was sent: others count from a later one.
         self._renewed = now
 
     @property
@@ -141,7 +141,7 @@ def lease_of(scale_set: str) -> str:
 
 
 class Holders:
-    """Who holds which Lease, for somebody who only looks. ``clock`` is monotonic.
+    """Who holds which Lease, for observers that take none. ``clock`` is monotonic.
 
     A Lease that is seen for the first time counts as held for its whole duration.
     """
@@ -169,16 +169,16 @@ class Holders:
             self._observed[name] = Observation(record, since), seconds
 
     def holder(self, name: str) -> str:
-        """Return who holds a Lease, empty where nobody does."""
+        """Return who holds a Lease, empty if nobody does."""
         observation, seconds = self._observed.get(name, (Observation(), 0.0))
         return observation.record[0] if self._clock() - observation.since <= seconds else ""
 
 
 class Leases:
-    """Leases of scale sets that are held, and renewed in a thread, until the block ends. For several threads.
+    """Leases of scale sets, held and renewed in a thread until the ``with`` block ends. Thread-safe.
 
-    ``connect`` opens a connection to the API server; ``holder`` is who holds: its successor by that name takes them up
-    at once.
+    ``connect`` opens a connection to the API server; ``holder`` is the holder's name: a successor with the same name
+    takes the Leases over at once.
     """
 
     def __init__(self, connect: Callable[[], Client], holder: str, settings: Settings | None = None) -> None:
@@ -198,16 +198,16 @@ class Leases:
         self._stop.set()
         self._thread.join()
         for election in self._elections.values():
-            with suppress(NodeError):  # it runs out by itself
+            with suppress(NodeError):  # it expires by itself
                 election.release()
         if self._client:
             self._client.close()
 
     def hold(self, scale_set: str) -> None:
-        """Hold a scale set's Lease, by a renewal that is recent enough; raises PoolError naming who does, KubeError."""
+        """Hold a scale set's Lease, taking it if necessary. Raises PoolError naming another holder, KubeError."""
         with self._lock:
             if scale_set not in self._elections:
-                # One connection for all, which only who has the lock uses.
+                # One connection for all, used only under the lock.
                 self._client = self._client or self._connect()
                 settings = replace(self._settings, name=lease_of(scale_set))
                 self._elections[scale_set] = Election(self._client, self._holder, settings, time.monotonic)
@@ -223,11 +223,11 @@ class Leases:
                 )
 
     def take(self, *scale_sets: str) -> None:
-        """As ``hold`` for each, but let Leases run out whose holder is gone, all of them at once. One that is there
-        renews its own, which is refusal.
+        """Hold each, as ``hold`` does, but wait until Leases whose holder is gone expire, all at the same time. A live
+        holder renews its Lease, which counts as a refusal.
         """
         for path in scale_sets:
-            with suppress(PoolError):  # from now on it is watched
+            with suppress(PoolError):  # from now on its Lease is observed
                 self.hold(path)
         for path in scale_sets:
             self._take(path)
@@ -251,6 +251,6 @@ class Leases:
             with self._lock:
                 elections = list(self._elections.values())
             for election in elections:
-                # One that can't be renewed leads no more, and ``hold`` says so.
+                # An election that can't renew its lease no longer leads, which ``hold`` notices.
                 with suppress(NodeError), self._lock:
                     election.attempt()

@@ -1,4 +1,4 @@
-"""What is on a host at this moment, by the API server's newest state."""
+"""What is on a host right now, according to the API server's latest state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from image_builder.drain.pods import Class, Owner, Pod, classify, moment, owner_
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client, path_of_node
 
-# Who asks for a Node within so many seconds of others gets what they got, if there are more than a few of them.
+# Requests for Nodes within this many seconds of each other share one answer, if there are more than a few.
 _MOMENT, _FEW = 0.8, 1
 _UNFINISHED = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a Job adds to its pods: who controls it, and when it must have ended (seconds of the epoch)."""
+    """What a Job adds to its pods: its own controller, and when it must have ended (seconds since the epoch)."""
 
     parent: Owner | None
     deadline: float | None
@@ -36,9 +36,9 @@ def job_from(document: Mapping[str, Any]) -> Job:
 
 
 class Cordoned:
-    """The Nodes that take no new pods, for all that look at some of them in the same moment: one request reads all.
+    """The Nodes that take no new pods, for all callers that look at some at the same moment: one request reads all.
 
-    A Node that isn't among them is read by itself, so what was cordoned since is never taken for free.
+    A Node that isn't among them is read individually, so one cordoned since then is never taken for schedulable.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +48,7 @@ class Cordoned:
         self._until = 0.0
 
     def node(self, client: Client, name: str) -> dict[str, Any] | None:
-        """Return a Node object as it was a moment ago at most, None where there is none. Raises KubeError."""
+        """Return a Node object that is at most a moment old, None if there is none. Raises KubeError."""
         with self._lock:
             now = self._clock()
             self._asked = [*(at for at in self._asked if at > now - _MOMENT), now]
@@ -64,9 +64,9 @@ class Cordoned:
 
 
 class Looker:
-    """Looks at hosts; each Job is asked for once. ``cordoned`` needs the right to list Nodes. Raises KubeError.
+    """Looks at hosts; each Job is read only once. ``cordoned`` needs the right to list Nodes. Raises KubeError.
 
-    ``overrules``: a deadline is over, and owners are not asked any more.
+    ``overrules``: a deadline has passed, and the owners' wishes no longer count.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class Looker:
         self._jobs: dict[str, Job] = {}
 
     def node(self, name: str, *, is_cordoned: bool = False) -> dict[str, Any] | None:
-        """Return a Node object, None where there is none. ``is_cordoned``: it was, and is likely to be still."""
+        """Return a Node object, None if there is none. ``is_cordoned``: it was cordoned, and probably still is."""
         if self._cordoned and is_cordoned:
             return self._cordoned.node(self._client, name)
         return self._client.find(path_of_node(name))
 
     def tenants(self, host: str, now: float) -> tuple[Tenant, ...]:
-        """Return the pods that keep a host busy; ``now`` in seconds of the epoch."""
+        """Return the pods that keep a host busy; ``now`` is in seconds since the epoch."""
         pods = self._pods("/api/v1/pods", f"spec.nodeName={host},{_UNFINISHED}")
         tenants = [self._tenant(pod, now) for pod in pods]
         return tuple(tenant for tenant in tenants if tenant.verdict.kind is not Class.IGNORED)
 
     def tenants_of(self, hosts: Container[str], now: float) -> dict[str, list[Tenant]]:
-        """Return the pods that keep hosts busy, of many hosts at once."""
+        """Return the pods that keep hosts busy, for many hosts at once."""
         tenants: dict[str, list[Tenant]] = {}
         for pod in self._pods("/api/v1/pods", f"spec.nodeName!=,{_UNFINISHED}"):
             if pod.host in hosts:
@@ -97,7 +97,7 @@ class Looker:
         return tenants
 
     def spread(self, namespaces: Iterable[str]) -> dict[str, set[str]]:
-        """Return the hosts of all gangs of some namespaces."""
+        """Return the hosts of all gangs in some namespaces."""
         spread: dict[str, set[str]] = {}
         for namespace in sorted(set(namespaces)):
             for pod in self._pods(f"/api/v1/namespaces/{namespace}/pods", f"spec.nodeName!=,{_UNFINISHED}"):

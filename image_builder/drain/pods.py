@@ -1,4 +1,4 @@
-"""What a pod on a host means for its drain: nothing, a wait, or an eviction. Pure, of the API's JSON."""
+"""What a pod on a host means for its drain: nothing, a wait, or an eviction. Pure, based on the API's JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from image_builder.drain.policy import Policy, Rule
 
-# Our own mark on a pod, by its owner: `evict` also opts a pod with GPUs in, `wait` protects any.
+# Our own mark, set on a pod by its owner: `evict` opts in even a pod with GPUs, `wait` protects any pod.
 MARK = "image-builder/drain"
 # Other projects' marks. https://cluster-api.sigs.k8s.io/tasks/automated-machine-management/machine_deletions,
 # https://karpenter.sh/docs/concepts/disruption/#pod-level-controls,
@@ -19,11 +19,11 @@ MARK = "image-builder/drain"
 CLUSTER_API = "cluster.x-k8s.io/drain"
 KARPENTER = "karpenter.sh/do-not-disrupt"
 AUTOSCALER = "cluster-autoscaler.kubernetes.io/safe-to-evict"
-# When the pod's work ends, by its owner: an ISO 8601 time.
+# When the pod's work ends, according to its owner: an ISO 8601 time.
 ENDS = "image-builder/ends-at"
 _MIRROR = "kubernetes.io/config.mirror"
 UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
-# GPUs of all makers, and parts of them; RDMA as its device plugins have it.
+# GPUs of all vendors, and slices of them; RDMA under its device plugins' names.
 _DEVICE = re.compile(
     r"(nvidia\.com|amd\.com|gpu\.intel\.com|rdma|mellanox\.com)/.+|.+/(gpu|rdma|hca|ib)[\w.-]*"
 )
@@ -33,9 +33,9 @@ _UNIT_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 class Class(enum.Enum):
-    IGNORED = "ignored"  # the host is empty with it
-    WAIT = "wait"  # it ends by itself
-    EVICT = "evict"  # the eviction API may be asked
+    IGNORED = "ignored"  # a host that has only such pods is empty
+    WAIT = "wait"  # it must end by itself
+    EVICT = "evict"  # it may be evicted
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Pod:
-    """What counts of a pod. ``deadline``: seconds of the epoch when its work ends, as far as anybody said."""
+    """The part of a pod that matters. ``deadline``: when its work ends, if known (seconds since the epoch)."""
 
     namespace: str
     name: str
@@ -85,7 +85,7 @@ class Verdict:
 
 
 def owner_of(document: Mapping[str, Any]) -> Owner | None:
-    """Return the controller of an object, None for one that nobody would make again."""
+    """Return the controller of an object, None for an object that nothing would recreate."""
     for reference in document["metadata"].get("ownerReferences") or ():
         if reference.get("controller"):
             return Owner(*(str(reference.get(key, "")) for key in ("apiVersion", "kind", "name", "uid")))
@@ -93,7 +93,7 @@ def owner_of(document: Mapping[str, Any]) -> Owner | None:
 
 
 def pod_from(document: Mapping[str, Any]) -> Pod:
-    """Return what counts of a Pod object."""
+    """Return the part of a Pod object that matters."""
     meta, spec, status = document["metadata"], document["spec"], document.get("status") or {}
     annotations = meta.get("annotations") or {}
     started = moment(status.get("startTime"))
@@ -115,13 +115,13 @@ def pod_from(document: Mapping[str, Any]) -> Pod:
         gpus=_gpus(spec),
         has_empty_dir=any("emptyDir" in volume for volume in spec.get("volumes") or ()),
         tolerates_cordons=any(map(_tolerates_cordons, spec.get("tolerations") or ())),
-        # Kubernetes' own gangs, by which the scheduler places pods together.
+        # Kubernetes' own gangs, which the scheduler places together.
         group=str((spec.get("schedulingGroup") or {}).get("podGroupName") or ""),
     )
 
 
 def moment(text: object) -> float | None:
-    """Return the seconds of the epoch of a time as the API writes it; None for what is none."""
+    """Parse a time as the API writes it, into seconds since the epoch; return None for anything else."""
     try:
         parsed = datetime.fromisoformat(str(text))
     except ValueError:
@@ -130,10 +130,10 @@ def moment(text: object) -> float | None:
 
 
 def classify(pod: Pod, policy: Policy, now: float, *, overruled: bool = False) -> Verdict:
-    """Return what a pod means for the drain of its host; ``now`` in seconds of the epoch.
+    """Return what a pod means for the drain of its host; ``now`` is in seconds since the epoch.
 
-    A mark of another project may protect a pod with devices, never give it away: that is for its owner to say by our
-    own mark, or for a rule that names such pods. Once owners are ``overruled`` only rules protect a pod.
+    Another project's mark may protect a pod with devices, but never release it: only our own mark, set by its owner,
+    or a rule that names such pods can. Once owners are ``overruled``, only rules protect a pod.
     """
     if _MIRROR in pod.annotations:
         return Verdict(Class.IGNORED, "mirror of a static pod")
@@ -167,7 +167,7 @@ def _by_marks(pod: Pod, now: float) -> Verdict | None:
     mark = pod.annotations.get(MARK)
     if mark == "wait":
         return Verdict(Class.WAIT, f"{MARK}: wait")
-    # Whoever protects it is asked before whoever gives it away.
+    # Marks that protect a pod are checked before marks that release it.
     if pod.labels.get(CLUSTER_API) == "wait-completed":
         return Verdict(Class.WAIT, f"{CLUSTER_API}: wait-completed")
     if (text := pod.annotations.get(KARPENTER)) and _is_protected(text, pod.started, now):
@@ -186,7 +186,7 @@ def _by_marks(pod: Pod, now: float) -> Verdict | None:
 
 
 def _is_protected(text: str, started: float | None, now: float) -> bool:
-    """Tell whether Karpenter's mark still protects: `true` always does, a duration does from the pod's start."""
+    """Return whether Karpenter's mark still protects: `true` always does, a duration counts from the pod's start."""
     parts = _DURATION.findall(text)
     if "".join(map("".join, parts)) != text or started is None:
         return text != "false"
@@ -204,7 +204,7 @@ def _by_shape(pod: Pod) -> Verdict:
 
 
 def uses_devices(spec: Mapping[str, Any]) -> bool:
-    """Tell whether a pod has GPUs, RDMA devices, or devices by claims of whatever kind."""
+    """Return whether a pod has GPUs, RDMA devices, or resource claims of any kind."""
     containers = [*spec.get("containers", ()), *(spec.get("initContainers") or ())]
     names = {
         name
@@ -216,13 +216,13 @@ def uses_devices(spec: Mapping[str, Any]) -> bool:
 
 
 def _gpus(spec: Mapping[str, Any]) -> int:
-    """Return how many GPUs, or parts of them, a pod's containers have; claims don't say."""
+    """Return how many GPUs, or slices of them, a pod's containers have; claims don't state a number."""
     containers = spec.get("containers", ())
     return sum(count_gpus((container.get("resources") or {}).get("limits")) for container in containers)
 
 
 def count_gpus(resources: Mapping[str, Any] | None) -> int:
-    """Return how many GPUs, or parts of them, are among resources of a container, or of a Node."""
+    """Return how many GPUs, or slices of them, are among the resources of a container or a Node."""
     counts = [str(count) for name, count in (resources or {}).items() if _GPU.fullmatch(name)]
     return sum(int(count) for count in counts if count.isdecimal())
 

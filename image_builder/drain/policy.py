@@ -1,4 +1,4 @@
-"""The policy of a drain: how far it may go, how long it waits, and rules for pods of one's own."""
+"""The policy of a drain: how far it may go, how long it waits, and the user's own rules for pods."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rule(Strict):
 
 
 class Policy(Strict):
-    """The whole policy. Each mode does what those before it do, and one thing more."""
+    """The whole policy. Each mode does what the previous ones do, and one thing more."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 

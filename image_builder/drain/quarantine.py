@@ -1,6 +1,6 @@
 """A node in quarantine: the taint that keeps work off it, and the annotation that says why, and how far its remedy is.
 
-Both come in one request and go in one, with our cordon where a drain has put one. Pure, of a Node object.
+One request sets both, and one removes both, along with our cordon if a drain has set one. Pure, on a Node object.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from image_builder.drain import fence
 from image_builder.text import stamp
 
 TAINT = MARK = "image-builder/quarantine"
-# Whose cordons these are (``fence.Record.run``).
+# The owner of the gate's cordons (``fence.Record.run``).
 RUN = "gate"
 
-# What is done to a node: work stays off it; it is emptied; and then a person or another program is asked for more.
+# What is done to a node: no work is put on it; it is emptied; then a person or another program is asked for more.
 Remedy = Literal["taint", "drain", "reboot", "reimage", "hand-over"]
 ASKING: tuple[Remedy, ...] = ("reboot", "reimage", "hand-over")
 # What a person or another program is to do.
@@ -28,19 +28,19 @@ WANTED = {
     "reimage": "reimage it",
     "hand-over": "return its machine to the platform",
 }
-# ``out``: it takes no more work. ``empty``: and has none. ``asked``: its remedy was asked for. ``sent``: a request for
-# it is about to be sent to Azure, or was.
+# ``out``: it takes no more work. ``empty``: nor has it any. ``asked``: its remedy was requested. ``sent``: the request
+# for it has been sent to Azure, or is about to be.
 Stage = Literal["out", "empty", "asked", "sent"]
 _LABEL_VALUE = re.compile(r"[^-A-Za-z0-9_.]+")
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the annotation holds: the condition, by its type and reason, that took the node out at ``since`` (seconds of
-    the epoch).
+    """The contents of the annotation: the condition, by type and reason, that took the node out at ``since`` (Unix
+    time).
 
-    ``tested``: when the preflight had last been reported (Unix time, 0: never), ``boot_id``: of which boot that was.
-    ``sent_at``: when its remedy was sent (Unix time, 0: never), ``sent_boot``: the boot that it is to end.
+    ``tested``: when the preflight had last been reported (Unix time, 0: never), ``boot_id``: the node's boot then.
+    ``sent_at``: when the remedy was sent (Unix time, 0: never), ``sent_boot``: the boot that it is to end.
     """
 
     condition: str
@@ -59,7 +59,7 @@ class Record:
 
     @property
     def words(self) -> str:
-        """Return for people why the node is out, and how far its remedy is."""
+        """Return in words why the node is out, and how far its remedy is."""
         state = {
             "out": "to be drained" if self.is_drained else "takes no new work",
             "empty": "empty",
@@ -70,15 +70,15 @@ class Record:
 
     @property
     def is_drained(self) -> bool:
-        """Tell whether its remedy wants it empty."""
+        """Return whether its remedy requires that it is empty."""
         return self.remedy != "taint"
 
 
 def record_of(document: Mapping[str, Any]) -> Record | None:
-    """Return the record of a Node's annotation; None where there is none, or a broken one."""
+    """Return the record in a Node's annotation; None if there is none, or it is malformed."""
     try:
         values = json.loads((document["metadata"].get("annotations") or {})[MARK])
-        # From before requests were sent, it has nothing of them.
+        # A record from before requests were sent lacks these fields.
         values = {"sent_at": 0.0, "sent_boot": ""} | values
         record = Record(**{field.name: str(values[field.name]) for field in fields(Record)})  # type: ignore[arg-type]
         times = {name: float(values[name]) for name in ("since", "tested", "sent_at")}
@@ -89,7 +89,7 @@ def record_of(document: Mapping[str, Any]) -> Record | None:
 
 
 def is_tainted(document: Mapping[str, Any]) -> bool:
-    """Tell whether a Node has the taint."""
+    """Return whether a Node has the taint."""
     return any(map(_is_ours, _taints(document)))
 
 
@@ -102,9 +102,9 @@ def _taints(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def take_out(document: Mapping[str, Any], record: Record) -> list[dict[str, Any]]:
-    """Return the patch that puts a node into quarantine, or brings it to a later stage.
+    """Return the patch that puts a node into quarantine, or moves it to a later stage.
 
-    It is refused where its taints, or our annotation, have changed meanwhile.
+    The patch is refused if the taints or our annotation have changed meanwhile.
     """
     annotations = document["metadata"].get("annotations") or {}
     pointer = fence.pointer(MARK)
@@ -126,14 +126,14 @@ def take_out(document: Mapping[str, Any], record: Record) -> list[dict[str, Any]
 
 
 def reach(document: Mapping[str, Any], record: Record, stage: Stage) -> list[dict[str, Any]]:
-    """Return the patch that says how far a node's remedy is."""
+    """Return the patch that records how far a node's remedy is."""
     return take_out(document, replace(record, stage=stage))
 
 
 def give_back(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the patch that ends a quarantine: the taint, the annotation and the gate's cordon go, and nothing else.
 
-    Empty where there is nothing of it.
+    The patch is empty if there is nothing to remove.
     """
     annotations = document["metadata"].get("annotations") or {}
     patch: list[dict[str, Any]] = []

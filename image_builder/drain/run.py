@@ -1,7 +1,7 @@
-"""Go round until every host of a drain is empty or skipped.
+"""The loop that drains hosts until each is empty or skipped.
 
-What it knows beside the API server's state is only how long it has waited: after a kill, a second one of the same run
-goes on from the annotations.
+Apart from the API server's state, it knows only how long it has waited: after a kill, another drain of the same run
+continues from the annotations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from image_builder.node.net.retry import backoff
 
 State = Literal["empty", "skipped"]
 Tell = Callable[[str], None]
-# Why a host is skipped whose cordon a person took away: it is left alone.
+# Why a host whose cordon a person removed is skipped: it is left alone.
 UNCORDONED = "somebody uncordoned it"
 _chance: Callable[[], float] = random.random
 
@@ -35,7 +35,7 @@ _chance: Callable[[], float] = random.random
 class Outcome:
     """How the drain of a host ended: ``empty`` and cordoned, or ``skipped`` without our cordon.
 
-    ``tenants`` are the pods that it was skipped for, ``node`` is the Node that was empty, ``evicted`` are the pods that
+    ``tenants`` are the pods that caused the skip, ``node`` is the Node that was empty, ``evicted`` are the pods that
     were evicted from it.
     """
 
@@ -58,7 +58,7 @@ class _Visit:
     record: Record | None = None
     fenced: float | None = None
     idle_since: float | None = None
-    # When it is worth a look: what is idle settles first.
+    # When the next look is worthwhile: an idle host has to settle first.
     due: float = 0.0
     evicted: list[str] = field(default_factory=list)
     evicted_owners: set[str] = field(default_factory=set)
@@ -66,7 +66,7 @@ class _Visit:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """An eviction that was asked for: when to ask again (monotonic seconds), and what was said."""
+    """A requested eviction: when to retry it (monotonic seconds), and the answer."""
 
     due: float
     message: str = ""
@@ -76,20 +76,20 @@ class _Attempt:
 def free(
     client: Client, name: str, run: str, seen: dict[str, Any] | None = None, *, now: float | None = None
 ) -> bool:
-    """Take our cordon off a host, and say so in an Event; tell whether there was one of this run. Raises KubeError.
+    """Remove our cordon from a host and post an Event; return whether this run had one there. Raises KubeError.
 
     ``seen`` is the Node as it was last read.
     """
     if uid := fence.free(client, name, run, seen):
         at = time.time() if now is None else now
-        # The host is free, whoever gets to know of it.
+        # The host is free even if the Event can't be posted.
         with suppress(KubeError):
             event.post(client, event.event(name, uid, "NodeFreed", f"freed by {run}", at, step=str(at)))
     return bool(uid)
 
 
 def occupied(looker: Looker, document: Mapping[str, Any], run: str) -> str:
-    """Return why a Node, as it was just read, isn't empty and cordoned by a run, if it isn't; raises KubeError."""
+    """Return why a Node, as just read, isn't both empty and cordoned by a run; empty if it is. Raises KubeError."""
     record = fence.record_of(document)
     if record is None or record.run != run or not fence.is_cordoned(document):
         return UNCORDONED
@@ -98,11 +98,12 @@ def occupied(looker: Looker, document: Mapping[str, Any], run: str) -> str:
 
 
 class Drain:
-    """A drain at work. ``turn`` looks at all its hosts and does what is next; ``outcomes`` has those that ended.
+    """A drain in progress. ``turn`` looks at the hosts that are due and takes the next steps; ``outcomes`` has those
+    that are done.
 
-    ``clock`` is monotonic, ``wall`` the time of day, both in seconds. After ``deadline``, by the latter, it evicts,
-    whatever owners say: its mode is `evict` from then on, and each host's patience begins. ``cordoned`` is shared with
-    drains beside it, and needs the right to list Nodes.
+    ``clock`` is monotonic, ``wall`` the time of day, both in seconds. After ``deadline``, by the latter, it evicts pods
+    whatever their owners say: its mode is `evict` from then on, and each host's timeout starts again. ``cordoned`` is
+    shared with parallel drains, and needs the right to list Nodes.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Drain:
         self.outcomes: dict[str, Outcome] = {}
         self._client, self._run, self._policy, self._tell = client, run, policy, tell
         self._clock, self._wall, self._deadline = clock, wall, deadline
-        # When owners were overruled (monotonic): no host's patience counts from before.
+        # When owners were overruled (monotonic): no host's timeout counts from before that.
         self._overruled: float | None = None
         self._looker = Looker(client, policy, cordoned)
         self._visits: dict[str, _Visit] = {}
@@ -128,18 +129,18 @@ class Drain:
         self._is_mute = False
 
     def add(self, names: Iterable[str]) -> None:
-        """Take hosts on that are not yet."""
+        """Take on hosts that aren't in the drain yet."""
         for name in names:
             if name not in self._visits:
                 self._visits[name] = _Visit(self._clock())
 
     def drop(self, name: str) -> None:
-        """Let go of a host as it is."""
+        """Drop a host from the drain and leave it as it is."""
         self.outcomes[name] = Outcome(name, "skipped", "it is no longer needed")
 
     @property
     def hosts(self) -> list[str]:
-        """Return all hosts, those of whole gangs that nobody added among them."""
+        """Return all hosts, including those that were taken on only to drain whole gangs."""
         return list(self._visits)
 
     @property
@@ -153,7 +154,7 @@ class Drain:
         return max(self._policy.poll_seconds, len(self.open_hosts) / self._policy.looks_per_second)
 
     def turn(self) -> None:
-        """Look once, and act. Raises KubeError: nothing is decided from half a look."""
+        """Look once, and act. Raises KubeError: nothing is decided from an incomplete look."""
         if self._overruled is None and self._wall() >= self._deadline:
             self._overrule()
         due = [name for name in self.open_hosts if self._visits[name].due <= self._clock()]
@@ -163,7 +164,7 @@ class Drain:
             partners = {name for members in elsewhere.values() for name in members} - self._visits.keys()
             self.add(sorted(partners))
             if partners:
-                return  # whose gangs may reach further
+                return  # their gangs may extend to further hosts
         for action in decide(looks, elsewhere, self._policy, self._clock()):
             self._do(action, looks[action.host])
 
@@ -174,7 +175,7 @@ class Drain:
             visit.fenced = None if visit.fenced is None else max(visit.fenced, self._overruled)
 
     def release(self) -> None:
-        """Take our cordons away from hosts that are not empty yet: the drain ends here. Raises KubeError."""
+        """Remove our cordons from hosts that aren't empty yet: the drain ends here. Raises KubeError."""
         for name in self.open_hosts:
             free(self._client, name, self._run, now=self._wall())
             self._end(Outcome(name, "skipped", "the drain was interrupted"))
@@ -182,7 +183,7 @@ class Drain:
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def _look(self, name: str) -> Host | None:
-        """Return a host as it is now; None for one whose Node object is away and may come back."""
+        """Return a host as it is now; None if its Node object is gone but may come back."""
         visit, now = self._visits[name], self._clock()
         document = self._looker.node(name, is_cordoned=visit.fenced is not None)
         if document is None:
@@ -199,7 +200,7 @@ class Drain:
         return Host(name, visit.began, visit.fenced, visit.idle_since, obstacle, tenants)
 
     def _settled(self, visit: _Visit) -> float:
-        """Return when a host without tenants has settled: nothing is decided about it before; 0 for a busy one."""
+        """Return when a host without tenants has settled, before which nothing is decided about it; 0 if it is busy."""
         if visit.idle_since is None:
             return 0.0
         since = visit.idle_since if visit.fenced is None else max(visit.idle_since, visit.fenced)
@@ -208,7 +209,7 @@ class Drain:
     def _settle_cordon(self, name: str, visit: _Visit, document: Mapping[str, Any]) -> str:
         """Compare a Node's cordon with what we know of it; return what is in the way.
 
-        A Node that somebody deleted registers again without it: it gets the same cordon back.
+        A Node that somebody deleted registers again without its cordon, and then gets the same one back.
         """
         record, is_cordoned = fence.record_of(document), fence.is_cordoned(document)
         if record and record.run != self._run:
@@ -223,10 +224,10 @@ class Drain:
             return ""
         is_new = bool(visit.node_uid) and visit.node_uid != document["metadata"]["uid"]
         if visit.record and not is_cordoned and (is_new or self._policy.insist):
-            if not is_new:  # a cordon from before ours is gone by that person's will
+            if not is_new:  # that person also meant to remove any cordon from before ours
                 visit.record = replace(visit.record, was_unschedulable=False)
             fence.send(self._client, name, fence.recordon(document, visit.record))
-            visit.idle_since = None  # what was bound before this is not there yet
+            visit.idle_since = None  # pods bound before this may not be visible yet
             self._tell(f"{name}: cordoned again")
             return ""
         if record or (visit.record and not is_cordoned):
@@ -239,14 +240,14 @@ class Drain:
         attempt, owner = self._attempts.get(tenant.pod.uid), tenant.pod.owner
         if attempt:
             return replace(tenant, refusal=attempt.refusal, blocked=attempt.message)
-        # Its like was evicted, and this one came after it.
+        # Another pod of its owner was evicted from this host, and this one came afterwards.
         is_back = owner is not None and owner.uid in self._visits[host].evicted_owners
         if is_back and tenant.pod.tolerates_cordons:
             return replace(tenant, refusal="it comes back to this host: it tolerates cordons")
         return tenant
 
     def _elsewhere(self, hosts: Mapping[str, Host]) -> dict[str, set[str]]:
-        """Return where the members of the hosts' gangs run, asked for only where it is about to matter."""
+        """Return where the members of the hosts' gangs run, requested only if it is about to matter."""
         mode = self._policy.mode
         if mode == "idle-only":
             return {}
@@ -285,7 +286,7 @@ class Drain:
         self._tell(f"{outcome.host}: {outcome.state}{f', {outcome.reason}' if outcome.reason else ''}")
 
     def _post(self, host: str, reason: str, message: str) -> None:
-        """Post an Event on a host that we know. The drain doesn't wait for one: that it couldn't is said, once."""
+        """Post an Event on a host whose Node was seen. The drain goes on if that fails, and reports it only once."""
         visit, now = self._visits[host], self._wall()
         if not visit.node_uid:
             return
@@ -300,7 +301,7 @@ class Drain:
     def _fence(self, name: str) -> None:
         visit = self._visits[name]
         document = visit.node
-        # The patch tests what it was decided from; the next turn decides from what it is now.
+        # The patch tests the state that was decided from; if that has changed, the next turn decides again.
         if document is None or fence.record_of(document):
             return
         if fence.is_cordoned(document) and not self._policy.take_cordoned:

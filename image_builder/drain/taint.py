@@ -1,7 +1,7 @@
-"""A taint that keeps every pod off an empty host: also one that a scheduler bound before it knew of the cordon.
+"""A taint that keeps every pod off an empty host, even one that a scheduler bound before it knew of the cordon.
 
-A cordon is heeded by schedulers alone. The kubelet itself refuses pods that don't tolerate a taint ``NoExecute``, so
-none starts between the last look at a host and what is then done to its machine.
+Only schedulers heed a cordon. The kubelet itself refuses pods that don't tolerate a ``NoExecute`` taint, so none starts
+between the last look at a host and what is then done to its machine.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Node = dict[str, Any]
 
 
 def bar(client: Client, name: str, run: str, seen: Node | None = None) -> Node | None:
-    """Put the taint on a Node and return that, None where there is none. Raises KubeError.
+    """Put the taint on a Node and return the Node, None if there is none. Raises KubeError.
 
-    ``seen`` is the Node as it was last read: it is read once more only where it has changed.
+    ``seen`` is the Node as it was last read: it is read again only if it has changed.
     """
     return _change(client, name, {"key": TAINT, "value": run, "effect": "NoExecute"}, seen)
 
 
 def lift(client: Client, name: str, seen: Node | None = None) -> Node | None:
-    """Take the taint off a Node and return that, None where there is none; see ``bar``. Raises KubeError."""
+    """Remove the taint from a Node and return the Node, None if there is none; see ``bar``. Raises KubeError."""
     return _change(client, name, None, seen)
 
 
 def is_barred(document: Mapping[str, Any], run: str) -> bool:
-    """Tell whether a Node has the taint of this run."""
+    """Return whether a Node has the taint of this run."""
     return any(taint["key"] == TAINT and taint.get("value") == run for taint in _taints(document))
 
 
@@ -41,7 +41,7 @@ def _taints(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _change(client: Client, name: str, taint: Mapping[str, Any] | None, seen: Node | None) -> Node | None:
-    """Have a Node carry the taint or none, whatever else changes its taints meanwhile."""
+    """Make a Node carry this taint or none of ours, however often its taints change meanwhile."""
     document = seen or client.find(path_of_node(name))
     while document is not None:
         before = _taints(document)
@@ -55,7 +55,7 @@ def _change(client: Client, name: str, taint: Mapping[str, Any] | None, seen: No
 
 
 def _patch(before: Sequence[Mapping[str, Any]], taint: Mapping[str, Any] | None) -> Iterator[Node]:
-    """Yield the operations by which this taint is the only one of ours, or none is; others' taints may come behind."""
+    """Yield the operations that leave this taint, or none, as ours; others may append their taints meanwhile."""
     for place in reversed(range(len(before))):
         if before[place]["key"] == TAINT:
             yield {"op": "test", "path": f"{_TAINTS}/{place}", "value": before[place]}

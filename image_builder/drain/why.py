@@ -17,7 +17,7 @@ HEAD = ("host", "pod", "owner", "gang", "what happens", "why", "ends")
 
 
 def entry(tenant: Tenant) -> dict[str, str]:
-    """Return what there is to say of a pod that keeps a host busy; ``budget`` is the server's word on its eviction."""
+    """Return the facts about a pod that keeps a host busy; ``budget`` is the server's answer to its eviction."""
     pod = tenant.pod
     return {
         "pod": str(pod),
@@ -31,11 +31,11 @@ def entry(tenant: Tenant) -> dict[str, str]:
 
 
 def bad_hosts(client: Client) -> Mapping[str, hosts.BadHost]:
-    """Return the physical hosts that are known as bad, none to who may not see them. Raises KubeError."""
+    """Return the physical hosts known to be bad, none if the caller may not read them. Raises KubeError."""
     try:
         return hosts.read(client) or {}
     except KubeError as error:
-        if error.status != _FORBIDDEN:  # who asks may drain, and need not see what the gate keeps
+        if error.status != _FORBIDDEN:  # a user who may drain needn't have access to the gate's list
             raise
         return {}
 
@@ -45,7 +45,7 @@ def explain(
 ) -> dict[str, Any]:
     """Return a host's cordon and the pods that keep it busy; ``bad`` are physical hosts. Raises KubeError.
 
-    Whether a budget holds a pod is asked of the eviction API itself, as a dry run.
+    A dry run of the eviction API itself shows whether a budget holds a pod.
     """
     document = looker.node(name)
     if document is None:
@@ -62,7 +62,7 @@ def explain(
 
 
 def _physical(document: Mapping[str, Any], bad: Mapping[str, hosts.BadHost]) -> str:
-    """Return what there is to say of a node's physical host."""
+    """Return what is known about a node's physical host, in words."""
     name = hosts.host_of(document)
     if known := bad.get(name):
         return known.words
@@ -83,7 +83,7 @@ def _cordon(record: fence.Record | None, is_cordoned: bool) -> str:
 
 
 def rows(host: str, pods: Iterable[dict[str, str]]) -> list[tuple[str, ...]]:
-    """Return a host's part of the table: a row for each pod."""
+    """Return a host's rows of the table, one for each pod."""
     return [
         (
             host,

@@ -1,9 +1,9 @@
-"""Attested documents of Azure's metadata service: they prove a machine if signed by Azure, for this nonce, now.
+"""Attested documents of Azure's metadata service: they prove a machine if signed by Azure, for our nonce, and current.
 
-https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service#attested-data. Every process of a machine
-can have such a document of that machine, and of no other one. Pure but for the arithmetic of certificates.
+https://learn.microsoft.com/azure/virtual-machines/instance-metadata-service#attested-data. Every process on a machine
+can get such a document for that machine, and for no other. Pure, apart from the arithmetic of certificates.
 
-The nonce is another one for each machine, node and minute. None is kept: it follows from a key that all replicas have.
+The nonce differs for each machine, node and minute. None is stored: it is derived from a key that all replicas have.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from image_builder.node.join import schema
 MOST_CHARACTERS = 12288
 _GUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _TIME = "%m/%d/%y %H:%M:%S %z"
-# Documents were seen that end at the very second that they are stamped with. How fresh one is says our own nonce.
+# Documents have been seen that expire in the very second of their timestamp. Our own nonce shows how fresh one is.
 _GRACE = 300.0
-# How long a nonce is given out; it is taken as long again.
+# How long a nonce is given out; it is accepted for as long again.
 NONCE_SECONDS = 60.0
-_NONCE_DIGITS = 10  # what the metadata service takes
+_NONCE_DIGITS = 10  # as many as the metadata service accepts
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Who signs (``authorities``, and the certificate's ``names``), and whose machines are believed.
+    """Whose signatures are trusted (``authorities``, and the certificate's ``names``), and whose machines.
 
-    ``leeway`` is how far clocks may be apart, in seconds.
+    ``leeway`` is how far apart clocks may be, in seconds.
     """
 
     authorities: Store
@@ -62,7 +62,7 @@ class Machine:
 
 
 def load_authorities(path: Path) -> Store:
-    """Return the certificates of a PEM file; each of them is believed. Raises HostError."""
+    """Return the certificates in a PEM file; each of them is trusted. Raises HostError."""
     try:
         return Store(x509.load_pem_x509_certificates(path.read_bytes()))
     except (OSError, ValueError) as error:
@@ -70,7 +70,7 @@ def load_authorities(path: Path) -> Store:
 
 
 def verify(document: str, rules: Rules, now: float) -> Machine:
-    """Return what a document proves. Raises RefusedError (401, 403). ``now`` is Unix time."""
+    """Return the machine that a document proves. Raises RefusedError (401, 403). ``now`` is Unix time."""
     if len(document) > MOST_CHARACTERS:
         raise unproven("document.malformed", "the attested document is too long")
     try:
@@ -107,7 +107,7 @@ def _check_signer(message: signed_data.SignedData, rules: Rules, now: float) -> 
 
 
 def _name(certificate: x509.Certificate, names: tuple[str, ...]) -> str | None:
-    """Return a name of a certificate that is one of ``names``, or below one of them: each region has its own."""
+    """Return a name in a certificate that is one of ``names``, or below one of them: each region has its own."""
     try:
         alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
@@ -147,17 +147,17 @@ def _moment(stamps: Mapping[str, Any], name: str) -> float:
 
 
 class Nonces:
-    """``key`` returns a secret that all replicas share. Raises what that raises."""
+    """The nonces that the broker gives out. ``key`` returns a secret that all replicas share; its errors propagate."""
 
     def __init__(self, key: Callable[[], bytes]) -> None:
         self._key = key
 
     def current(self, vm_id: str, node: str, now: float) -> str:
-        """Return the number that is given out now (Unix time)."""
+        """Return the nonce that is given out at ``now`` (Unix time)."""
         return self._of(vm_id, node, int(now // NONCE_SECONDS))
 
     def is_valid(self, nonce: str, vm_id: str, node: str, now: float) -> bool:
-        """Tell whether a number was given out for this machine and node, a minute or two ago at most."""
+        """Return whether a nonce was given out for this machine and node, at most a minute or two ago."""
         turn = int(now // NONCE_SECONDS)
         current = [self._of(vm_id, node, at) for at in (turn, turn - 1)]
         return any(hmac.compare_digest(nonce.encode(), number.encode()) for number in current)
@@ -169,5 +169,5 @@ class Nonces:
 
 
 def until_next(now: float) -> float:
-    """Return the seconds until another number is given out."""
+    """Return the seconds until another nonce is given out."""
     return NONCE_SECONDS - now % NONCE_SECONDS

@@ -1,4 +1,4 @@
-"""The broker's configuration, in one YAML file. What it does not allow is refused."""
+"""The broker's configuration, in one YAML file. What it doesn't allow is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from image_builder.node.join import binding
 _GUID = r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 # Kubernetes' own rule (bootstrap token secrets, auth-extra-groups).
 _GROUP = r"^system:bootstrappers:[a-z0-9:-]{0,255}[a-z0-9]$"
-# What Entra ID writes as issuer, by the version of the token; a managed identity's is usually the first.
+# The issuers that Entra ID writes, by the version of the token; a managed identity's is usually the first.
 _ISSUERS = ("https://sts.windows.net/{}/", "https://login.microsoftonline.com/{}/v2.0")
 
 
@@ -52,7 +52,7 @@ ResourceId = Annotated[
 
 
 class Strict(BaseModel):
-    """Frozen data that takes no other types and no unknown keys."""
+    """Frozen data that accepts neither other types nor unknown keys."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -146,10 +146,10 @@ class Limits(Strict):
 
 
 class Tokens(Strict):
-    """``seconds``: how long one lives; an hour is the most that the admission policy lets pass."""
+    """``seconds``: the lifetime of a token; an hour is the most that the admission policy allows."""
 
     seconds: int = Field(default=1800, ge=120, le=3600)
-    namespace: Literal["kube-system"] = "kube-system"  # no other one's are bootstrap tokens
+    namespace: Literal["kube-system"] = "kube-system"  # other namespaces can't have bootstrap tokens
 
 
 class Config(Strict):
@@ -171,5 +171,5 @@ class Config(Strict):
 
 
 def load(path: Path) -> Config:
-    """Return the configuration in a file; raises DefinitionError with every problem."""
+    """Return the configuration in a file. Raises DefinitionError with every problem."""
     return settings_file.load(path, Config, "broker")

@@ -1,7 +1,7 @@
-"""Tokens of managed identities: RS256 only, a key of the provider's, our issuer and audience, in their time.
+"""Tokens of managed identities: only RS256, with a key of the provider, our issuer and audience, and valid now.
 
-RFC 7519 and RFC 8725, of which this takes the narrow reading: what is optional there and Entra ID always writes is
-required here. Pure but for the arithmetic of RSA.
+They follow RFC 7519 and RFC 8725, read narrowly: what is optional there but always written by Entra ID is required
+here. Pure, apart from the arithmetic of RSA.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Caller:
 
 
 def verify(token: str, find_key: FindKey, rules: Identity, now: float) -> Caller:
-    """Return whose identity a token proves. Raises RefusedError (401). ``now`` is Unix time."""
+    """Return the identity that a token proves. Raises RefusedError (401). ``now`` is Unix time."""
     if len(token) > MOST_BYTES:
         raise unproven("token.malformed", "the token is too long")
     try:
         header = _json(base64.urlsafe_b64decode(token.partition(".")[0] + "=="))
     except ValueError as error:
         raise unproven("token.malformed", "the token's header is not base64url") from error
-    # First what the key is used for: a token must not choose how it is checked.
+    # Check the algorithm first: a token must not choose how it is checked.
     if header.get("alg") != ALGORITHM:
         raise unproven("token.algorithm", f"the token is not signed with {ALGORITHM}")
     if not _FORM.fullmatch(token):
@@ -95,7 +95,7 @@ def _check(claims: Mapping[str, Any], rules: Identity, now: float) -> None:
 
 def _moment(claims: Mapping[str, Any], name: str) -> float:
     moment = claims.get(name)
-    # A bool is an int for Python, and NaN compares false with every other number.
+    # To Python, a bool is an int, and NaN compares false with every other number.
     if isinstance(moment, bool) or not isinstance(moment, (int, float)) or not 0 <= moment < 1 << 40:
         raise unproven("token.malformed", f"the token has no `{name}` that is a time")
     return float(moment)

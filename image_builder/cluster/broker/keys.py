@@ -1,4 +1,4 @@
-"""The identity provider's keys: fetched, kept, and fetched again when a token names one that is not known."""
+"""The identity provider's keys: fetched, cached, and fetched again when a token names an unknown one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from image_builder.cluster.broker.refusal import RefusedError
 from image_builder.node.join import schema
 from image_builder.node.net import fetch
 
-# Between two fetches, whatever for: made-up key ids must not become questions to the provider.
+# Seconds between two fetches, for whatever reason: made-up key ids must not turn into requests to the provider.
 PAUSE = 60.0
-# While there are no keys at all nobody can have a token, and nothing that anybody makes up changes how often.
+# The same while there are no keys at all: nobody can get a token then, and made-up key ids don't cause more fetches.
 FIRST_PAUSE = 10.0
-# A node whose key is being fetched comes back after so long.
+# When a node whose key is being fetched is to retry.
 BUSY_PAUSE = 2.0
-# How much longer than their refresh keys are believed that the provider doesn't confirm.
+# How long past their refresh interval keys are trusted if the provider doesn't confirm them.
 LONGEST_WITHOUT = 86400.0
 _SMALLEST_KEY, _LARGEST_KEY = 2048, 8192  # bits
 _EXPONENT = 65537
@@ -34,7 +34,7 @@ Fetch = Callable[[], bytes]
 
 
 def source(place: str, authority: str | None) -> Fetch:
-    """Return what fetches the JWKS of an https address, or of a file."""
+    """Return a function that fetches the JWKS from an https address or a file."""
     if place.startswith("/"):
         return lambda: Path(place).read_bytes()
 
@@ -49,9 +49,9 @@ def source(place: str, authority: str | None) -> Fetch:
 
 
 def parse_keys(data: bytes) -> dict[str, rsa.RSAPublicKey]:
-    """Return the keys of a JWKS (RFC 7517) that may sign with RS256, by their ids. Raises ValueError for no JWKS.
+    """Return the keys of a JWKS (RFC 7517) that may sign with RS256, by their ids. Raises ValueError if it is no JWKS.
 
-    The rest is left out: other kinds, keys for encryption, keys of another algorithm, weak ones.
+    Others are left out: other kinds of keys, keys for encryption or for another algorithm, weak ones.
     """
     document = schema.load(data)
     if not isinstance(document, dict) or not isinstance(document.get("keys"), list):
@@ -76,7 +76,7 @@ def _key(entry: dict[str, Any]) -> rsa.RSAPublicKey | None:
 
 
 class Keys:
-    """Keys by their ids, for several threads. Those that are there serve on while no others can be had, for a day."""
+    """Keys by their ids. Thread-safe. If no others can be fetched, the existing keys stay in use for another day."""
 
     def __init__(
         self,
@@ -101,12 +101,12 @@ class Keys:
         if not keys:
             raise RefusedError(503, "keys", "the identity provider's keys are not known yet", FIRST_PAUSE)
         if key_id not in keys and not is_answered:
-            # Another thread asks already. Made-up key ids must not hold all threads for as long as that takes.
+            # Another thread is already asking. Made-up key ids must not block all threads for as long as that takes.
             raise RefusedError(503, "keys", "the identity provider is being asked", BUSY_PAUSE)
         return keys.get(key_id)
 
     def is_ready(self) -> bool:
-        """Tell whether there are keys; tries to have some."""
+        """Return whether there are keys, after trying to fetch some if necessary."""
         if not self._current():
             self._ask_provider(is_wanted=True)
         return bool(self._current())
@@ -115,11 +115,11 @@ class Keys:
         return self._clock() - self._confirmed
 
     def _current(self) -> Mapping[str, rsa.RSAPublicKey]:
-        """Return the keys that may still be believed: a provider withdraws one by not naming it any more."""
+        """Return the keys that may still be trusted: a provider withdraws a key by no longer listing it."""
         return self._keys if self._age() <= self._refresh + LONGEST_WITHOUT else {}
 
     def _ask_provider(self, *, is_wanted: bool) -> bool:
-        """Fetch the keys where that is due, and ``is_wanted`` or they are old; False: another thread is at it."""
+        """Fetch the keys if a fetch is due and they are wanted or old; return False if another thread is doing so."""
         if not self._lock.acquire(blocking=False):
             return False
         try:

@@ -1,4 +1,4 @@
-"""The broker's rule: which identity gets a token for which node. Pure; what no rule allows is refused."""
+"""The broker's rule: which identity gets a token for which node. Pure; anything that no rule allows is refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from image_builder.cluster.broker.identity import Caller
 from image_builder.cluster.broker.refusal import RefusedError, forbidden
 from image_builder.node.join import schema
 
-# An attested document is some 4.5 KB of it.
+# An attested document takes up some 4.5 KB of it.
 MOST_BYTES = 16384
-# A node's name is a DNS subdomain for Kubernetes, and a host's name is shorter.
+# To Kubernetes, a node's name is a DNS subdomain; host names are shorter.
 _NODE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*")
 _LONGEST_NODE = 253
 _GUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -21,7 +21,7 @@ _GUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True)
 class Request:
-    """A node's request, by its own word. ``document`` proves the machine; None asks for a nonce."""
+    """A node's request, as it claims. ``document`` proves the machine; None requests a nonce."""
 
     node: str
     vm_id: str
@@ -30,7 +30,7 @@ class Request:
 
 
 def parse(body: bytes) -> Request:
-    """Return the request. Raises RefusedError (400). Keys of a later agent are ignored."""
+    """Return the request. Raises RefusedError (400). Unknown keys, as from a newer agent, are ignored."""
     try:
         fields = schema.load(body)
     except (ValueError, RecursionError) as error:
@@ -66,6 +66,6 @@ def decide(pools: Sequence[Pool], caller: Caller, request: Request) -> Pool:
 
 
 def _is_of(pool: Pool, caller: Caller) -> bool:
-    # Empty is what the token does not say, and no pool has that in its lists.
+    # A claim that the token lacks is empty, which no pool has in its lists.
     resources = {resource.lower() for resource in pool.resources}
     return caller.resource in resources or caller.object_id in pool.objects

@@ -6,8 +6,8 @@ from __future__ import annotations
 class RefusedError(Exception):
     """A request is refused.
 
-    ``status`` is what the node goes by: it asks again after 429 and 5xx, and gives up after anything else. ``code`` is
-    one of those in docs/reference/token-broker.md. Nothing of it holds a secret: it is sent, and written down.
+    The node acts on ``status``: it retries after 409, 429 and 5xx, and gives up after anything else. ``code`` is one of
+    those in docs/reference/token-broker.md. No part contains a secret, since all of it is sent and logged.
     ``retry_after`` is in seconds, 0 for none.
     """
 
@@ -22,5 +22,5 @@ def unproven(code: str, message: str) -> RefusedError:
 
 
 def forbidden(code: str, message: str) -> RefusedError:
-    """Return the refusal of a caller who is known, and not allowed."""
+    """Return the refusal of a caller that is known but not allowed."""
     return RefusedError(403, code, message)

@@ -1,4 +1,4 @@
-"""The broker's one door: ``POST /token``, over TLS. Each request leaves one line, and no line holds a secret."""
+"""The broker's one endpoint: ``POST /token``, over TLS. Each such request logs one line, which contains no secret."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from image_builder.text import stamp
 
 Tell = Callable[[dict[str, Any]], None]
 """Takes one line of the audit log, as an object."""
-# Until a cluster is asked again that does not answer, in seconds.
+# Seconds until a node retries if the API server doesn't answer.
 _CLUSTER_PAUSE = 5.0
-# The metadata service may answer with a document of an earlier question.
+# Seconds, too: the metadata service may answer with the document of an earlier request.
 _NONCE_PAUSE = 2.0
 
 
@@ -58,7 +58,7 @@ class Clients:
 
 
 class Certificate:
-    """The broker's certificate. Changed files are loaded; where that fails, the one before serves on."""
+    """The broker's certificate. Changed files are loaded; if that fails, the previous certificate stays in use."""
 
     def __init__(self, certificate: Path, key: Path, tell: Callable[[str], None]) -> None:
         self._paths, self._tell = (certificate, key), tell
@@ -66,7 +66,7 @@ class Certificate:
         self._context = self._load()
 
     def context(self) -> ssl.SSLContext:
-        """Return the context of a new connection. For the accepting thread only."""
+        """Return the context for a new connection. Only for the accepting thread."""
         if (stamp := self._read_stamps()) != self._stamps:
             self._stamps = stamp
             try:
@@ -96,7 +96,7 @@ class Certificate:
 
 
 class Broker:
-    """Decides about requests. For several threads."""
+    """Decides about requests. Thread-safe."""
 
     def __init__(self, config: Config, keys: Keys, clients: Clients) -> None:
         self.keys = keys
@@ -107,15 +107,15 @@ class Broker:
             config.attestation.subscriptions,
             config.identity.leeway_seconds,
         )
-        # All replicas serve with one key, and nobody else has it.
+        # All replicas serve with the same key, and nobody else has it.
         self._nonces = attestation.Nonces(Path(config.listen.key).read_bytes)
         self._machines = Limiter(config.limits.node.burst, config.limits.node.per_second)
         self._pools = Limiter(config.limits.pool.burst, config.limits.pool.per_second)
 
     def answer(self, authorization: str, body: bytes, entry: dict[str, Any]) -> dict[str, str]:
-        """Return the answer to a request: a nonce, or for a document with it a token. Raises RefusedError.
+        """Return the answer to a request: a nonce, or a token for a document with that nonce. Raises RefusedError.
 
-        Nothing of a request is believed, or reported, before its token is; ``entry`` gets what becomes known of it.
+        Nothing in a request is believed or logged before its token is verified; ``entry`` gets what becomes known.
         """
         kind, _, proof = authorization.partition(" ")
         if kind.lower() != "bearer" or not proof:
@@ -139,7 +139,7 @@ class Broker:
         return {"token": issued.text, "expires": stamp(issued.expires)}
 
     def _proven_nonce(self, request: Request, document: str, now: float) -> str:
-        """Return the nonce by which a document proves that this machine asks now, for this node.
+        """Return the nonce with which a document proves that this machine is asking now, for this node.
 
         Raises RefusedError (401, 403, 409).
         """
@@ -153,7 +153,7 @@ class Broker:
         return machine.nonce
 
     def _slow_down(self, vm_id: str, pool: str) -> None:
-        # By the machine that is proven: nobody uses up what is another one's.
+        # Limited by the proven machine, so that none can use up another's share.
         now = time.monotonic()
         for scope, limiter, key in (("node", self._machines, vm_id), ("pool", self._pools, pool)):
             if wait := limiter.take(key, now):
@@ -168,7 +168,7 @@ class Broker:
             with self._clients.one() as client:
                 return tokens.issue(client, grant, time.time())
         except KubeError as error:
-            # 403 too: it is this broker that may not, and its operator can change that while nodes wait.
+            # Also for 403: it is the broker that lacks the right, and its operator can change that while nodes wait.
             status = f" ({error.status})" if error.status else ""
             message = f"the API server refused it{status}"
             raise RefusedError(503, "cluster", message, error.retry_after or _CLUSTER_PAUSE) from error
@@ -206,7 +206,7 @@ def handler(broker: Broker, tell: Tell) -> type[serving.Handler]:
             length = self.headers.get("Content-Length", "")
             if not (length.isascii() and length.isdigit()) or self.headers.get("Transfer-Encoding"):
                 raise RefusedError(411, "body", "no Content-Length")
-            # A number of thousands of digits is none to Python.
+            # Python doesn't parse numbers with thousands of digits.
             if len(length) > 9 or int(length) > policy.MOST_BYTES:
                 raise RefusedError(413, "body", f"more than {policy.MOST_BYTES} bytes")
             return self.body(int(length))
@@ -245,7 +245,7 @@ def _now() -> str:
 
 
 def open_server(config: Config, broker: Broker, tell: Tell) -> serving.Server:
-    """Return a server that has its port already. Raises HostError."""
+    """Return a server that has already bound its port. Raises HostError."""
     listen = config.listen
     certificate = Certificate(Path(listen.certificate), Path(listen.key), partial(say, tell))
     try:

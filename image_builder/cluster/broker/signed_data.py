@@ -1,7 +1,7 @@
-"""A PKCS#7 message (RFC 2315 and 5652: SignedData) with one signer, taken apart. No signature is checked here.
+"""Parses a PKCS#7 message (RFC 2315 and 5652: SignedData) with one signer. No signature is checked here.
 
-The narrow reading: DER, definite lengths, the content inside, RSA with SHA-256 directly over the content (no signed
-attributes). That is what Azure's metadata service writes; everything else is refused.
+The RFCs are read narrowly: DER, definite lengths, the content inside, RSA with SHA-256 directly over the content (no
+signed attributes). That is what Azure's metadata service writes; everything else is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Element:
 
 
 def parse(data: bytes) -> SignedData:
-    """Return the parts of a message. Raises ValueError for what is not exactly one of this form."""
+    """Return the parts of a message. Raises ValueError for anything that isn't exactly of this form."""
     kind, wrapped = _children(_only(data, _SEQUENCE), _OID, _CONTEXT_0)
     _is_one_of(kind, _SIGNED_DATA)
     _, _, inner, certificate_set, signers = _children(
@@ -65,7 +65,7 @@ def parse(data: bytes) -> SignedData:
 
 
 def _elements(data: bytes) -> list[_Element]:
-    """Return the elements that ``data`` is a row of. Raises ValueError."""
+    """Return the consecutive elements of ``data``. Raises ValueError."""
     elements, at = [], 0
     while at < len(data):
         tag, head = data[at], at + 2
@@ -84,7 +84,7 @@ def _elements(data: bytes) -> list[_Element]:
 
 
 def _children(data: bytes, *tags: int) -> list[bytes]:
-    """Return the values of the elements of ``data``, which have exactly these tags."""
+    """Return the values of the elements of ``data``, which must have exactly these tags."""
     elements = _elements(data)
     if tuple(element.tag for element in elements) != tags:
         raise ValueError("it has other parts than expected")

@@ -1,8 +1,8 @@
-"""Bootstrap tokens as Kubernetes keeps them: secrets of kube-system, each bound to one machine and one node.
+"""Bootstrap tokens as Kubernetes stores them: secrets in kube-system, each bound to one machine and one node.
 
-https://kubernetes.io/docs/reference/access-authn-authz/bootstrap-tokens/. They are made and never read: a token's id
-follows from the attested document that it is given for, so that of two brokers that see one document the second is
-refused by the API server.
+https://kubernetes.io/docs/reference/access-authn-authz/bootstrap-tokens/. They are created and never read: a
+token's id is derived from the attested document that it is issued for, so if two brokers see the same document, the API
+server refuses the second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NODE, _VM, _POOL = (f"image-builder/{name}" for name in ("node", "vm-id", "pool
 
 @dataclass(frozen=True)
 class Grant:
-    """A token for a node: who asks, by which nonce, and what it is to give. ``seconds`` is its whole life."""
+    """A token to issue to a node: the node and its machine, the nonce, and the groups. ``seconds`` is its lifetime."""
 
     node: str
     vm_id: str
@@ -52,21 +52,21 @@ class Grant:
 
 @dataclass(frozen=True, repr=False)
 class Issued:
-    """A token, and until when (Unix time). Its text is in no ``repr``."""
+    """A token, and when it expires (Unix time). No ``repr`` shows its text."""
 
     text: str
     expires: float
 
     @property
     def id(self) -> str:
-        """Return the part that is not secret."""
+        """Return the part of the token that is not secret."""
         return self.text.partition(".")[0]
 
 
 def issue(client: Client, grant: Grant, now: float) -> Issued:
-    """Make a node's token. Raises RefusedError (409: this document was used already), KubeError."""
+    """Create a node's token. Raises RefusedError (409: this document was already used), KubeError."""
     text = "".join(secrets.choice(_ALPHABET) for _ in range(_SECRET))
-    # Kubernetes has whole seconds.
+    # Kubernetes uses whole seconds.
     expires = float(int(now) + grant.seconds)
     try:
         client.request("POST", f"/api/v1/namespaces/{grant.namespace}/secrets", secret(grant, text, expires))
@@ -81,7 +81,7 @@ def issue(client: Client, grant: Grant, now: float) -> Issued:
 
 def secret(grant: Grant, text: str, expires: float) -> dict[str, Any]:
     """Return the secret of a token; ``expires`` is Unix time."""
-    # In this order: the admission policy looks at what the list begins with.
+    # The order matters: the admission policy checks the beginning of the list.
     groups = (binding.of_machine(grant.vm_id), binding.of_node(grant.node), *grant.groups)
     return {
         "apiVersion": "v1",

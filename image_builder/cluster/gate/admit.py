@@ -1,4 +1,4 @@
-"""The gate's manual side: look at it, and admit one node by hand."""
+"""The gate's manual controls: an overview, and admitting one node by hand."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from image_builder.text import stamp
 
 
 def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> Node:
-    """Let this boot of a node in, whatever its preflight said; return the node as it was.
+    """Admit this boot of a node, whatever its preflight said; return the node as it was.
 
-    Works without the controller, which honours the annotation until the node is started again. Raises KubeError, and
-    UsageError for a node that has not reported its boot id.
+    This works without the controller, which honors the annotation until the node is restarted. Raises KubeError, and
+    UsageError if the node has not reported its boot id.
     """
     document = client.node(name)
     node = node_from(document, rules)
@@ -41,7 +41,7 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
     if is_tainted(node, rules):
         changes = [*patch(node, Action.ADMIT, rules), *changes]
     client.request("PATCH", path_of_node(name), changes, JSON_PATCH)
-    # With the controller's own patch, where it runs: of the two one is refused, and the other has done it.
+    # A running controller sends the same patch: one of the two is refused, and the other does the work.
     if changes := quarantine.give_back(client.node(name)):
         fence.send(client, name, changes)
     return node
@@ -54,7 +54,7 @@ def _annotate(document: dict[str, Any], value: str) -> list[dict[str, Any]]:
 
 
 def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
-    """Return what the gate knows of each node; two requests."""
+    """Return what the gate knows about each node; three requests."""
     query = urllib.parse.urlencode({"labelSelector": rules.label, "resourceVersion": "0"})
     listed = client.request("GET", f"/api/v1/nodes?{query}")["items"]
     holds, known = breaker.read(client) or {}, hosts.read(client) or {}
@@ -80,7 +80,7 @@ def _line(
 
 
 def why(node: Node) -> str:
-    """Return in words what the gate knows of a node's present boot."""
+    """Return in words what the gate knows about a node's present boot."""
     if not node.boot_id:
         return "it has not reported its boot id"
     if node.admitted_boot == node.boot_id:
@@ -93,6 +93,6 @@ def why(node: Node) -> str:
         return "the report is from another boot"
     if node.health.record:
         return node.health.record.words
-    # In all the same: it is new, or there is no room for it, or the breaker holds it.
+    # A node with an ailment may still be in: it is new, or no more nodes may be out, or the breaker holds it.
     ailments = [f"{ailment.condition} {ailment.reason}: {ailment.detail}" for ailment in node.health.ailments]
     return "; ".join(ailments) or node.message

@@ -1,8 +1,8 @@
-"""The gate's approver: the certificate of a node's first kubelet, for a token that is bound to this very node.
+"""The gate's approver: approves the first certificate of a node's kubelet, if its token is bound to exactly that node.
 
-It approves; the controller manager signs. It reads no secret, and denies nothing: what it may not approve is left to
-whoever else decides about signing requests. What a request says of itself (its subject) is compared with what the API
-server wrote into it: whose token it was, and what that token is bound to, here without any I/O.
+It approves; the controller manager signs. It reads no secrets and denies nothing: requests that it may not approve are
+left to other approvers. What a request claims (its subject) is compared with what the API server wrote into it: whose
+token it was, and what that token is bound to. The comparison does no I/O.
 https://kubernetes.io/docs/reference/access-authn-authz/certificate-signing-requests/.
 """
 
@@ -28,7 +28,7 @@ from image_builder.node.net.kube import CONFLICT, MERGE_PATCH, NOT_FOUND, Client
 from image_builder.text import stamp
 
 SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
-# The kubelet's, with RSA keys and with others.
+# The usages of a kubelet's certificate, with an RSA key and with others.
 _USAGES = (
     frozenset({"digital signature", "key encipherment", "client auth"}),
     frozenset({"digital signature", "client auth"}),
@@ -37,7 +37,7 @@ _USER = re.compile(r"system:bootstrap:[a-z0-9]{6}")
 _GROUPS = frozenset({"system:bootstrappers", "system:authenticated"})
 _NODES, _NODE = "system:nodes", "system:node:"
 _PATH = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
-# Until a request is looked at again that waits for a node to go, or that the API server would not have approved.
+# The time until another look at a request that waits for a node to go, or whose approval failed.
 _PAUSE = 5.0
 _IDLE = 0.5
 
@@ -47,7 +47,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Pending:
-    """An undecided request. ``groups`` and ``user`` are what the API server wrote."""
+    """An undecided request. ``groups`` and ``user`` were written by the API server."""
 
     name: str
     version: str
@@ -68,7 +68,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Member:
-    """A Node object: its name, whether it is Ready, and the machine, in each way in which firmware writes its id."""
+    """A Node object: its name, whether it is Ready, and the machine, for each way in which firmware writes its id."""
 
     name: str
     is_ready: bool
@@ -76,11 +76,11 @@ class Member:
 
 
 class UnboundError(Exception):
-    """A request is not one that the gate may approve. It stays as it is: another approver may decide about it."""
+    """The gate may not approve a request, and leaves it as it is: another approver may decide about it."""
 
 
 def pending_from(document: Mapping[str, Any]) -> Pending | None:
-    """Return what counts of a CertificateSigningRequest; None for one that is decided about."""
+    """Return the part of a CertificateSigningRequest that matters; None if it has been decided."""
     spec, status = document.get("spec") or {}, document.get("status") or {}
     if status.get("conditions") or status.get("certificate"):
         return None
@@ -100,7 +100,7 @@ def pending_from(document: Mapping[str, Any]) -> Pending | None:
 
 
 def member_from(document: Mapping[str, Any]) -> Member:
-    """Return what counts of a Node object."""
+    """Return the part of a Node object that matters."""
     status = document.get("status") or {}
     is_ready = any(
         c.get("type") == "Ready" and c.get("status") == "True" for c in status.get("conditions") or []
@@ -113,7 +113,7 @@ def member_from(document: Mapping[str, Any]) -> Member:
 
 
 def _machines(system_uuid: str) -> frozenset[str]:
-    """Return the groups of a machine's tokens. Older firmware has the id's first three parts the other way round."""
+    """Return the groups of a machine's tokens. Older firmware reverses the bytes of the id's first three parts."""
     try:
         machine_id = uuid.UUID(system_uuid)
     except ValueError:
@@ -124,7 +124,7 @@ def _machines(system_uuid: str) -> frozenset[str]:
 
 
 def check(pending: Pending) -> Bound:
-    """Return whom a request is for. Raises UnboundError with the reason why it is not the gate's to approve."""
+    """Return the node and machine that a request is for. Raises UnboundError if the gate may not approve it."""
     if pending.signer != SIGNER:
         raise UnboundError(f"it is for the signer {pending.signer}")
     if not _USER.fullmatch(pending.user) or not pending.groups >= _GROUPS:
@@ -153,7 +153,7 @@ def _subject(request: bytes) -> str:
         raise UnboundError("it is not a certificate request") from error
     if not is_signed:
         raise UnboundError("it is not signed with its own key")
-    # Further names are extensions; a kubelet asks for none at all.
+    # Further names would be extensions; a kubelet requests none at all.
     if extensions:
         raise UnboundError("it asks for extensions")
     named = [value for oid, value in subject if oid == NameOID.COMMON_NAME]
@@ -167,7 +167,7 @@ def _subject(request: bytes) -> str:
 
 
 def reason_to_wait(bound: Bound, members: Iterable[Member]) -> str:
-    """Return why a request can't be approved as long as these nodes are there; empty where it can."""
+    """Return why a request can't be approved as long as these nodes exist; empty if it can."""
     for member in members:
         if member.name == bound.node and member.is_ready:
             return f"the node {bound.node} is Ready"
@@ -177,12 +177,12 @@ def reason_to_wait(bound: Bound, members: Iterable[Member]) -> str:
 
 
 def path_of(name: str = "") -> str:
-    """Return where the API server has signing requests, or the approval of one of them."""
+    """Return the API server's path of the signing requests, or of the approval of one of them."""
     return f"{_PATH}/{name}/approval" if name else _PATH
 
 
 def approval(pending: Pending, bound: Bound, now: str) -> dict[str, Any]:
-    """Return the merge patch that approves a request, provided that it still is what was looked at."""
+    """Return the merge patch that approves a request, provided that it hasn't changed since it was read."""
     condition = {
         "type": "Approved",
         "status": "True",
@@ -201,7 +201,7 @@ def approval(pending: Pending, bound: Bound, now: str) -> dict[str, Any]:
 
 
 class Approver:
-    """Runs until it is stopped. ``leads`` tells whether this process may act; ``connect`` opens a connection."""
+    """Runs until it is stopped. ``leads`` returns whether this process may act; ``connect`` opens a connection."""
 
     def __init__(self, connect: Connect, leads: Callable[[], bool], tell: Tell) -> None:
         self._client = connect()
@@ -216,7 +216,7 @@ class Approver:
         self._members = Watcher(connect(), "/api/v1/nodes", {}, member_from, _pass, _pass, tell)
 
     def run(self, stop: threading.Event) -> None:
-        """Work until ``stop`` is set; ends early only when a part of it has died."""
+        """Run until ``stop`` is set; return early only if a watcher's thread has died."""
         watchers = (self._requests, self._members)
         threads = [threading.Thread(target=watcher.run, args=(stop,), daemon=True) for watcher in watchers]
         for thread in threads:
@@ -249,7 +249,7 @@ class Approver:
             self._reports.pop(name, None)
 
     def _next(self) -> str | None:
-        """Return the request whose turn it is; None after a short while without one."""
+        """Return the name of the next request to look at; None after a short while without one."""
         with self._lock:
             now = time.monotonic()
             name = min(self._due, key=self._due.__getitem__, default=None)
@@ -260,11 +260,11 @@ class Approver:
         return name
 
     def _settle(self, pending: Pending) -> None:
-        """Approve a request, or say why not, and look again where that may change."""
+        """Approve a request, or report why not, and look again later if that may change."""
         try:
             bound = check(pending)
         except UnboundError as error:
-            # What it says never changes.
+            # A request's contents never change.
             self._say(pending, f"left pending: {error}")
             return
         try:
@@ -283,7 +283,7 @@ class Approver:
         self._say(pending, f"approved for the node {bound.node}")
 
     def _nodes(self, bound: Bound) -> list[Member]:
-        """Return all nodes, the one of that name as it is at this moment. Raises KubeError."""
+        """Return all nodes, the one that the request is for freshly read. Raises KubeError."""
         others = [member for name, member in list(self._members.objects.items()) if name != bound.node]
         document = self._client.find(path_of_node(bound.node))
         return [member_from(document), *others] if document else others
@@ -300,7 +300,7 @@ class Approver:
 
 
 def _pass(_: object) -> None:
-    """Nobody waits for a node's change: it is looked up."""
+    """Do nothing: changes of nodes need no reaction, since nodes are looked up when needed."""
 
 
 def _now() -> str:

@@ -1,7 +1,8 @@
-"""What the gate remembers of bad physical hosts, and which nodes are on one.
+"""What the gate remembers about bad physical hosts, and which nodes are on one.
 
-A host is remembered from when a node on it is taken out for its hardware, or fails its preflight by it. It is
-struck when that same node passes its preflight there again; so what stays are hosts whose machines have left.
+A host is remembered once a node on it is taken out for its hardware, or fails its preflight because of it. It is
+forgotten when that same node passes its preflight there again, so the hosts that remain are those whose machines have
+left.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _DAY = 86400.0
 def step(
     nodes: Iterable[Node], current: Mapping[str, BadHost], now: float, policy: Policy
 ) -> dict[str, BadHost]:
-    """Return the hosts as they are to be remembered now, by name."""
+    """Return the hosts to remember from now on, by name."""
     oldest = now - policy.remember_days * _DAY
     entries = {name: entry for name, entry in current.items() if entry.since >= oldest}
     for node in nodes:
@@ -44,7 +45,7 @@ def step(
 
 
 def _entry(node: Node, host: str) -> BadHost | None:
-    """Return what a node says against its host now."""
+    """Return the entry for a node's host if the node now shows that it is bad, else None."""
     record, code = node.health.record, code_of(node)
     # Another boot may be on another host.
     is_here = record is not None and record.boot_id == node.boot_id
@@ -61,15 +62,15 @@ def _has_passed(node: Node, known: BadHost) -> bool:
 
 
 def on_known(node: Node, known: Mapping[str, BadHost]) -> BadHost | None:
-    """Return what is known of the host of a node that has come to it since."""
+    """Return the entry of a node's host if another node showed that it is bad, else None."""
     entry = known.get(node.health.host)
     return entry if entry and entry.node != node.name else None
 
 
 def judged(node: Node, known: Mapping[str, BadHost] | None, policy: Policy) -> Node:
-    """Return a node that ails by its host where that is known as bad, unless the policy ignores that.
+    """Return a node with its host as an ailment if that is known to be bad, unless the policy ignores it.
 
-    While what is known can't be read (None), it neither ails by it nor is well.
+    While the known hosts can't be read (None), the host counts neither as an ailment nor as well.
     """
     if known is None:
         return node
@@ -81,14 +82,14 @@ def judged(node: Node, known: Mapping[str, BadHost] | None, policy: Policy) -> N
 
 
 class Memory:
-    """Carries out ``step``. ``known``: by the last turn, None where that was never read."""
+    """Carries out ``step``. ``known``: the hosts as of the last turn, None if they were never read."""
 
     def __init__(self, client: Client, policy: Policy, tell: Callable[[str], None]) -> None:
         self._client, self._policy, self._tell = client, policy, tell
         self.known: Mapping[str, BadHost] | None = None
 
     def turn(self, nodes: Iterable[Node], now: float, *, advises: bool = False) -> None:
-        """Look at all nodes and write down what has changed; what can't be done is said, and done at another turn."""
+        """Look at all nodes and write what has changed. Failures are reported, and retried at another turn."""
         try:
             current = hosts.read(self._client)
             entries = step(nodes, current or {}, now, self._policy)

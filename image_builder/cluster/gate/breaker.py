@@ -1,8 +1,8 @@
-"""The breaker: where many boots of a pool fail by one code, rather the test or the image is wrong than the machines.
+"""The breaker: if many boots of a pool fail with one code, the test or the image is likelier to blame than machines.
 
-Then reboots and replacements for that code are held until no node fails by it any more, or a person releases it; so is
-whatever would be done about nodes at work that all ail by one reason. What
-is held stands in one ConfigMap, which nodes and people read; a new leader goes on with it.
+Then reboots and replacements for that code are held until no node fails with it any longer, or a person releases it; so
+is whatever would be done about nodes in service that all ail for one reason. The holds are in one ConfigMap, which
+nodes and people read; a new leader continues with it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from image_builder.node.preflight import hold
 from image_builder.node.preflight.hold import Hold
 from image_builder.node.preflight.model import failure_of
 
-# With a pool's name it is the key of a ConfigMap, which has 253 characters at most: 63 are a label's.
+# With a pool's name it is the key in a ConfigMap, at most 253 characters: up to 63 are the pool's, a label's value.
 _CODE = re.compile(r"(?!.{189})[-_a-zA-Z0-9]+(\.[-_a-zA-Z0-9]+)*")
 
 
 @dataclass(frozen=True)
 class Limits:
     """The breaker opens when, within ``window`` seconds, more than ``share`` of a pool's nodes, and at least ``least``,
-    failed by one code. A share of 1 never opens it."""
+    failed with one code. A share of 1 never opens it."""
 
     share: float = 0.05
     window: float = 3600.0
@@ -35,21 +35,21 @@ class Limits:
 
 
 def code_of(node: Node) -> str:
-    """Return by which code the present boot of a node failed; empty where it didn't, or a person let it in."""
+    """Return the code with which a node's present boot failed; empty if it didn't, or a person admitted it."""
     return _reported(node) if node.boot_id and node.tested_boot == node.boot_id else ""
 
 
 def _reported(node: Node) -> str:
-    """Return the code of the failure that a node reported last, of whichever boot."""
+    """Return the code of the failure that a node reported last, for whichever boot."""
     is_open = node.status == "False" and not node.retested and node.tested_boot != node.admitted_boot
     code = failure_of(node.message) if is_open else ""
     return code if _CODE.fullmatch(code) else ""
 
 
 def _counted(node: Node, now: float, window: float) -> dict[str, bool]:
-    """Return by which codes a node counts as failed, and which of them are new: of its boot, and of its health.
+    """Return the codes with which a node counts as failed, by its boot and its health, and whether each is new.
 
-    A node that starts itself again does so before its kubelet reports the new boot's id: its report counts while it is
+    A node that restarts itself does so before its kubelet reports the new boot's id, so its report counts while it is
     new.
     """
     is_new = now - node.reported <= window  # its clock may be ahead of ours
@@ -64,9 +64,9 @@ def _counted(node: Node, now: float, window: float) -> dict[str, bool]:
 def step(
     nodes: Sequence[Node], current: Mapping[str, Hold], now: float, limits: Limits, label: str
 ) -> dict[str, Hold]:
-    """Return the holds as they are to be now, by key. ``label`` names the pools.
+    """Return the holds that there should be now, by key. ``label`` names the pools.
 
-    One that is known stays, open or released, while a node of its pool fails by it.
+    An existing hold stays, open or released, while a node of its pool fails with its code.
     """
     failing: dict[tuple[str, str], list[bool]] = {}
     for node in nodes:
@@ -86,15 +86,15 @@ def step(
 
 
 def read(client: Client) -> dict[str, Hold] | None:
-    """Return the holds by key, None where there is no ConfigMap yet. Raises NodeError."""
+    """Return the holds by key, None if there is no ConfigMap yet. Raises NodeError."""
     config_map = client.find(hold.PATH)
     return None if config_map is None else hold.parse(config_map)
 
 
 def release(client: Client, code: str, pool: str | None, *, who: str, reason: str) -> Hold:
-    """Let nodes of a pool that fail by this code be started again and replaced; return what was held.
+    """Let nodes of a pool that fail with this code be restarted and replaced; return the hold.
 
-    Raises UsageError: it isn't held, or for several pools and none is named. Raises KubeError.
+    Raises UsageError if the code isn't held, or is held for several pools and none is named. Raises KubeError.
     """
     held = chosen((read(client) or {}).values(), code, pool)
     released = replace(held, state=hold.RELEASED, by=who, reason=reason)
@@ -103,7 +103,7 @@ def release(client: Client, code: str, pool: str | None, *, who: str, reason: st
 
 
 def chosen(holds: Collection[Hold], code: str, pool: str | None) -> Hold:
-    """Return the one hold of a code, in a pool where one is named. Raises UsageError."""
+    """Return the only hold of a code, in a pool if one is named. Raises UsageError."""
     matches = [candidate for candidate in holds if candidate.code == code and pool in (None, candidate.pool)]
     if not matches:
         names = ", ".join(sorted(candidate.name for candidate in holds)) or "none"
@@ -115,7 +115,7 @@ def chosen(holds: Collection[Hold], code: str, pool: str | None) -> Hold:
 
 
 class Holder:
-    """Carries out ``step``. ``label`` names the pools. ``advises``: it only says what it would hold."""
+    """Carries out ``step``. ``label`` names the pools. ``advises``: it only reports what it would hold."""
 
     def __init__(
         self, client: Client, limits: Limits, label: str, tell: Callable[[str], None], *, advises: bool
@@ -123,11 +123,11 @@ class Holder:
         self._client, self._limits, self._label = client, limits, label
         self._tell, self._advises = tell, advises
         self._reported: dict[str, Hold] = {}
-        # What is held by the last turn, None where that is not known.
+        # The holds as of the last turn, None if they are unknown.
         self.holds: Mapping[str, Hold] | None = None
 
     def turn(self, nodes: Sequence[Node], now: float) -> None:
-        """Look at all nodes and write down what has changed; what can't be done is said, and done at another turn."""
+        """Look at all nodes and write what has changed. Failures are reported, and retried at another turn."""
         try:
             current = self._reported if self._advises else read(self._client)
             holds = step(nodes, current or {}, now, self._limits, self._label)

@@ -1,7 +1,7 @@
 """The gate's controller: one informer, one queue, one that acts.
 
-Several may run; all of them watch, and the one that has the lease acts. Whatever it does is what ``decide`` says of the
-newest that is known, tested by the API server itself: done twice it is done once.
+Several may run: all of them watch, and the one that has the lease acts. Each action is what ``decide`` says about the
+latest known state, which the API server itself tests: an action that is repeated has no further effect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import JSON_PATCH, NOT_FOUND, Client, KubeError, path_of_node
 from image_builder.node.net.retry import backoff
 
-# Answers that speak of one node's change; all others speak of the API server.
+# Statuses that concern one node's change; all others concern the API server.
 _OF_THE_NODE = frozenset({400, 403, 409, 422})
 _LONGEST_PAUSE = 60.0
 _IDLE = 0.5
@@ -38,8 +38,9 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """``rate`` is the most changes a second, ``burst`` how many at once after a pause. Re-tests and the breaker are
-    thought of every ``turn`` seconds. ``advises``: nothing is changed, what would be is said; it needs no lease."""
+    """``rate`` is the most changes per second, ``burst`` how many may come at once after a pause. The breaker,
+    re-tests and remedies have a turn every ``turn`` seconds. ``advises``: the controller only reports what it would
+    change, and needs no lease."""
 
     rules: Rules = field(default_factory=Rules)
     rate: float = 50.0
@@ -52,7 +53,7 @@ class Settings:
 
 
 class Controller:
-    """Runs until it is stopped. ``connect`` opens a connection of its own for each of the three threads."""
+    """Runs until it is stopped. ``connect`` opens a separate connection for each of the three threads."""
 
     def __init__(self, connect: Connect, identity: str, settings: Settings, tell: Tell) -> None:
         self.settings = settings
@@ -72,9 +73,9 @@ class Controller:
         self._turned = float("-inf")
 
     def run(self, stop: threading.Event, *parts: Callable[[threading.Event], None]) -> None:
-        """Work until ``stop`` is set, and so do ``parts``, each in a thread.
+        """Run until ``stop`` is set, along with ``parts``, each in its own thread.
 
-        Raises NodeError when a part of it has died: better none than half of one.
+        Raises NodeError if one of the threads has died: no controller is better than half of one.
         """
         threads = [
             *(threading.Thread(target=part, args=(stop,), daemon=True) for part in parts),
@@ -97,11 +98,11 @@ class Controller:
 
     @property
     def _acts(self) -> bool:
-        """Tell whether this is the one that acts; one that only advises competes with none."""
+        """Return whether this is the controller that acts; one that only advises doesn't compete with any."""
         return self.settings.advises or self.election.leads
 
     def _once(self, stop: threading.Event) -> None:
-        """Do what is next, if it is ours to do; return after a short while in any case."""
+        """Take the next step if this controller acts; return after a short while in any case."""
         if not self._acts or not self.informer.synced.is_set():
             stop.wait(_IDLE / 5)
             return
@@ -111,7 +112,7 @@ class Controller:
             stop.wait(self._settle(node))
 
     def _turn(self, stop: threading.Event) -> None:
-        """Let breaker, re-tests and remedies have their turn, seldom: what is decided at one is known by the next."""
+        """Give breaker, re-tests and remedies a turn, seldom enough that each sees the results of the one before."""
         now = time.monotonic()
         if now - self._turned >= self.settings.turn:
             nodes = list(self.informer.objects.values())
@@ -122,7 +123,7 @@ class Controller:
 
             if not self.settings.advises:
                 self._retester.turn(nodes, time.time(), may_act)
-            # What is held is not known while the breaker can't be read.
+            # While the breaker can't be read, it is unknown what is held.
             if (holds := self._holder.holds) is not None:
                 if self.settings.advises:
                     self._remedies.advise(nodes, holds, time.time())
@@ -131,7 +132,7 @@ class Controller:
             self._turned = time.monotonic()
 
     def _elect(self, stop: threading.Event) -> None:
-        """Take and renew the lease; nothing may end this but ``stop``, or it would not be renewed."""
+        """Take and renew the lease; only ``stop`` may end this, or the lease would no longer be renewed."""
         led = False
         if self.settings.advises:
             stop.wait()
@@ -163,7 +164,7 @@ class Controller:
             self._queue.drop(name)
 
     def _next(self) -> Node | None:
-        """Return the node whose turn it is; None after a short while without one."""
+        """Return the next node to act on; None after a short while without one."""
         with self._lock:
             name, wait = self._queue.take(time.monotonic())
             if name is None:
@@ -172,7 +173,7 @@ class Controller:
         return self.informer.objects.get(name)
 
     def _settle(self, node: Node) -> float:
-        """Carry out what is decided for a node; return the seconds to leave the API server alone."""
+        """Carry out the decision about a node; return for how many seconds to leave the API server alone."""
         action = decide(node, self.settings.rules)
         if action is Action.NONE:
             return 0.0
@@ -187,7 +188,7 @@ class Controller:
         self._failures = 0
         with self._lock:
             self._queue.drop(node.name)
-            # It may have changed while this was under way, before it was dropped.
+            # The node may have changed during the request, before it was dropped.
             newest = self.informer.objects.get(node.name)
             if (
                 newest is not None
@@ -199,7 +200,7 @@ class Controller:
         return 0.0
 
     def _advise(self, node: Node, action: Action) -> None:
-        """Say once for each boot and test of a node what would be done."""
+        """Report what would be done, once for each boot, test and admission of a node."""
         with self._lock:
             self._queue.drop(node.name)
         before = self._advised.get(node.name)

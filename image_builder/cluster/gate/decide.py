@@ -16,7 +16,7 @@ PENDING, FAILED, RETEST = "pending", "failed", "retest"
 
 class Action(enum.Enum):
     NONE = "none"
-    ADMIT = "admit"  # take the taint away
+    ADMIT = "admit"  # remove the taint
     GATE = "gate"  # put it back
 
 
@@ -25,16 +25,16 @@ def is_tainted(node: Node, rules: Rules) -> bool:
 
 
 def may_work(node: Node) -> bool:
-    """Tell whether this boot of the node passed and is not under a re-test, or a person let this boot in.
+    """Return whether this boot of the node passed and isn't under a re-test, or was admitted by a person.
 
-    A kubelet that has not reported its boot id yet runs nothing that was tested.
+    Until the kubelet has reported its boot id, no test counts as this boot's.
     """
     passed = node.status == "True" and node.tested_boot == node.boot_id and not node.is_under_test
     return bool(node.boot_id) and (passed or node.admitted_boot == node.boot_id)
 
 
 def decide(node: Node, rules: Rules) -> Action:
-    """Return what makes the node's taint agree with whether it may work."""
+    """Return the action that makes the node's taint agree with whether it may work."""
     tainted = is_tainted(node, rules)
     if may_work(node) == (not tainted):
         return Action.NONE
@@ -44,8 +44,8 @@ def decide(node: Node, rules: Rules) -> Action:
 def patch(node: Node, action: Action, rules: Rules) -> list[dict[str, Any]]:
     """Return the JSON patch that carries out ``ADMIT`` or ``GATE``.
 
-    It tests what the decision was made from, boot id and taints, so that the API server refuses it (422) where either
-    has changed meanwhile. Other fields may change: a busy node's status does so all the time.
+    It tests what the decision was based on, boot id and taints, so that the API server refuses it (422) if either has
+    changed meanwhile. Other fields may change: a busy node's status does so all the time.
     """
     if action is Action.ADMIT:
         return [*_same_boot(node), *_set_taints(node, _without_ours(node, rules))]
@@ -54,9 +54,9 @@ def patch(node: Node, action: Action, rules: Rules) -> list[dict[str, Any]]:
 
 
 def answered(node: Node, nonce: str, state: str, now: float, rules: Rules) -> list[dict[str, Any]]:
-    """Return the JSON patch that answers a node's wish of that number, by the same tests as ``patch``.
+    """Return the JSON patch that answers a node's wish with this nonce, with the same tests as ``patch``.
 
-    ``held`` takes the node out of service at the same time: before it is looked at again, and before it is granted.
+    ``held`` also takes the node out of service, before it is looked at again and the re-test is granted.
     """
     answer = {"boot_id": node.boot_id, "nonce": nonce, "state": state, "at": int(now)}
     same = [{"op": "test", "path": pointer(WISH), "value": node.wish.text}] if node.wish else []
@@ -78,8 +78,8 @@ def _without_ours(node: Node, rules: Rules) -> list[Mapping[str, Any]]:
 
 
 def _set_taints(node: Node, taints: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the replacement of all taints, provided that they still are what they were. Without any, the API has no
-    list, which a test calls null."""
+    """Return the operations that replace all taints, provided that they haven't changed. Without any taints, the API
+    has no list, which a test expresses as null."""
     path = "/spec/taints"
     return [
         {"op": "test", "path": path, "value": [dict(taint) for taint in node.taints] or None},

@@ -1,4 +1,4 @@
-"""What a Node object says of its health: conditions of its own agent, of node-problem-detector and of NVSentinel."""
+"""What a Node object says about its health: conditions of our agent, of node-problem-detector and of NVSentinel."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from image_builder.cluster.gate.policy import Policy
 from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.pods import moment
 
-# What NVSentinel leaves on a node that it has taken out, and the labels of which one is "false" where it isn't to touch
-# a node.
+# The annotation that NVSentinel leaves on a node that it has taken out, and the labels of which one is "false" on nodes
+# that it must leave alone.
 # https://docs.nvidia.com/nvsentinel/components/cancelling-breakfix
 _NVSENTINEL_AT_WORK = "quarantineHealthEvent"
 _NVSENTINEL_MANAGES = ("nvsentinel.dgxc.nvidia.com/managed", "k8saas.nvidia.com/ManagedByNVSentinel")
-# Our agent's messages end with the boot that they are of (node/health/report.py).
+# Our agent's messages end with the boot that they are about (node/health/report.py).
 _BOOT = re.compile(r"\(boot ([0-9a-f-]{36})[,)]")
 _MACHINE = re.compile(r"(?i)azure://(/subscriptions/[^/]+/.+/virtualMachines/[^/]+)")
 _SCALE_SET = re.compile(r"(?i)(.+/virtualMachineScaleSets/[^/]+)/virtualMachines/[^/]+")
@@ -25,7 +25,7 @@ _DETAIL = 300
 
 @dataclass(frozen=True)
 class Ailment:
-    """A condition that is bad, since when (Unix time), and its message."""
+    """A bad condition, since when (Unix time), and its message."""
 
     condition: str
     reason: str
@@ -35,12 +35,12 @@ class Ailment:
 
 @dataclass(frozen=True)
 class Health:
-    """What counts of a Node for its health.
+    """The part of a Node that matters for its health.
 
     ``well`` are the conditions that say that all is well with this boot. ``machine`` is its id in Azure, ``scale_set``
-    that of its scale set in lower case, ``host`` the physical machine's name; each is empty where the Node doesn't name
-    it. ``cordon``: whose cordon it has, of ours. ``is_left``: NVSentinel is at work on it, or its pool is
-    left to NVSentinel.
+    that of its scale set in lower case, ``host`` the physical machine's name; each is empty if the Node doesn't name
+    it. ``cordon``: which of our runs cordoned it. ``is_left``: NVSentinel is working on it, or its pool is left to
+    NVSentinel.
     """
 
     ailments: tuple[Ailment, ...] = ()
@@ -55,7 +55,7 @@ class Health:
 
 
 def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Policy) -> Health:
-    """Return what a Node object says of its health. What is malformed counts as not there."""
+    """Return what a Node object says about its health. Whatever is malformed counts as missing."""
     meta, spec, status = (document.get(name) or {} for name in ("metadata", "spec", "status"))
     ailments, well = [], set()
     for condition in status.get("conditions") or ():

@@ -1,6 +1,6 @@
-"""A bad machine, as Azure's Guest Health Reporting takes it: an impact on its VM, with the physical host's name.
+"""Reports of bad machines for Azure's Guest Health Reporting: impacts on VMs, with the physical host's name.
 
-Azure may take the host out of service for it, so what isn't hardware is not reported unless a person names a category.
+Azure may take the host out of service for one, so only hardware findings are reported unless a person names a category.
 https://learn.microsoft.com/azure/azure-impact-reporting/guest-health-impact-report
 """
 
@@ -25,8 +25,8 @@ SERVICE = "https://management.azure.com"
 PREFIX = "Resource.Hpc."
 _UNHEALTHY = f"{PREFIX}Unhealthy."
 GENERIC = "HpcGenericFailure"
-# Azure's categories (guest-health-impact-categories), and what counts as them: codes of the preflight and of the health
-# checks, conditions of AKS and NVSentinel. What a reboot may heal is here too: Azure asks for it once that didn't help.
+# Azure's categories (guest-health-impact-categories), and what belongs to each: codes of the preflight and the health
+# checks, conditions of AKS and NVSentinel. This includes what a reboot may fix: Azure wants a report if it didn't help.
 CATEGORIES: Mapping[str, tuple[str, ...]] = {
     "HpcMissingGpu": ("gpu.lost", "gpu.count", "GPUMissing"),
     "UnhealthyGPUNvidiasmi": ("gpu.hung",),
@@ -59,13 +59,13 @@ _BY_REASON = {
     for category, names in CATEGORIES.items()
     for name in names
 }
-# As the kernel's log and NVSentinel write one.
+# An XID as the kernel's log and NVSentinel write it.
 _XID = re.compile(r"Xid \(PCI:[^)]*\): (\d+)|\bErrorCode:(\d+)\b")
 _PREFLIGHT_XID = re.compile(r"(s?)xid\.(\d+)")
 
 
 def category_of(condition: str, reason: str, detail: str = "") -> str:
-    """Return the category of a finding, by its reason or code, or its condition; empty for what isn't hardware's."""
+    """Return the category of a finding, by its reason or code, or else its condition; empty if it isn't hardware."""
     if match := _PREFLIGHT_XID.fullmatch(reason):
         return _UNHEALTHY + (GENERIC if match[1] else _xid(match[2]))
     name = _BY_REASON.get(kubernetes_reason(reason) if "." in reason else reason) or _BY_REASON.get(condition)
@@ -80,7 +80,7 @@ def _xid(number: str) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a node's hardware, since when (Unix time)."""
+    """What is wrong with a node's hardware, and since when (Unix time)."""
 
     category: str
     description: str
@@ -88,7 +88,7 @@ class Finding:
 
 
 def finding_of(node: Node) -> Finding | None:
-    """Return what is wrong with a node's hardware now, or took it out, or failed its preflight; None for nothing."""
+    """Return the hardware finding that a node has now, was taken out for, or failed its preflight with, if any."""
     causes = [(a.condition, a.reason, a.detail, a.since) for a in node.health.ailments]
     if record := node.health.record:
         causes.append((record.condition, record.reason, record.detail, record.since))
@@ -102,7 +102,7 @@ def finding_of(node: Node) -> Finding | None:
 
 @dataclass(frozen=True)
 class Impact:
-    """One report: of a machine by its id in Azure, on a physical host."""
+    """One report, on a machine (its id in Azure) and its physical host."""
 
     node: str
     machine: str
@@ -111,7 +111,7 @@ class Impact:
 
     @property
     def name(self) -> str:
-        """Return the impact's name. Azure takes each once, so that a finding that is sent twice is reported once."""
+        """Return the impact's name. Azure accepts each name once, so a finding that is sent twice is reported once."""
         parts = (self.machine.lower(), self.host, self.finding.category, stamp(self.finding.since))
         return f"image-builder-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}"
 
@@ -141,9 +141,9 @@ class Impact:
 
 
 def impact_of(node: Node, category: str = "", now: float = 0.0) -> Impact | str | None:
-    """Return the report on a node, why there can be none, or None where nothing is wrong with its hardware.
+    """Return the report on a node, the reason why there can be none, or None if nothing is wrong with its hardware.
 
-    ``category``: a person says that it is, since ``now`` if nothing else says since when.
+    ``category``: a person says that something is wrong, since ``now`` unless a finding says since when.
     """
     finding = finding_of(node)
     if category:
@@ -161,7 +161,7 @@ def impact_of(node: Node, category: str = "", now: float = 0.0) -> Impact | str 
 def impacts(
     client: Client, rules: Rules, names: Sequence[str], category: str, now: float
 ) -> tuple[list[Impact], dict[str, str]]:
-    """Return reports on nodes, by default on all that are bad, and why there is none of the others.
+    """Return reports on nodes, by default on all bad ones, and the reasons why others have none.
 
     Raises KubeError, UsageError.
     """
@@ -196,6 +196,6 @@ class Manager(Protocol):
 
 
 def send(manager: Manager, impact: Impact) -> str:
-    """Send a report once; return what is wrong with it in Azure's words, empty where it was accepted."""
+    """Send a report once; return Azure's description of what is wrong with it, empty if it was accepted."""
     answer, problem = manager.send("PUT", impact.path, API, impact.body)
     return "" if answer is not None and answer.status_code < 300 else problem

@@ -1,4 +1,4 @@
-"""A node as the gate sees it: the few fields of a Node object that count."""
+"""A node as the gate sees it: the few fields of a Node object that matter."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from image_builder.node.status import PREFLIGHT_LABEL
 
 EFFECT = "NoSchedule"
 ADMITTED = "image-builder/admitted"
-# What an annotation can be wrong by: a node writes its own, and one that is broken must not end the gate of all.
+# Errors in parsing an annotation: each node writes its own, and a broken one must not stop the gate for all nodes.
 _MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The gate's settings. ``label``: only nodes that have it are its business. ``pool``: the label that names a
-    node's pool; nodes without it are one pool. ``health``: what is done with nodes that go bad at work."""
+    """The gate's settings. ``label``: it handles only nodes that have this label. ``pool``: the label that names a
+    node's pool; nodes without it form one pool. ``health``: what is done about nodes that go bad in service."""
 
     taint: str = PREFLIGHT_LABEL
     label: str = PREFLIGHT_LABEL
@@ -34,8 +34,8 @@ class Rules:
 
 @dataclass(frozen=True)
 class Wish:
-    """A node asks to be tested again. ``tested`` is when it was, ``until`` when it stops looking for an answer (Unix
-    times), ``text`` the annotation itself."""
+    """A node's request to be tested again. ``tested`` is when it last was, ``until`` when it stops waiting for an
+    answer (Unix times), ``text`` the annotation itself."""
 
     boot_id: str
     nonce: str
@@ -46,7 +46,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Answer:
-    """The gate's answer to the wish of that number, and when (Unix time)."""
+    """The gate's answer to the wish with this nonce, and when it was given (Unix time)."""
 
     boot_id: str
     nonce: str
@@ -56,12 +56,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Node:
-    """``boot_id`` is what the kubelet says, ``tested_boot`` what the condition speaks of, ``admitted_boot`` what a
-    person let in, at ``admitted_at`` (Unix time); each is empty where there is none. ``taints`` are the API's own
-    objects, in their order.
+    """``boot_id`` is the boot that the kubelet reports, ``tested_boot`` the one that the condition is about, and
+    ``admitted_boot`` the one that a person admitted, at ``admitted_at`` (Unix time); each is empty if there is none.
+    ``taints`` are the API's own objects, in their order.
 
-    ``retested`` is the number of the re-test that the condition speaks of, empty for the boot's own test, and
-    ``reported`` when it was written (Unix time, 0: not known).
+    ``retested`` is the nonce of the re-test that the condition is about, empty for the boot's own test, and
+    ``reported`` is when the condition was written (Unix time, 0: unknown).
     """
 
     name: str
@@ -81,14 +81,14 @@ class Node:
 
     @property
     def is_under_test(self) -> bool:
-        """Tell whether this boot is out for a re-test that has not been reported yet."""
+        """Return whether this boot is out for a re-test whose result hasn't been reported yet."""
         answer = self.answer
         is_open = answer is not None and answer.state in (HELD, GRANTED) and answer.boot_id == self.boot_id
         return is_open and answer is not None and answer.nonce != self.retested
 
 
 def node_from(document: Mapping[str, Any], rules: Rules) -> Node:
-    """Return what counts of a Node object. Whatever is missing or malformed counts as not there."""
+    """Return the part of a Node object that matters. Whatever is malformed counts as missing."""
     meta, spec, status = (document.get(name) or {} for name in ("metadata", "spec", "status"))
     conditions = [c for c in status.get("conditions") or [] if c.get("type") == rules.condition]
     condition = conditions[0] if conditions else {}
@@ -124,7 +124,7 @@ def _time(text: str) -> float:
 
 def _moment(value: Any) -> float:
     moment = float(value)
-    if not math.isfinite(moment):  # Python reads NaN in JSON, which is neither before nor after anything
+    if not math.isfinite(moment):  # Python accepts NaN in JSON, which is neither before nor after anything
         raise ValueError(f"{value} is no time")
     return moment
 

@@ -1,4 +1,4 @@
-"""The operator's policy for nodes that go bad at work: what counts, what is done, and to how many at once."""
+"""The operator's policy for nodes that go bad in service: what counts, what is done, and to how many at once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from image_builder.strict_yaml import Strict
 Seconds = Annotated[float, Field(ge=0)]
 Status = Literal["True", "False"]
 
-# What a node ails by whose physical host is known as bad: no condition of the Node object.
+# The ailment of a node whose physical host is known to be bad: not a condition of the Node object.
 HOST_CONDITION, HOST_REASON = "PhysicalHost", "HostKnownBad"
-# Conditions that say that a node is bad, as patterns, and the status that says it. Ours; node-problem-detector's (its
+# Conditions that mark a node as bad, as patterns, and the status that does. Ours; node-problem-detector's (its
 # config/, August 2026; not NTPProblem) and what AKS adds to it (https://learn.microsoft.com/azure/aks/node-problem-detector);
 # and those of NVSentinel's monitors (its docs/INTEGRATIONS.md and docs/configuration/nic-health-monitor.md).
 CONDITIONS: Mapping[str, Status] = {
@@ -69,9 +69,9 @@ class Rule(Strict):
         return fnmatchcase(reason, self.reason) and fnmatchcase(condition, self.condition)
 
 
-# Azure gives notice of minutes.
+# Azure's notice is only minutes.
 _MAINTENANCE = Rule(reason="MaintenanceScheduled", remedy="taint", lasting_seconds=0.0)
-# A machine that passes its preflight on a host that is known as bad is only told of.
+# A machine that passes its preflight on a host known to be bad is only reported.
 _KNOWN_HOST = Rule(condition=HOST_CONDITION, reason=HOST_REASON, remedy="ignore")
 _ANY = Rule(remedy="taint")
 
@@ -119,7 +119,7 @@ class Policy(Strict):
         return drain
 
     def bad_status(self, condition: str) -> Status | None:
-        """Return the status by which a condition is bad; None for one that says nothing of health."""
+        """Return the status that means that a condition is bad; None if it says nothing about health."""
         for patterns in (self.conditions, CONDITIONS):
             for pattern, status in patterns.items():
                 if fnmatchcase(condition, pattern):
@@ -133,5 +133,5 @@ class Policy(Strict):
         )
 
     def lasts(self, rule: Rule) -> float:
-        """Return how many seconds a finding of a rule must last."""
+        """Return how many seconds a finding that matches a rule must last."""
         return self.lasting_seconds if rule.lasting_seconds is None else rule.lasting_seconds

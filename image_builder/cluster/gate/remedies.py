@@ -1,7 +1,7 @@
-"""Carries out what ``triage`` says: nodes that go bad at work are taken out, emptied, handed on, and let back.
+"""Carries out what ``triage`` says: nodes that go bad in service are taken out, emptied, handed over, and returned.
 
-Each step is an Event first, then one patch that tests what it was decided from. A controller that is killed anywhere is
-followed by one that reads the Node and does the rest; the Event has the same name both times, and is one.
+Each step posts an Event, then sends one patch that tests the state it was decided from. If a controller is killed
+between them, the next one reads the Node and does the rest; both give the Event the same name, so it exists once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client, path_of_node
 from image_builder.node.preflight.hold import Hold
 
-# After a drain that found its host busy for longer than its patience.
+# The pause after a drain that skipped its host, such as one still busy at the timeout.
 _REST_SECONDS = 600.0
 _ASKED = {"reboot": "RebootWanted", "reimage": "ReimageWanted", "hand-over": "HandOverWanted"}
 
 
 class Remedies:
-    """What the gate does for nodes' health. Not for several threads at once; ``clock`` is monotonic."""
+    """What the gate does for nodes' health. Not thread-safe; ``clock`` is monotonic."""
 
     def __init__(
         self, client: Client, rules: Rules, tell: Callable[[str], None], clock: Callable[[], float]
@@ -43,9 +43,9 @@ class Remedies:
     def turn(
         self, nodes: Sequence[Node], holds: Mapping[str, Hold], now: float, may_act: Callable[[], bool]
     ) -> None:
-        """Do what is to be done now; before each node ``may_act`` is asked.
+        """Take the steps that are due now, checking ``may_act`` before each node.
 
-        What can't be done is said, and is done at another turn if it is still to be done then.
+        Failures are reported, and retried at another turn if the step is still due then.
         """
         if not may_act():
             return
@@ -54,7 +54,7 @@ class Remedies:
         steps = self._plan([self._judged(node) for node in nodes], holds, now)
         draining = {node.name for node, step, _ in steps if step is Step.DRAIN}
         for name in self._drains.keys() - draining:
-            # It is back, held by the breaker, or of a rollout: what a cordon means is decided anew.
+            # It is back, held by the breaker, or part of a rollout: what a cordon means is decided again.
             del self._drains[name]
         for node, step, _ in steps:
             if not may_act():
@@ -65,7 +65,7 @@ class Remedies:
                 self._tell(f"{node.name}: not {step.value}: {error.message}")
 
     def advise(self, nodes: Sequence[Node], holds: Mapping[str, Hold], now: float) -> None:
-        """Say once what would be done."""
+        """Report once what would be done."""
         self._memory.turn(nodes, now, advises=True)
         judged = [self._judged(node) for node in nodes]
         steps = triage.plan(judged, holds, (), self._rules.health, self._rules, now)
@@ -91,7 +91,7 @@ class Remedies:
         return triage.plan(nodes, holds, held, policy, rules, now)
 
     def _do(self, node: Node, step: Step, now: float) -> None:
-        """Do a step, if it still is what the node needs."""
+        """Take a step if it is still what the node needs."""
         document = self._client.find(path_of_node(node.name))
         if document is None:
             return
@@ -111,7 +111,7 @@ class Remedies:
         return bad_hosts.judged(node, self._memory.known, self._rules.health)
 
     def _tell_of_hosts(self, nodes: Sequence[Node], now: float) -> None:
-        """Post an Event on each node that has come up on a host that is known as bad, once."""
+        """Post an Event, once, on each node that has come up on a host known to be bad."""
         known = self._memory.known or {}
         arrivals = [(node.name, entry) for node in nodes if (entry := bad_hosts.on_known(node, known))]
         for name, entry in arrivals:
@@ -147,7 +147,7 @@ class Remedies:
         self._send(document, quarantine.give_back(document), Step.GIVE_BACK.value)
 
     def _drain(self, document: Mapping[str, Any], record: Record, now: float) -> None:
-        """Look once after a drain, as far as the policy of drains goes."""
+        """Give a node's drain one turn, as far as the drain policy goes."""
         name = document["metadata"]["name"]
         if self._clock() < self._rests.get(name, 0.0):
             return
@@ -179,7 +179,7 @@ class Remedies:
         *,
         kind: event.Kind = "Normal",
     ) -> None:
-        """Post an Event. A node isn't left at work for want of one: that is only said."""
+        """Post an Event. A failure is only reported: it must not keep a node in service."""
         meta = document["metadata"]
         step = f"{record.boot_id} {record.tested} {record.condition}"
         try:

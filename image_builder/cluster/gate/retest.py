@@ -1,12 +1,12 @@
-"""Re-tests of nodes while the fleet works: which nodes may be tested again, when that must stop, and granting it.
+"""Re-tests of nodes in service: which nodes may be tested again, when that must stop, and granting it.
 
-A re-test takes a node away from its users, so few are tested at a time; and where many fail at once it is rather the
-test, the driver or the data that is wrong than the nodes, so that nothing more is taken away. A node that failed one
-stays out and keeps its place among the few: whatever goes wrong, re-tests never take more of the fleet away than that.
+A re-test takes a node away from its users, so few are tested at a time; and if many fail at once, the test, the driver
+or the data is likelier to be wrong than the nodes, so no more nodes are taken away. A node that failed one stays out
+and keeps its place among the few: whatever goes wrong, re-tests never take more of the fleet away than that.
 
-An idle node that asks for one is taken out of service first, looked at again, then told. All that is known is in the
-Node objects: who asks, who is out, how the last re-tests ended. A controller that takes over the lease goes on where
-the last one was, its breaker included.
+An idle node that asks for one is first taken out of service, then looked at again, then told. All state is in the Node
+objects: which nodes ask, which are out, how the last re-tests ended. A controller that takes over the lease continues
+where the previous one stopped, including its breaker.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import JSON_PATCH, Client, path_of_node
 from image_builder.node.preflight.model import GRANTED, HELD, REFUSED, WITHDRAWN
 
-# Seconds: a grant that nobody has answered for so long is withdrawn; a wish is granted only while its node still looks
-# for so long.
+# In seconds: how long a grant may go unanswered before it is withdrawn, and how much longer a node must still wait
+# for an answer if its wish is to be granted.
 ANSWER_SECONDS, LEAST_SECONDS = 3600.0, 900.0
-# Nodes that are dealt with at one turn: a boot's verdict waits no longer than for their requests.
+# The most nodes handled in one turn: a boot's verdict waits no longer than their requests take.
 AT_ONCE = 20
 
 
 @dataclass(frozen=True)
 class Limits:
-    """``share`` of the fleet may be out at once because of re-tests, at least one node; 0: none is made. No node is
+    """``share`` of the fleet may be out at once because of re-tests, at least one node; 0: no re-tests. No node is
     tested more often than every ``period`` seconds; nodes ask every seven days.
 
-    The breaker opens when of at least ``least`` tests in the last ``window`` seconds more than ``failing`` failed.
+    The breaker opens if, of at least ``least`` tests in the last ``window`` seconds, a share over ``failing`` failed.
     """
 
     share: float = 0.02
@@ -54,26 +54,26 @@ class Outcome:
 
 
 def is_open(outcomes: Iterable[Outcome], now: float, limits: Limits) -> bool:
-    """Tell whether the breaker is open: no re-test is granted."""
+    """Return whether the breaker is open, so that no re-test is granted."""
     recent = [outcome for outcome in outcomes if 0 <= now - outcome.ended <= limits.window]
     failed = sum(not outcome.passed for outcome in recent)
     return len(recent) >= limits.least and failed > limits.failing * len(recent)
 
 
 def cap(fleet: int, share: float) -> int:
-    """Return how many of ``fleet`` nodes may be out at once, at least one but by a share of 0."""
+    """Return how many of ``fleet`` nodes may be out at once: at least one, unless the share is 0."""
     return min(fleet, max(1, int(fleet * share))) if share else 0
 
 
 class Step(enum.Enum):
-    HOLD = HELD  # out of service, if no pod there has GPUs
-    GRANT = GRANTED  # tell the node, if that is still so
+    HOLD = HELD  # take it out of service, if no pod there has devices
+    GRANT = GRANTED  # tell the node, if that is still true
     REFUSE = REFUSED
     WITHDRAW = WITHDRAWN
 
 
 def asks(node: Node, now: float) -> bool:
-    """Tell whether a node that works asks for a re-test of this boot, and was not answered yet."""
+    """Return whether a node in service asks for a re-test of this boot and hasn't been answered yet."""
     wish = node.wish
     if wish is None or wish.boot_id != node.boot_id or wish.nonce == node.retested:
         return False
@@ -83,13 +83,13 @@ def asks(node: Node, now: float) -> bool:
 
 
 def is_away(node: Node) -> bool:
-    """Tell whether a node is out because of a re-test: one that goes on, or one that did not pass."""
+    """Return whether a node is out because of a re-test that is still running or that it didn't pass."""
     failed = bool(node.retested) and node.tested_boot == node.boot_id and node.status != "True"
     return node.is_under_test or failed
 
 
 def outcomes(nodes: Iterable[Node]) -> list[Outcome]:
-    """Return how the re-tests ended that the nodes still speak of; one that was withdrawn counts as failed."""
+    """Return the outcomes of the re-tests that the nodes still mention; a withdrawn one counts as failed."""
     results = []
     for node in nodes:
         if node.retested:
@@ -100,9 +100,9 @@ def outcomes(nodes: Iterable[Node]) -> list[Outcome]:
 
 
 def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, Step]]:
-    """Return what to do now, in this order. Nodes that are under test come first, then those that ask.
+    """Return what to do now, in this order. Nodes under test come first, then those that ask.
 
-    Of those whose time has come as many are held as may still be out, the longest untested first.
+    Of those that are due, as many are held as may still be out, the longest untested first.
     """
     steps = []
     for node in nodes:
@@ -121,16 +121,16 @@ def plan(nodes: Sequence[Node], now: float, limits: Limits) -> list[tuple[Node, 
 
 
 class Retester:
-    """Carries out ``plan``. Not for several threads at once."""
+    """Carries out ``plan``. Not thread-safe."""
 
     def __init__(self, client: Client, rules: Rules, limits: Limits, tell: Callable[[str], None]) -> None:
         self._client, self._rules, self._limits, self._tell = client, rules, limits, tell
 
     def turn(self, nodes: Sequence[Node], now: float, may_act: Callable[[], bool]) -> None:
-        """Do what is to be done now, at most two requests for each node that is concerned.
+        """Take the steps that are due now, with at most two requests for each node concerned.
 
-        Before each node ``may_act`` is asked: by an API server that is slow, a lease is lost between two of them.
-        What can't be done is said, and is done at another turn if it is still to be done then.
+        ``may_act`` is checked before each node: with a slow API server, a lease can be lost between two of them.
+        Failures are reported, and retried at another turn if the step is still due then.
         """
         for node, step in plan(nodes, now, self._limits)[:AT_ONCE]:
             if not may_act():
@@ -150,7 +150,7 @@ class Retester:
         self._tell(f"{node.name}: re-test {step.value} (boot {node.boot_id})")
 
     def _is_busy(self, name: str) -> bool:
-        """Ask which pods are on the node: those that have ended leave their GPUs."""
+        """Return whether a pod on the node uses devices; pods that have ended have released theirs."""
         fields = f"spec.nodeName={name},status.phase!=Succeeded,status.phase!=Failed"
         uses: list[bool] = []
         self._client.each(

@@ -1,6 +1,6 @@
 """Which nodes are taken out for their health, what is done about them, and when they are back. Pure.
 
-All that is known is in the Node objects: a controller that takes over goes on where the last one was.
+All state is in the Node objects: a controller that takes over continues where the previous one stopped.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Step(enum.Enum):
 
 
 def record_for(node: Node, policy: Policy, now: float) -> Record | None:
-    """Return by which record a node belongs into quarantine for what lasts now, the gravest first; None by none.
+    """Return the record with which a node belongs in quarantine for a lasting ailment, the gravest; None if none.
 
-    What a person knew who let this boot in is no reason.
+    Ailments from before a person admitted this boot don't count.
     """
     by_hand = node.admitted_at if node.admitted_boot == node.boot_id else 0.0
     records = []
@@ -55,7 +55,7 @@ def _record(node: Node, ailment: Ailment, remedy: Remedy, now: float) -> Record:
 
 
 def is_back(node: Node, record: Record) -> bool:
-    """Tell whether a node may work again: nothing ails it and it passed its preflight since, or a person let it in."""
+    """Return whether a node may work again: it is well and passed its preflight since, or a person admitted it."""
     if node.admitted_boot == node.boot_id and node.admitted_at >= record.since:
         return True
     has_passed = node.status == "True" and node.tested_boot == node.boot_id and not node.is_under_test
@@ -65,15 +65,15 @@ def is_back(node: Node, record: Record) -> bool:
 
 
 def step_of(node: Node, policy: Policy, rules: Rules, now: float) -> tuple[Step, Record | None] | None:
-    """Return what a node needs next, whatever others need; None for nothing."""
+    """Return what a node needs next, regardless of other nodes; None if nothing."""
     health, record = node.health, node.health.record
     due = record_for(node, policy, now)
     if record is None:
         if health.is_tainted or health.cordon == RUN:
-            return Step.GIVE_BACK, None  # somebody took our annotation away
+            return Step.GIVE_BACK, None  # somebody removed our annotation
         if due is None or not node.boot_id or health.is_left:
             return None
-        # Who is out for its preflight takes no work anyway; but on a bad host, passing it is not enough.
+        # A node that is out for its preflight takes no work anyway; but on a bad host, passing it isn't enough.
         is_due = due.condition == HOST_CONDITION or not is_tainted(node, rules)
         return (Step.TAKE_OUT, due) if is_due else None
     if is_back(node, record):
@@ -99,11 +99,11 @@ def plan(
     rules: Rules,
     now: float,
 ) -> list[tuple[Node, Step, Record | None]]:
-    """Return what to do now, in this order: who may come back goes first, then who ails for longest.
+    """Return what to do now, in this order: nodes that may come back first, newly bad ones last, longest bad first.
 
     ``held_sets`` are scale sets that a rollout drives: their nodes get the taint, and the rest is left to it. Nothing
-    is begun on a host that has the cordon of another run of ours, nor where the breaker holds a reason, since many
-    nodes of a pool ail by it.
+    is started on a host that has the cordon of another run of ours, nor for a reason that the breaker holds because
+    many nodes of a pool have it.
     """
     steps: list[tuple[Node, Step, Record | None]] = []
     fresh: list[tuple[Node, Step, Record | None]] = []
@@ -126,7 +126,7 @@ def plan(
 
 
 def _urgency(item: tuple[Node, Step, Record | None]) -> tuple[bool, float, str]:
-    """Return where a node comes among those that are to be taken out: what only its host ails by comes last."""
+    """Return the sort key of a node that is to be taken out: nodes that only have a bad host come last."""
     node, _, record = item
     is_hosts = record is not None and record.condition == HOST_CONDITION
     return is_hosts, min(ailment.since for ailment in node.health.ailments), node.name

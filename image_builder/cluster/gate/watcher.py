@@ -13,7 +13,7 @@ from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.retry import backoff
 
-# A watch is ended by the server after some minutes; its silence is broken by bookmarks every minute.
+# The server ends a watch after some minutes; bookmarks break its silence every minute.
 _WATCH_SECONDS = 300
 _IDLE_SECONDS = 90.0
 _GONE = 410
@@ -29,9 +29,9 @@ class GoneError(Exception):
 class Watcher(Generic[T]):
     """Keeps ``objects`` by name, and calls ``changed`` and ``removed`` for each change, in the thread of ``run``.
 
-    ``path`` is what is listed and watched, ``query`` its selectors. ``read`` makes of an object what counts of it, None
-    for one that doesn't count. A list with resourceVersion=0 is served from the API server's memory, and a watch goes
-    on where it broke off.
+    ``path`` is what is listed and watched, ``query`` its selectors. ``read`` returns the part of an object that
+    matters, None if the object doesn't. A list with resourceVersion=0 is served from the API server's memory, and a
+    watch continues where it broke off.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Watcher(Generic[T]):
         self._version = ""
 
     def run(self, stop: threading.Event) -> None:
-        """List and watch until ``stop`` is set; what goes wrong is waited out."""
+        """List and watch until ``stop`` is set, waiting and retrying after failures."""
         with self._client:
             self._run(stop)
 
     def interrupt(self) -> None:
-        """End the wait for the next change: ``stop`` is set."""
+        """Interrupt the wait for the next change, once ``stop`` is set."""
         self._client.interrupt()
 
     def _run(self, stop: threading.Event) -> None:
@@ -106,7 +106,7 @@ class Watcher(Generic[T]):
             self._event(event)
             if stop.is_set():
                 return
-        # One that the server ends at once is no watch: don't ask at the speed of the network.
+        # If the server ends the watch at once, don't retry at network speed.
         if time.monotonic() - began < 1:
             stop.wait(1 + _chance())
 
@@ -126,7 +126,7 @@ class Watcher(Generic[T]):
         name, value = item["metadata"]["name"], self._read(item)
         if value is None:
             self._drop(name)
-        # Most changes of an object are none of what counts here: a node's heartbeats.
+        # Most changes of an object don't matter here, such as a node's heartbeats.
         elif self.objects.get(name) != value:
             self.objects[name] = value
             self._changed(value)
@@ -143,7 +143,7 @@ def watch_nodes(
     removed: Callable[[str], None],
     tell: Callable[[str], None],
 ) -> Watcher[Node]:
-    """Return the watcher of all nodes of the gate: nothing else asks for nodes."""
+    """Return the watcher of all the nodes that the gate handles."""
 
     def read(item: Mapping[str, Any]) -> Node:
         return node_from(item, rules)
