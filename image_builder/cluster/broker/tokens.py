@@ -1,8 +1,8 @@
 """Bootstrap tokens as Kubernetes stores them: secrets in kube-system, each bound to one machine and one node.
 
 https://kubernetes.io/docs/reference/access-authn-authz/bootstrap-tokens/. They are created and never read: a
-token's id is derived from the attested document that it is issued for, so if two brokers see the same document, the API
-server refuses the second.
+token's id is derived from the node, machine and nonce of the attested document that it is issued for, so if two brokers
+see documents with the same nonce, the API server refuses the second.
 """
 
 from __future__ import annotations
