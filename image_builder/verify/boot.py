@@ -136,9 +136,8 @@ def boot(
     the machine stays up until it powers itself off or KeyboardInterrupt is raised.
     ``facts`` is the suite's facts.json, by default the one next to the disk; ``pause_archive`` provides the pod's image
     if the machine's image doesn't preload it. ``secure_boot`` None means as the image declares; ``extra_disks`` None
-    means a blank local disk if the image has the layer ``node``. ``then`` is called with the machine before it is
-    switched off. Raises BootError, CommandError, HostError, and VerifyError if the suite's run, or a check of the
-    user's own, proves nothing.
+    means a blank local disk if the image has the layer ``node``. ``then`` gets the machine before it is switched off.
+    Raises BootError, CommandError, HostError, and VerifyError if the suite or a check of the user's own proves nothing.
     """
     disk = find_disk(artefact)
     facts = facts or disk.parent / "facts.json"
