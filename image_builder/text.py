@@ -49,9 +49,10 @@ def printable(text: str) -> str:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> str:
-    """Align rows of text in columns, two spaces apart; cells are never cut or wrapped."""
+    """Align rows of printable text in columns, two spaces apart; cells are never cut or wrapped."""
     if not rows:
         return ""
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

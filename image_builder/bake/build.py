@@ -22,7 +22,9 @@ from image_builder.bake.lock.resolve import lock_images, remembered_lock, resolv
 from image_builder.bake.plan.model import Plan, StagePlan
 from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
 from image_builder.bake.pull.network import Endpoints
+from image_builder.bake.stages import preload
 from image_builder.bake.stages.convert import CONVERT
+from image_builder.bake.stages.disk import DISK
 from image_builder.bake.stages.kind import Extensions, Supplier
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
@@ -160,7 +162,7 @@ class Supply:
             return {}
         if self._endpoints is None:
             plan = supplier_plan(work.definition, work.lock, work.settings.repo_root, self.extensions)
-            make(work, missing(plan, work.store, [plan.stages[-1].name]))
+            make(work, missing(plan, work.store, [stage.name for stage in plan.stages]))
             tools, images = (work.store.product(stage.id) for stage in plan.stages)
             endpoint = self._running.enter_context(
                 supplier.serve(tools / "tree", images, work.staging / "registry")
@@ -223,6 +225,8 @@ def build(
         plan = make_plan(definition, lock, settings, extensions)
         for warning in plan.warnings:
             monitor.note(f"warning: {warning}")
+        for ref, reason in _left_out(definition, lock, plan, store).items():
+            monitor.note(f"left out, it is not required: {ref}: {reason}")
         work = replace(supply.work, lock=lock, shell=shell)
         todo = missing(plan, store, _goals(plan, extensions, stop_after))
         monitor.stages_planned(
@@ -241,11 +245,24 @@ def build(
     return BuildResult(definition.name, plan.build_id, summary, seconds, peak_mib, artefact, saved)
 
 
+def _left_out(definition: ImageDefinition, lock: Lock, plan: Plan, store: Store) -> dict[str, str]:
+    """Return the images that a build leaves out before it pulls any, and why: the lock or an earlier pull did so."""
+    left_out = preload.unlocked(definition, lock)
+    for stage in plan.stages:
+        if stage.kind == preload.KIND.name and store.has(stage.id):
+            left_out |= store.meta(stage.id)["facts"]["left_out"]
+    return left_out
+
+
 def _goals(plan: Plan, extensions: Extensions, stop_after: str | None) -> list[str]:
-    """Return the stages that a build is for; all others run only if one of these needs them. Raises UsageError."""
+    """Return the stages that a build is for; all others run only if one of these needs them. Raises UsageError.
+
+    A publication reads the records of the disk and the first preload, too.
+    """
     names = [stage.name for stage in plan.stages]
     if not stop_after:
-        return [extensions.verification.name, CONVERT]
+        preloads = [stage.name for stage in plan.stages if stage.kind == preload.KIND.name]
+        return [extensions.verification.name, DISK, CONVERT, *preloads[:1]]
     if stop_after not in names:
         raise UsageError(f"{plan.image} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}")
     return [stop_after]

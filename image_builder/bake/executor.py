@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,23 @@ from image_builder.bake.stages import Stage, StageContext
 from image_builder.bake.stages.kind import StageKind
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
-from image_builder.errors import ImageBuilderError, PullError, SpaceError, StageError, StoreError
+from image_builder.errors import (
+    CommandError,
+    ImageBuilderError,
+    PullError,
+    SpaceError,
+    StageError,
+    StoreError,
+)
 from image_builder.events import Monitor, shown_stage
 from image_builder.settings import Settings
 from image_builder.system import process
 from image_builder.system.sandbox import Root
-from image_builder.system.trees import remove_tree
+from image_builder.system.trees import code_digests, named_digests, remove_tree
+
+# The errors that may say that the store's disk is full, and the lines about a sandbox's directories in memory.
+_SAYING_FULL = (CommandError, PullError, ImageBuilderError)
+_IN_MEMORY = re.compile(r".*(?<![\w./-])/(?:dev|run|tmp)/.*")
 
 
 @dataclass(frozen=True)
@@ -77,18 +90,23 @@ def missing(plan: Plan, store: Store, goals: Iterable[str]) -> list[StagePlan]:
 def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
     """Fetch every locked file that the stages in ``todo`` will use, before the first of them starts."""
     lock, store, monitor = work.lock, work.store, work.monitor
-    where = addresses(work.definition, work.settings, lock)
     names = {s.name for s in todo}
     packages = {p.sha256: p for n, g in lock.groups.items() if n in names for p in g.packages}
-    debs = [_download(package, where, work) for package in packages.values()]
     others = {file.sha256: file for stage in todo for file in work.kind(stage).files(stage, lock)}
-    files = [_download(file, where, work) for file in others.values()]
-    if not debs and not files:
+    if not packages and not others:
         return
+    by_folder: dict[str, Mapping[str, LockedFile | LockedArchive]] = {"debs": packages, "files": others}
+    used = {
+        file.repository
+        for folder, files in by_folder.items()
+        for file in files.values()
+        if isinstance(file, LockedFile) and not (store.path / folder / file.sha256).exists()
+    }
+    where = addresses(work.definition, work.settings, lock, used)
     with shown_stage(monitor, "fetch"):
-        for downloads, folder in ((debs, "debs"), (files, "files")):
+        for folder, files in by_folder.items():
             fetch(
-                downloads,
+                [_download(file, where, work) for file in files.values()],
                 store.path / folder,
                 work.staging,
                 lambda done, all_: monitor.stage_progress("fetch", done, all_, "B"),
@@ -187,6 +205,7 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
             context = _context(work, stage, log)
             run: Stage = importlib.import_module(work.kind(stage).module).run
             facts = run(context)
+            _require_unchanged(work, stage)
             monitor.stage_doing(stage.name, "committing")
             meta = store.commit(stage, context.product.parent, time.monotonic() - started, facts)
             remove_tree(work.staging / stage.name)
@@ -203,19 +222,35 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
         monitor.stage_finished(stage.name, meta["seconds"], cached=False)
 
 
+def _require_unchanged(work: Build, stage: StagePlan) -> None:
+    """Raise ImageBuilderError if a file that the stage's id covers differs from what it was when the id was made."""
+    root = work.settings.repo_root
+    own = [root / name for name in stage.code if name not in stage.places]
+    now = code_digests(root, filter(os.path.lexists, own))
+    now |= named_digests({name: path for name, path in stage.places.items() if os.path.lexists(path)})
+    changed = [name for name, digest in sorted(stage.code.items()) if now.get(name) != digest]
+    if changed:
+        raise ImageBuilderError(
+            f"changed while the stage ran: {', '.join(changed)}", hint="run the build again"
+        )
+
+
 def _cause(error: ImageBuilderError | OSError, store: Store) -> ImageBuilderError:
     """Return the error to report for a stage; a full disk takes precedence over the program's own message."""
+    output = error.tail if isinstance(error, CommandError) else ""
     if isinstance(error, ImageBuilderError):
         cause = error
-        # An engine frees the space before it reports that there wasn't any.
-        was_full = isinstance(error, PullError) and retry.classify(error.message) == "full"
+        # An engine frees the space before it reports that there wasn't any; and a quota isn't the filesystem's space.
+        said = _IN_MEMORY.sub("", output) if isinstance(error, CommandError) else error.message
+        was_full = type(error) in _SAYING_FULL and retry.classify(said) == "full"
     else:
         cause = ImageBuilderError(f"{error.strerror or error}: {error.filename or store.path}")
-        was_full = error.errno == errno.ENOSPC
+        was_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     shortage = space.shortage(store.path)
     if shortage or was_full:
         hint = "free some: image-builder store gc --keep 1; or another disk: --store DIR"
-        return SpaceError(f"{shortage}: {cause.message}" if shortage else cause.message, hint=hint)
+        message = "\n  | ".join([cause.message, *output.splitlines()])
+        return SpaceError(f"{shortage}: {message}" if shortage else message, hint=hint)
     return cause
 
 
@@ -294,9 +329,10 @@ def _previous(work: Build, stage: StagePlan) -> Path | None:
         return None
     best: tuple[int, str] = (0, "")
     for stage_id in store.ids():
-        meta = store.meta(stage_id)
-        if meta["name"] == stage.name:
-            best = max(best, (shared(stage.options, meta["options"]), stage_id))
+        with suppress(StoreError, KeyError):  # a record that can't be read, of whichever stage
+            meta = store.meta(stage_id)
+            if meta["name"] == stage.name:
+                best = max(best, (shared(stage.options, meta["options"]), stage_id))
     if not best[0]:
         return None
     try:

@@ -207,7 +207,7 @@ def _export(
         monitor.stage_progress("export", done, total, "B")
         archived[stage_id] = _pack(store, stage_id, chosen[stage_id], directory)
         done += chosen[stage_id]
-    downloads, copied = _copy_downloads(sorted(digests), store, directory)
+    downloads, copied = _copy_downloads(sorted(digests), store, directory, monitor)
     index = Index(
         objects=[archived[stage_id] for stage_id in sorted(chosen)],
         downloads=downloads,
@@ -230,13 +230,14 @@ def _export(
 @contextmanager
 def _own(directory: Path) -> Iterator[None]:
     """Hold the exclusive right to write an export to a directory. Raises UsageError if it has anything else."""
+    hint = "give an empty directory, or one that doesn't exist"
     if directory.is_dir() and (foreign := set(os.listdir(directory)) - _OWN):
-        raise UsageError(
-            f"{directory} is no export, it has {min(foreign)}",
-            hint="give an empty directory, or one that doesn't exist",
-        )
-    for folder in (OBJECTS, DOWNLOADS):
-        (directory / folder).mkdir(parents=True, exist_ok=True)
+        raise UsageError(f"{directory} is no export, it has {min(foreign)}", hint=hint)
+    try:
+        for folder in (OBJECTS, DOWNLOADS):
+            (directory / folder).mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UsageError(f"{directory} is no directory: {error.filename}", hint=hint) from error
     with files.descriptor(directory, os.O_DIRECTORY) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
@@ -262,24 +263,40 @@ def _pack(store: Store, stage_id: str, unpacked: int, directory: Path) -> Archiv
     store.check(stage_id)
     suffix, compressed = (".tar.zst", [f"--use-compress-program={_ZSTD}"]) if _has_zstd() else (".tar", [])
     file = directory / OBJECTS / f"{stage_id}{suffix}"
-    draft = file.with_name(f".{file.name}.new")
     ignored = [f"--xattrs-exclude={name}" for name in sorted(tree_manifest.ATTRIBUTES_OF_PLACE)]
     # Access and change times belong to a tree's location.
     headers = "--pax-option=delete=atime,delete=ctime"
     place = ("--directory", store.object(stage_id))
     argv = [*_TAR, *ignored, "--create", "--format=posix", headers, "--sort=name", "--sparse", *compressed]
     # 1: a file changed in the meantime. A concurrent build made a hard link to it; an import checks the content.
-    process.run([*argv, "--file", draft, *place, *_MEMBERS], ok=(0, 1))
-    archive = Archive(
-        id=stage_id,
-        file=f"{OBJECTS}/{file.name}",
-        sha256=sha256(draft),
-        bytes=draft.stat().st_size,
-        unpacked=unpacked,
-    )
-    draft.chmod(0o644)
-    draft.replace(file)
+    with _draft(file) as draft:
+        try:
+            process.run([*argv, "--file", draft, *place, *_MEMBERS], ok=(0, 1))
+        except CommandError as error:
+            if shortage := space.shortage(directory):
+                hint = "free some, or export to another disk"
+                raise SpaceError(f"{shortage}: {file}", hint=hint) from error
+            raise
+        archive = Archive(
+            id=stage_id,
+            file=f"{OBJECTS}/{file.name}",
+            sha256=sha256(draft),
+            bytes=draft.stat().st_size,
+            unpacked=unpacked,
+        )
+        draft.chmod(0o644)
+        draft.replace(file)
     return archive
+
+
+@contextmanager
+def _draft(file: Path) -> Iterator[Path]:
+    """Yield the path to write a file to before it gets its name; what is still there at the end is removed."""
+    draft = file.with_name(f".{file.name}.new")
+    try:
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _has_zstd() -> bool:
@@ -287,9 +304,9 @@ def _has_zstd() -> bool:
 
 
 def _copy_downloads(
-    digests: Sequence[str], store: Store, directory: Path
+    digests: Sequence[str], store: Store, directory: Path, monitor: Monitor
 ) -> tuple[list[Download], list[Download]]:
-    """Copy the downloads that the store has; return all of them, and those that are new."""
+    """Copy the downloads that the store has, but no damaged ones; return all that the export has, and the new ones."""
     downloads: list[Download] = []
     copied: list[Download] = []
     for name in digests:
@@ -299,11 +316,18 @@ def _copy_downloads(
                 continue
             download = Download.model_validate({"folder": folder, "sha256": name, "bytes": size})
             target = directory / download.file
-            if _size(target) != size:
-                draft = target.with_name(f".{name}.new")
-                shutil.copyfile(source, draft)
-                draft.replace(target)
-                copied.append(download)
+            if (before := _size(target)) != size:
+                with _draft(target) as draft:
+                    shutil.copyfile(source, draft)
+                    if sound := sha256(draft) == name:
+                        draft.replace(target)
+                if sound:
+                    copied.append(download)
+                else:
+                    monitor.note(f"not exported, it is damaged: {source}; see image-builder store verify")
+                    if before < 0 or sha256(target) != name:
+                        continue
+                    download = download.model_copy(update={"bytes": before})
             downloads.append(download)
     return downloads, copied
 

@@ -30,13 +30,15 @@ from image_builder.bake import manifest as manifests
 from image_builder.bake.lock.model import Lock
 from image_builder.bake.manifest import Artefact, Document, Manifest
 from image_builder.bake.plan.model import Plan, StagePlan
+from image_builder.bake.stages import preload
+from image_builder.bake.stages.preload_store import PRELOAD_STORE
 from image_builder.bake.store import Store
 from image_builder.bake.verification import passed_verification
 from image_builder.canonical import digest
 from image_builder.definition.model import ImageDefinition
-from image_builder.errors import PublishError, SpaceError
+from image_builder.errors import PublishError, SpaceError, StoreError
 from image_builder.events import Monitor, shown_stage
-from image_builder.node import files
+from image_builder.node import files, layout
 from image_builder.settings import Settings
 from image_builder.system import sparse
 from image_builder.system.trees import remove_tree
@@ -70,7 +72,7 @@ def publish(
     """Publish the finished stages of ``plan`` below ``settings.output``; return the directory.
 
     ``stages`` gives the name, id, seconds, bytes and cached of each stage. Raises PublishError (also if the
-    verification is missing or didn't pass) and SpaceError. Earlier publications then stay as they are.
+    verification is missing or didn't pass), StoreError and SpaceError. Earlier publications then stay as they are.
     """
     verified = store.product(plan.stage("verify").id)
     result = passed_verification(verified)
@@ -83,6 +85,9 @@ def publish(
     preloads = [stage for stage in plan.stages if stage.kind == "preload"]
     if preloads:
         documents["pulls.json"] = (store.product(preloads[0].id) / "pulls.json").read_bytes()
+    if len(preloads) == 1:  # of several, only the first one's images are published
+        _require_packed(plan, store, preloads[0])
+    unlocked = preload.unlocked(definition, lock)
     disk = _facts(store, plan.stage("disk").id)
     kinds = {s.name: s.kind for s in plan.stages}
     manifest = Manifest(
@@ -97,7 +102,7 @@ def publish(
         disk=manifests.Disk.model_validate_json(
             json.dumps({k: disk[k] for k in manifests.Disk.model_fields})
         ),
-        preload=_preload(preloads[0], _facts(store, preloads[0].id)) if preloads else None,
+        preload=_preload(preloads[0], _facts(store, preloads[0].id), unlocked) if preloads else None,
         verification=result,
         stages=tuple(
             manifests.Stage(
@@ -106,7 +111,7 @@ def publish(
             for s in stages
         ),
         packages=manifests.installed(lock, json.loads(documents["facts.json"])["packages"]),
-        warnings=lock.warnings,
+        warnings=lock.warnings if preloads else (*lock.warnings, *_left_out(unlocked)),
         tools=manifests.tool_versions(plan, lock),
     )
     done = publish_files(manifest, store.product(converted), documents, settings.output, monitor)
@@ -154,8 +159,8 @@ def _facts(store: Store, stage_id: str) -> Mapping[str, Any]:
     return facts
 
 
-def _preload(stage: StagePlan, facts: Mapping[str, Any]) -> manifests.Preload:
-    """Return the manifest's record of a finished preload."""
+def _preload(stage: StagePlan, facts: Mapping[str, Any], unlocked: Mapping[str, str]) -> manifests.Preload:
+    """Return the manifest's record of a finished preload; ``unlocked`` are the images that it wasn't to pull."""
     engine = facts["engine"]
     return manifests.Preload(
         engine=engine["name"],
@@ -167,8 +172,27 @@ def _preload(stage: StagePlan, facts: Mapping[str, Any]) -> manifests.Preload:
             for image in stage.options["images"]
             if image["ref"] in facts["images"]
         ),
-        left_out=facts["left_out"],
+        left_out={**unlocked, **facts["left_out"]},
     )
+
+
+def _require_packed(plan: Plan, store: Store, pull: StagePlan) -> None:
+    """Raise StoreError if a preload that was pulled again left out other images than the disk's first pull did."""
+    built = [pull.id]
+    for stage in plan.stages:
+        built += [stage.id] if stage.requires & {*built} else []
+    for packed in (s for s in plan.stages if s.kind == PRELOAD_STORE and store.has(s.id)):
+        path = store.product(packed.id) / "tree" / layout.MANIFEST.relative_to("/")
+        refs = {image["ref"] for image in json.loads(path.read_bytes())["images"]}
+        if refs != {*_facts(store, pull.id)["images"]}:
+            folders = " ".join(os.fspath(store.object(stage_id)) for stage_id in built[1:])
+            hint = f"remove what was made of the first pull, and build again: rm -r {folders}"
+            raise StoreError("the preload was pulled again, and has other images than the disk", hint=hint)
+
+
+def _left_out(unlocked: Mapping[str, str]) -> Iterator[str]:
+    """Yield the warnings of an image without a preload, whose record would list what was left out."""
+    return (f"left out, it is not required: {ref}: {reason}" for ref, reason in unlocked.items())
 
 
 def _document(name: str, data: bytes) -> Document:

@@ -249,10 +249,11 @@ class Store:
             for path in sorted((self.path / folder).iterdir()):
                 if path.suffix != ".control" and sha256(path) != path.name:
                     damages.append(Damage(path.name, folder, "its bytes are not the ones of its name"))
+        damaged = {damage.id for damage in damages}
         damages += [
             Damage(path.stem, "debs", "its control file was damaged", repaired=True)
             for path in sorted((self.path / "debs").glob("*.control"))
-            if _repair_control(path)
+            if _repair_control(path, from_package=path.stem not in damaged)
         ]
         return damages
 
@@ -370,12 +371,14 @@ def _builds(path: Path) -> list[list[str]]:
     return builds
 
 
-def _repair_control(path: Path) -> bool:
+def _repair_control(path: Path, *, from_package: bool) -> bool:
     """Repair a damaged control file from its package, or remove it without one; return whether it was damaged."""
     recorded = repository.fields(path.read_text(encoding="utf-8", errors="replace"))
     try:
-        control = repository.read_control(path.with_suffix(""))
+        control = repository.read_control(path.with_suffix("")) if from_package else ""
     except (repository.NotAPackageError, FileNotFoundError):
+        control = ""
+    if not control:
         if not recorded:
             path.unlink()
         return not recorded

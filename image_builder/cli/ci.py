@@ -1,4 +1,4 @@
-"""What a CI service shows about a run: annotations at files and lines, and a summary of the job in Markdown.
+"""A run as a CI service shows it: annotations at files and lines, and a summary of the job in Markdown.
 
 Sources: GitHub's "Workflow commands for GitHub Actions", Azure Pipelines' "Logging commands".
 """

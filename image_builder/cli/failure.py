@@ -27,7 +27,7 @@ from image_builder.errors import (
 
 _SIGNALS = {
     signal.SIGHUP: "ended by SIGHUP: its terminal was closed",
-    signal.SIGPIPE: "ended as nobody reads its output any more",
+    signal.SIGPIPE: "ended because nobody reads its output any more",
     signal.SIGTERM: "ended by SIGTERM",
 }
 # The CI service that errors are shown to, in addition to readers of the log.

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +22,7 @@ from image_builder.errors import ImageBuilderError, UsageError
 from image_builder.node.errors import NodeError
 from image_builder.node.status import PREFLIGHT_LABEL
 from image_builder.system.signals import waking
-from image_builder.text import columns, stamp
+from image_builder.text import columns, printable, stamp
 
 if TYPE_CHECKING:
     from image_builder.cluster.gate.controller import Settings
@@ -123,18 +124,20 @@ def run(
     return 0
 
 
+def _tell(text: str, *, as_json: bool) -> None:
+    """Write one line of the controller's log; nodes' own words may be part of it."""
+    if as_json:
+        print(json.dumps({"at": _now(), "said": text}), flush=True)
+    else:
+        print(printable(text), file=sys.stderr, flush=True)
+
+
 def _run(settings: Settings, connection: Callable[[], Client], *, approves: bool, as_json: bool) -> None:
     """Run the controller until SIGTERM or SIGINT. Raises ImageBuilderError as ``_answered`` does."""
     from image_builder.cluster.gate.approver import Approver
     from image_builder.cluster.gate.controller import Controller
 
-    def tell(text: str) -> None:
-        stream, line = (
-            (sys.stdout, json.dumps({"at": _now(), "said": text})) if as_json else (sys.stderr, text)
-        )
-        stream.write(f"{line}\n")
-        stream.flush()
-
+    tell = partial(_tell, as_json=as_json)
     over = threading.Event()
     with _answered(), waking(over.set, signal.SIGTERM, signal.SIGINT):
         controller = Controller(connection, f"{os.uname().nodename}_{os.getpid()}", settings, tell)
@@ -166,7 +169,8 @@ def admit(
         client = connect(kubeconfig, _AGENT)
         admitted = let_in(client, node, Rules(taint=taint), who=who or _user(), reason=reason)
     result = {"node": node, "boot_id": admitted.boot_id, "was": why(admitted)}
-    show(result, f"{node} is admitted until it reboots; previous state: {why(admitted)}", as_json=as_json)
+    state = printable(why(admitted))
+    show(result, f"{node} is admitted until it reboots; previous state: {state}", as_json=as_json)
     return 0
 
 
@@ -215,7 +219,7 @@ def forget(
 
     with _answered(), connect(kubeconfig, _AGENT) as client:
         entry = hosts.forget(client, host)
-    show(asdict(entry), f"forgotten: {entry.words}", as_json=as_json)
+    show(asdict(entry), f"forgotten: {printable(entry.words)}", as_json=as_json)
     return 0
 
 

@@ -30,7 +30,7 @@ def check_problems(project: Path) -> list[Problem]:
     problems: list[Problem] = []
     checks: dict[str, Place] = {}
     suite = _names_of_suite()
-    for file in sorted(folder.rglob("*.py")):
+    for file in sorted(filter(Path.is_file, folder.rglob("*.py"))):
         if (SUITE / file.name).exists():
             problems.append(
                 Problem(str(Place(str(file))), file.name, "the suite has a file of this name: rename it")

@@ -1,4 +1,4 @@
-"""How to connect to an inventory's hosts, according to the variables of Ansible's ``ssh`` and ``sudo`` plugins.
+"""The connection to an inventory's hosts, according to the variables of Ansible's ``ssh`` and ``sudo`` plugins.
 
 Variables that can't be honored are refused. The only supported arguments for OpenSSH describe a path through bastions:
 ``-J``, ``-o ProxyJump=``, or a ProxyCommand that is ``ssh -W %h:%p`` with its user, port, key and own bastions.

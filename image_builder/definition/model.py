@@ -302,6 +302,8 @@ class BuilderVariables(Strict):
     def _consistent(self) -> Self:
         if self.image_secure_boot and set(self.image_formats) == {"tar"}:
             raise ValueError("image_secure_boot: needs a disk format, a tar can't boot")
+        if self.image_secure_boot and (to := self.image_gallery) and to.security_type == "Standard":
+            raise ValueError("image_gallery: image_secure_boot needs another security_type than Standard")
         disk = self.image_disk
         size = 0 if disk.root_size_mib == "auto" else disk.root_size_mib + disk.esp_size_mib
         if "vhd" in self.image_formats and size > MAX_VHD_MIB:

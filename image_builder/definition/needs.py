@@ -17,6 +17,8 @@ from image_builder.errors import DefinitionError, Problem
 
 _KINDS = ("packages", "repositories", "archives")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# The ids of Debian's own repositories in a lock, which has no address of them.
+_DEBIANS = ("debian", "debian-security")
 _VAULTED = f"a vaulted value would end in the lock; {APT_AUTH}"
 
 
@@ -128,6 +130,10 @@ def _repository(value: JSON) -> Repository:
         _texts(value.get("components") or []),
         _text(value["signed_by"]),
     )
+    if repository.name in _DEBIANS:
+        raise TypeError(
+            f"repository {repository.name}: `{repository.name}` is Debian's own, take another name"
+        )
     # As in apt: a suite that is a path has no components; any other suite needs at least one.
     flat = [suite.endswith("/") for suite in repository.suites]
     if any(flat) and repository.components:

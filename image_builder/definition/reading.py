@@ -42,6 +42,8 @@ _ANY_VARIABLE = re.compile(
 # In that case, the entry under which all variables that nothing mentions count.
 _OTHERS = "(others)"
 _VAULTED_LOOKUP = "what a vaulted template looks up is known only while the play runs"
+# Directories whose files the kernel makes, maybe others at each reading.
+_OF_KERNEL = ("/proc", "/sys")
 _YAML = (".yml", ".yaml", ".json")
 # The parts of a role that hold variables.
 _DECLARED = ("defaults", "vars", "meta")
@@ -146,8 +148,10 @@ class _Reader:
         any_variable = _OTHERS in spoken
         self._variable_lookups(self.of_host if any_variable else spoken, variables)
         every = around | in_roles | self.opened | play.sent
+        of_kernel = {file for file in every if any(map(file.is_relative_to, _OF_KERNEL))}
+        self.unknown |= {f"{file}: what it holds is known only while the play runs" for file in of_kernel}
         return PlaybookReading(
-            {self._name(file): file for file in sorted(every)},
+            {self._name(file): file for file in sorted(every - of_kernel)},
             spoken,
             self._values(),
             tuple(sorted(self.unknown)),
@@ -160,7 +164,7 @@ class _Reader:
             parts = self.book.role(name).parts
         except KeyError:  # next to the playbook, where all files count
             return []
-        return [file for part in parts for file in files_in(part)]
+        return [file for part in parts for file in files_in(part, links=True)]
 
     def _is_declaration(self, file: Path, role: str) -> bool:
         """Return whether a role's file is one of those that hold variables."""
@@ -172,7 +176,7 @@ class _Reader:
 
     def _text(self, file: Path) -> str:
         if file not in self.texts:
-            self.texts[file] = file.read_text("utf-8", "replace")
+            self.texts[file] = file.read_text("utf-8", "replace") if file.is_file() else ""
         return self.texts[file]
 
     def _decrypted(self, file: Path) -> str:

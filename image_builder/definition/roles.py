@@ -69,7 +69,7 @@ class Role:
         """Return the files of ``vars/`` that apply only if a task includes them."""
         loaded = engine.variable_files(self.path / "vars")
         files = {file for suffix in _YAML for file in (self.path / "vars").glob(f"*{suffix}")}
-        return sorted(files - set(loaded))
+        return sorted(file for file in files - set(loaded) if file.is_file())
 
     @cached_property
     def specs(self) -> Mapping[str, Any]:

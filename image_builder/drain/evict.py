@@ -5,12 +5,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from image_builder.drain.fence import is_denied
 from image_builder.drain.pods import Pod
 from image_builder.node.net.kube import CONFLICT, NOT_FOUND, Client, KubeError
 
 _TOO_MANY, _FORBIDDEN, _ERROR = 429, 403, 500
-# How the API server words a missing right; admission webhooks refuse with the same status.
-_NO_RIGHT = 'cannot create resource "pods/eviction"'
 # As long as kubectl waits if the server doesn't say how long.
 RETRY_SECONDS = 5.0
 _TWO_BUDGETS = "more than one PodDisruptionBudget"
@@ -52,7 +51,7 @@ def _reply(error: KubeError) -> Reply:
         return Reply(Answer.LATER, "it is being deleted with its namespace")
     if error.status == _ERROR and _TWO_BUDGETS in error.message:
         return Reply(Answer.REFUSED, "several PodDisruptionBudgets match it, so it can't be evicted")
-    if error.status == _ERROR or (error.status == _FORBIDDEN and _NO_RIGHT not in error.message):
+    if error.status == _ERROR or is_denied(error):
         # A webhook refuses it or fails, which concerns only this pod.
         return Reply(Answer.LATER, _shortened(error))
     raise error

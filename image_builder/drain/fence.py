@@ -8,17 +8,27 @@ else's.
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from image_builder.node.net.kube import JSON_PATCH, Client, KubeError, path_of_node
+from image_builder.node.net.kube import CONFLICT, JSON_PATCH, Client, KubeError, path_of_node
 
 CORDON = "image-builder/cordon"
 SCALE_DOWN = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
-# Statuses of a JSON patch whose test fails, and of one whose path doesn't exist.
-CHANGED = frozenset({409, 422})
+# Status of a JSON patch whose test fails or whose path doesn't exist, and the API server's words for it. An admission
+# policy's denial and an invalid Node have the same status.
+_UNPROCESSABLE = 422
+_PATCH_FAILED = "the server rejected our request due to an error in our request"
+_FORBIDDEN = 403
+# Answers with that status that aren't an admission policy's: to a missing right, by an API server that has just
+# started, by a proxy (without a Status object there is only the status line).
+_NO_DENIAL = re.compile(r' cannot \w+ resource "|: not yet ready to handle request|: 403 Forbidden$')
+# Errors in parsing an annotation: each node writes its own, and a broken one must not stop anything for all nodes.
+MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+# The end of the year 9999.
+_LATEST = 253402300799.0
 
 
 @dataclass(frozen=True)
@@ -38,18 +48,23 @@ def record_of(document: Mapping[str, Any]) -> Record | None:
     """Return the record in a Node's annotation; None if there is none, or it is malformed."""
     try:
         fields = json.loads(_annotations(document)[CORDON])
-        since = float(fields["since"])
         mark = fields["scale_down"]
-        if not math.isfinite(since):
-            return None
         return Record(
             str(fields["run"]),
-            since,
+            unix_time(fields["since"]),
             fields["was_unschedulable"] is True,
             None if mark is None else str(mark),
         )
-    except (KeyError, TypeError, ValueError):
+    except MALFORMED:
         return None
+
+
+def unix_time(value: Any) -> float:
+    """Return a time from JSON that can also be written as a date. Raises one of ``MALFORMED``."""
+    seconds = float(value)
+    if not 0 <= seconds <= _LATEST:  # nor is NaN, which Python accepts in JSON
+        raise ValueError(f"{seconds} is no time")
+    return seconds
 
 
 def is_cordoned(document: Mapping[str, Any]) -> bool:
@@ -120,13 +135,18 @@ def uncordon(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def send(client: Client, name: str, patch: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Send a patch of a Node; return the patched Node, None if a test of the patch failed. Raises KubeError."""
+    """Send a patch of a Node; return the patched Node, None if it has changed meanwhile. Raises KubeError."""
     try:
         return client.request("PATCH", path_of_node(name), patch, JSON_PATCH)
     except KubeError as error:
-        if error.status in CHANGED:
+        if error.status == CONFLICT or (error.status == _UNPROCESSABLE and _PATCH_FAILED in error.message):
             return None
         raise
+
+
+def is_denied(error: KubeError) -> bool:
+    """Return whether only this object's change is refused: an admission policy denies it, or it is invalid."""
+    return error.is_hopeless or (error.status == _FORBIDDEN and not _NO_DENIAL.search(error.message))
 
 
 def free(client: Client, name: str, run: str, seen: dict[str, Any] | None = None) -> str:

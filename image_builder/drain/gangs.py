@@ -1,4 +1,4 @@
-"""Which pods belong together: a gang loses its work if it loses any of its members. Pure."""
+"""Gangs: pods that belong together, since a gang loses its work if it loses any of its members. Pure."""
 
 from __future__ import annotations
 

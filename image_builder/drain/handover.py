@@ -66,6 +66,8 @@ class Handover:
         self._looks = max(1, round(policy.looks_per_second * policy.poll_seconds))
         # The host that was looked at longest ago comes first.
         self._visits: dict[str, _Visit] = {}
+        # Hosts whose cordon the API server denies: they are awaited without one.
+        self._denied: set[str] = set()
 
     def add(self, names: Iterable[str]) -> None:
         """Start waiting for hosts that aren't awaited yet."""
@@ -126,14 +128,24 @@ class Handover:
     def _fence(self) -> None:
         """Cordon the hosts whose jobs end first, as many as allowed."""
         room = self._max_fenced - sum(visit.is_fenced for visit in self._visits.values())
-        free = [(visit.ends, name) for name, visit in self._visits.items() if visit.is_free]
+        free = [
+            (visit.ends, name)
+            for name, visit in self._visits.items()
+            if visit.is_free and name not in self._denied
+        ]
         for _, name in heapq.nsmallest(min(room, self._looks), free):
             document, visit = self._looker.node(name), self._visits[name]
             visit.is_free = False
             if document is None or fence.is_cordoned(document) or fence.record_of(document):
                 continue
             record, patch = fence.cordon(document, self._run, self._wall())
-            visit.is_fenced = fence.send(self._client, name, patch) is not None
+            try:
+                visit.is_fenced = fence.send(self._client, name, patch) is not None
+            except KubeError as error:
+                if not fence.is_denied(error):
+                    raise
+                self._denied.add(name)
+                continue
             if visit.is_fenced:
                 self._post(document, record)
 

@@ -7,12 +7,12 @@ and history, but has the same fault.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from image_builder.drain.fence import MALFORMED, unix_time
 from image_builder.errors import UsageError
 from image_builder.node.net.kube import MERGE_PATCH, Client
 from image_builder.node.status import PHYSICAL_HOST
@@ -60,11 +60,9 @@ def parse(config_map: Mapping[str, Any]) -> dict[str, BadHost]:
         try:
             values = json.loads(text)
             texts = {key: str(values[key]) for key in ("node", "reason", "detail")}
-            entry = BadHost(name=name, since=float(values["since"]), **texts)
-        except (KeyError, TypeError, ValueError, RecursionError):
+            hosts[name] = BadHost(name=name, since=unix_time(values["since"]), **texts)
+        except MALFORMED:
             continue
-        if math.isfinite(entry.since):
-            hosts[name] = entry
     return hosts
 
 

@@ -1,4 +1,4 @@
-"""What to do next with each host of a drain: idle-only, fence, ask, evict. Pure, based on one look at all of them."""
+"""The next step for each host of a drain: idle-only, fence, ask, evict. Pure, based on one look at all of them."""
 
 from __future__ import annotations
 

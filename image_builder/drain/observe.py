@@ -1,4 +1,4 @@
-"""What is on a host right now, according to the API server's latest state."""
+"""A host's Node object and pods right now, according to the API server's latest state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pod on a host means for its drain: nothing, a wait, or an eviction. Pure, based on the API's JSON."""
+"""The meaning of a pod for its host's drain: nothing, a wait, or an eviction. Pure, based on the API's JSON."""
 
 from __future__ import annotations
 

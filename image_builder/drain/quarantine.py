@@ -6,7 +6,6 @@ One request sets both, and one removes both, along with our cordon if a drain ha
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -41,6 +40,7 @@ class Record:
 
     ``tested``: when the preflight had last been reported (Unix time, 0: never), ``boot_id``: the node's boot then.
     ``sent_at``: when the remedy was sent (Unix time, 0: never), ``sent_boot``: the boot that it is to end.
+    ``host``: the physical machine that the node was on, empty if unknown.
     """
 
     condition: str
@@ -53,6 +53,7 @@ class Record:
     stage: Stage = "out"
     sent_at: float = 0.0
     sent_boot: str = ""
+    host: str = ""
 
     def text(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -78,13 +79,13 @@ def record_of(document: Mapping[str, Any]) -> Record | None:
     """Return the record in a Node's annotation; None if there is none, or it is malformed."""
     try:
         values = json.loads((document["metadata"].get("annotations") or {})[MARK])
-        # A record from before requests were sent lacks these fields.
-        values = {"sent_at": 0.0, "sent_boot": ""} | values
+        # A record of an earlier version lacks these fields.
+        values = {"sent_at": 0.0, "sent_boot": "", "host": ""} | values
         record = Record(**{field.name: str(values[field.name]) for field in fields(Record)})  # type: ignore[arg-type]
-        times = {name: float(values[name]) for name in ("since", "tested", "sent_at")}
+        times = {name: fence.unix_time(values[name]) for name in ("since", "tested", "sent_at")}
         is_known = record.remedy in get_args(Remedy) and record.stage in get_args(Stage)
-        return replace(record, **times) if is_known and all(map(math.isfinite, times.values())) else None  # type: ignore[arg-type]
-    except (KeyError, TypeError, ValueError, RecursionError):
+        return replace(record, **times) if is_known else None  # type: ignore[arg-type]
+    except fence.MALFORMED:
         return None
 
 

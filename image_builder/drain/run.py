@@ -33,7 +33,7 @@ _chance: Callable[[], float] = random.random
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the drain of a host ended: ``empty`` and cordoned, or ``skipped`` without our cordon.
+    """How the drain of a host ended: ``empty`` and cordoned, or ``skipped`` and freed, unless that is denied.
 
     ``tenants`` are the pods that caused the skip, ``node`` is the Node that was empty, ``evicted`` are the pods that
     were evicted from it.
@@ -60,6 +60,8 @@ class _Visit:
     idle_since: float | None = None
     # When the next look is worthwhile: an idle host has to settle first.
     due: float = 0.0
+    # Why the API server refuses what is to be done with it.
+    denied: str = ""
     evicted: list[str] = field(default_factory=list)
     evicted_owners: set[str] = field(default_factory=set)
 
@@ -119,6 +121,8 @@ class Drain:
         cordoned: Cordoned | None = None,
     ) -> None:
         self.outcomes: dict[str, Outcome] = {}
+        # Hosts that were taken on only to drain whole gangs.
+        self.partners: set[str] = set()
         self._client, self._run, self._policy, self._tell = client, run, policy, tell
         self._clock, self._wall, self._deadline = clock, wall, deadline
         # When owners were overruled (monotonic): no host's timeout counts from before that.
@@ -137,11 +141,6 @@ class Drain:
     def drop(self, name: str) -> None:
         """Drop a host from the drain and leave it as it is."""
         self.outcomes[name] = Outcome(name, "skipped", "it is no longer needed")
-
-    @property
-    def hosts(self) -> list[str]:
-        """Return all hosts, including those that were taken on only to drain whole gangs."""
-        return list(self._visits)
 
     @property
     def open_hosts(self) -> list[str]:
@@ -163,10 +162,21 @@ class Drain:
         if self._policy.whole_gangs and self._policy.mode != "idle-only":
             partners = {name for members in elsewhere.values() for name in members} - self._visits.keys()
             self.add(sorted(partners))
+            self.partners |= partners
             if partners:
                 return  # their gangs may extend to further hosts
+        was_denied = False
         for action in decide(looks, elsewhere, self._policy, self._clock()):
-            self._do(action, looks[action.host])
+            if was_denied and action.verb == "evict":
+                continue  # the pods may be of a host that the next turn skips, or of its gangs
+            try:
+                self._do(action, looks[action.host])
+            except KubeError as error:
+                if not fence.is_denied(error):
+                    raise
+                # Its next look decides about it and all hosts of its gangs; other hosts may be allowed what it is not.
+                self._visits[action.host].denied, self._visits[action.host].due = error.message, 0.0
+                was_denied = True
 
     def _overrule(self) -> None:
         self._overruled, self._looker.overrules = self._clock(), True
@@ -177,8 +187,7 @@ class Drain:
     def release(self) -> None:
         """Remove our cordons from hosts that aren't empty yet: the drain ends here. Raises KubeError."""
         for name in self.open_hosts:
-            free(self._client, name, self._run, now=self._wall())
-            self._end(Outcome(name, "skipped", "the drain was interrupted"))
+            self._end(Outcome(name, "skipped", self._freed(name, "the drain was interrupted")))
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +201,7 @@ class Drain:
             waited = now - (visit.began if visit.fenced is None else visit.fenced)
             is_over = waited >= self._policy.max_wait_seconds
             return Host(name, visit.began, obstacle="its Node object was deleted") if is_over else None
-        obstacle = self._settle_cordon(name, visit, document)
+        obstacle = visit.denied or self._settle_cordon(name, visit, document)
         visit.node, visit.node_uid = document, document["metadata"]["uid"]
         tenants = tuple(self._with_attempt(name, t) for t in self._looker.tenants(name, self._wall()))
         visit.idle_since = None if tenants else now if visit.idle_since is None else visit.idle_since
@@ -226,7 +235,12 @@ class Drain:
         if visit.record and not is_cordoned and (is_new or self._policy.insist):
             if not is_new:  # that person also meant to remove any cordon from before ours
                 visit.record = replace(visit.record, was_unschedulable=False)
-            fence.send(self._client, name, fence.recordon(document, visit.record))
+            try:
+                fence.send(self._client, name, fence.recordon(document, visit.record))
+            except KubeError as error:
+                if not fence.is_denied(error):
+                    raise
+                return error.message
             visit.idle_since = None  # pods bound before this may not be visible yet
             self._tell(f"{name}: cordoned again")
             return ""
@@ -277,9 +291,19 @@ class Drain:
                 self._end(Outcome(host.name, "empty", node=visit.node, evicted=tuple(visit.evicted)))
             case "skip":
                 self._post(host.name, "DrainSkipped", f"{action.reason} ({self._run})")
-                free(self._client, host.name, self._run, now=self._wall())
+                reason = self._freed(host.name, action.reason)
                 evicted = tuple(self._visits[host.name].evicted)
-                self._end(Outcome(host.name, "skipped", action.reason, host.tenants, evicted=evicted))
+                self._end(Outcome(host.name, "skipped", reason, host.tenants, evicted=evicted))
+
+    def _freed(self, name: str, reason: str) -> str:
+        """Remove our cordon from a host; return the reason for that, and why the cordon stays if that is denied."""
+        try:
+            free(self._client, name, self._run, now=self._wall())
+        except KubeError as error:
+            if not fence.is_denied(error):
+                raise
+            return f"{reason}; its cordon stays: {error.message}"
+        return reason
 
     def _end(self, outcome: Outcome) -> None:
         self.outcomes[outcome.host] = outcome

@@ -55,13 +55,16 @@ def _change(client: Client, name: str, taint: Mapping[str, Any] | None, seen: No
 
 
 def _patch(before: Sequence[Mapping[str, Any]], taint: Mapping[str, Any] | None) -> Iterator[Node]:
-    """Yield the operations that leave this taint, or none, as ours; others may append their taints meanwhile."""
+    """Yield the operations that leave this taint, or none, as ours.
+
+    Others may append their taints before ours is removed, but not before it is added: a patch that is sent again since
+    its answer was lost must fail its test, not add a duplicate.
+    """
+    if taint:
+        yield {"op": "test", "path": _TAINTS, "value": list(before) or None}
+        yield {"op": "add", "path": _TAINTS, "value": [t for t in before if t["key"] != TAINT] + [taint]}
+        return
     for place in reversed(range(len(before))):
         if before[place]["key"] == TAINT:
             yield {"op": "test", "path": f"{_TAINTS}/{place}", "value": before[place]}
             yield {"op": "remove", "path": f"{_TAINTS}/{place}"}
-    if taint and before:
-        yield {"op": "add", "path": f"{_TAINTS}/-", "value": taint}
-    elif taint:
-        yield {"op": "test", "path": _TAINTS, "value": None}
-        yield {"op": "add", "path": _TAINTS, "value": [taint]}

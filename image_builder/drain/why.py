@@ -1,4 +1,4 @@
-"""Why a host is not empty: its pods, their owners, the budgets that hold them, and when their work ends."""
+"""The reasons why a host is not empty: its pods, their owners, the budgets that hold them, when their work ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which packages of a published version are out of date in the image's repositories: compares two locks."""
+"""The packages of a published version that are out of date in the image's repositories: compares two locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What publishing sends: every request that changes something, in order, as data that ``run`` executes as is.
+"""The plan for publishing: every request that changes something, in order, as data that ``run`` executes as is.
 
 The API versions of Microsoft.Compute below are the oldest that have everything needed. Newer ones make a definition
 Trusted Launch by default and start an hour-long validation.

@@ -1,4 +1,4 @@
-"""Which versions and upload disks may be deleted, and why others may not. Pure functions of what was read."""
+"""The versions and upload disks that may be deleted, and why others may not. Pure functions of what was read."""
 
 from __future__ import annotations
 

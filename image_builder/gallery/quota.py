@@ -1,4 +1,4 @@
-"""What a subscription may still use in a region, according to Azure's own counters of Microsoft.Compute.
+"""A subscription's remaining quota in a region, according to Azure's own counters of Microsoft.Compute.
 
 A counter that Azure doesn't list has no limit that could be queried. The inventory's own rules ensure the limits of a
 single version (100 replicas, 2 TiB): at most 100 replicas, and a VHD of at most 1023 GiB.

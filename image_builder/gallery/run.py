@@ -30,6 +30,7 @@ from image_builder.gallery.plan import (
 from image_builder.gallery.survey import look
 from image_builder.gallery.tags import SHA256_TAG
 from image_builder.gallery.upload import Upload
+from image_builder.gallery.versions import whole_profile
 
 # A resource that was just created may still read as missing, and a changed one as it was before.
 _PATIENCE_SECONDS = 120.0
@@ -266,10 +267,14 @@ class Run:
         return version
 
     def _replicate(self) -> dict[str, JSON]:
-        """Wait until every region has the version, and return their states. A failed region is added again, once."""
+        """Wait until every region has the version, and return their states.
+
+        A region that the version doesn't name is added, one that failed is added again, each once.
+        """
         self._step = "replicate"
         states: dict[str, str] = {}
         repaired: set[str] = set()
+        is_compared = False
         deadline = time.monotonic() + _PATIENCE_SECONDS
         names = [region.name for region in self.plan.target.settings.regions]
         while True:
@@ -278,6 +283,13 @@ class Run:
                 raise PublishError(
                     "the version was created but can't be found", hint="rerun the same command to resume"
                 )
+            idle = None if version is None or _is_changing(version) else version
+            if idle and not is_compared:
+                is_compared = True
+                # A run that was killed had taken it out, or the inventory has it since.
+                if len(regions := self._regions(idle)) > len(_targets(idle)):
+                    self._target(idle, regions, follows=False)
+                    idle = None
             current = {_short(region["region"]): region for region in _summary(version)}
             for name, region in current.items():
                 if states.get(name) != region["state"]:
@@ -290,11 +302,12 @@ class Run:
                 return dict(states)
             failed = [name for name in pending if states.get(name) == _FAILED]
             # The version itself is in the first region, which can't be removed from it.
-            if fresh := [name for name in failed if name not in repaired and name != names[0]]:
-                self._repair(fresh[0])
+            fresh = [name for name in failed if name not in repaired and name != names[0]]
+            if fresh and idle:
+                self._repair(idle, fresh[0])
                 repaired.add(fresh[0])
                 del states[fresh[0]]
-            elif failed and len(failed) == len(pending):
+            elif failed and not fresh and len(failed) == len(pending):
                 details = "; ".join(f"{name}: {current[name].get('details', '')}" for name in failed)
                 raise PublishError(
                     f"replication failed in {', '.join(failed)}: {details}",
@@ -304,21 +317,43 @@ class Run:
                 )
             self.service.wait(attempt=None if version else 0)
 
-    def _repair(self, name: str) -> None:
-        """Remove a region from the version and add it again; the list of regions is always sent in full."""
-        profile = next(s for s in self.plan.steps if isinstance(s, Call) and s.step == "version").body or {}
-        regions = profile["properties"]["publishingProfile"]["targetRegions"]
-        for part in ([region for region in regions if region["name"] != name], regions):
-            body = {"properties": {"publishingProfile": {"targetRegions": part}}}
-            path = self.plan.target.version(self.plan.version)
-            follows = part is not regions
-            self._change(Call("version", "PATCH", path, GALLERY_API, body), lambda: False, follows=follows)
+    def _regions(self, version: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Return the regions that a version names, and then those that only the plan has."""
+        body = next(s for s in self.plan.steps if isinstance(s, Call) and s.step == "version").body or {}
+        planned, named = body["properties"]["publishingProfile"]["targetRegions"], _targets(version)
+        known = {_short(region["name"]) for region in named}
+        return [*named, *(region for region in planned if region["name"] not in known)]
+
+    def _repair(self, version: Mapping[str, Any], name: str) -> None:
+        """Remove a region from the version and add it again."""
+        regions = self._regions(version)
+        self._target(version, [region for region in regions if _short(region["name"]) != name])
+        self._target(version, regions, follows=False)
+
+    def _target(
+        self, version: Mapping[str, Any], regions: Sequence[Mapping[str, Any]], *, follows: bool = True
+    ) -> None:
+        """Send a version's list of regions, in full."""
+        body = {"properties": {"publishingProfile": whole_profile(version, {"targetRegions": regions})}}
+        path = self.plan.target.version(self.plan.version)
+        self._change(Call("version", "PATCH", path, GALLERY_API, body), lambda: False, follows=follows)
 
 
 def _summary(version: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
     """Return the states of a version's regions."""
     status = (version or {"properties": {}})["properties"].get("replicationStatus") or {}
     return status.get("summary") or ()
+
+
+def _targets(version: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the regions that a version is meant to be in."""
+    regions: Sequence[Mapping[str, Any]] = version["properties"]["publishingProfile"]["targetRegions"]
+    return regions
+
+
+def _is_changing(version: Mapping[str, Any]) -> bool:
+    """Return whether a version's last change is still in progress: another one would be refused."""
+    return version["properties"].get("provisioningState") in ("Creating", "Updating")
 
 
 def _short(region: str) -> str:

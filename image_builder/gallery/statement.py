@@ -8,7 +8,6 @@ Anyone with write access to a gallery can change tags, but not this.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 from collections.abc import Mapping
@@ -152,7 +151,7 @@ def verified(envelope: bytes, key: Path) -> dict[str, Any]:
         signatures = [{**signature, "keyid": trusted.keyid} for signature in document["signatures"]]
         parsed = dsse.Envelope.from_dict({**document, "signatures": signatures})
         parsed.verify([trusted], 1)
-        content = json.loads(base64.b64decode(document["payload"]))
+        content = json.loads(parsed.payload)
     except Exception as error:  # whatever the library raises for bytes that aren't an envelope
         raise PublishError(f"the statement is not signed by {key}: {error}") from error
     if document["payloadType"] != PAYLOAD_TYPE or content.get("_type") != _STATEMENT:

@@ -1,4 +1,4 @@
-"""What already exists in Azure for a target before anything is sent, and everything that is in the way, in one go."""
+"""A survey of Azure for a target before anything is sent: what exists, and all that is in the way, in one go."""
 
 from __future__ import annotations
 
@@ -83,6 +83,8 @@ def look(service: Service, target: Target, artefact: Artefact) -> Survey:
     problems = []
     if abs(service.clock_lag) > _LARGEST_LAG:
         problems.append(f"this host's clock is {abs(service.clock_lag):.0f} s off Azure's")
+    if artefact.certificate and settings.security_type not in (None, "TrustedLaunchSupported"):
+        problems.append("security_type must be TrustedLaunchSupported: no other takes a certificate")
     problems += lacking_rights(service, target, "run", ["galleries/images/write"] if settings.create else ())
     subscription = f"/subscriptions/{settings.subscription}"
     locations = {location["name"] for location in service.list(f"{subscription}/locations", _LOCATION_API)}

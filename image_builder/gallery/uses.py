@@ -1,4 +1,4 @@
-"""What uses which version: models of scale sets, their instances, and single machines, in whole subscriptions.
+"""The uses of each version: models of scale sets, their instances, and single machines, in whole subscriptions.
 
 A list that can't be read in full, or a machine that doesn't report its version, is an error: unknown isn't unused.
 """

@@ -141,8 +141,7 @@ def _update(
     tags: Mapping[str, str],
 ) -> None:
     """Change a version: its profile and tags are sent in full, since Azure removes what isn't sent."""
-    whole = {**answer["properties"]["publishingProfile"], **profile}
-    whole.pop("publishedDate", None)  # set by the service
+    whole = whole_profile(answer, profile)
     short = {name: value[:_LONGEST_TAG] for name, value in tags.items()}
     body = {"tags": (answer.get("tags") or {}) | short, "properties": {"publishingProfile": whole}}
     path = target.version(answer["name"])
@@ -152,6 +151,13 @@ def _update(
         return short.items() <= present.items()
 
     service.change(Call("version", "PATCH", path, GALLERY_API, body), is_done)
+
+
+def whole_profile(answer: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a version's publishing profile with some changes, as it has to be sent."""
+    whole = {**answer["properties"]["publishingProfile"], **changes}
+    whole.pop("publishedDate", None)  # set by the service
+    return whole
 
 
 def _order(name: str) -> list[int]:

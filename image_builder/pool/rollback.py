@@ -16,6 +16,7 @@ from image_builder.pool.plan.plan import Plan, make_plan
 from image_builder.pool.plan.waves import plan_waves
 from image_builder.pool.run.state import HostStatus, Progress
 from image_builder.pool.scale_set.client import Client, claim_of
+from image_builder.pool.scale_set.model import is_same_id
 from image_builder.pool.scale_set.target import read_target
 from image_builder.text import short_list
 
@@ -45,7 +46,7 @@ def plan_rollback(
     touched = [s for s in progress.hosts.values() if _is_touched(s, only_failed=only_failed)]
     hosts, omitted = _present(touched, fleet.hosts, client, target.version)
     version, named_it = _way_back(target, hosts, to)
-    others = [host for host in hosts if target.before[host.scale_set_id] != version]
+    others = [host for host in hosts if not is_same_id(target.before[host.scale_set_id], version)]
     omitted |= {host.name: f"its scale set named {target.before[host.scale_set_id]}" for host in others}
     hosts = [host for host in hosts if host not in others]
     sets = {path: client.scale_set(path) for path in target.before}
@@ -54,7 +55,7 @@ def plan_rollback(
             f"the driver of this roll was killed, and holds {short_list(held)}",
             hint=f"image-builder pool abort --run {before.run} --to {target.version} releases them",
         )
-    models = [path for path in named_it if sets[path].image.lower() == target.version.lower()]
+    models = [path for path in named_it if is_same_id(sets[path].image, target.version)]
     is_forced = before.policy.rolls is not None and before.policy.rolls.force_ephemeral
     goal = read_target(client, hosts, version, more=models, force_ephemeral=is_forced)
     broken = sorted(s.host.name for s in touched if s.outcome and s.outcome.is_failure)
@@ -87,7 +88,8 @@ def _present(
         if host is None or host.vm_id != status.host.vm_id:
             omitted[status.host.name] = "the inventory no longer has this machine"
         elif sets[path].get(host.instance) == host.vm_id.lower() or _failed(status):
-            hosts.append(host)
+            # Resource Manager ignores the case of ids: the plan's spelling counts.
+            hosts.append(host.model_copy(update={"scale_set_id": path}))
         else:
             omitted[host.name] = "it has another version"
     return hosts, omitted
@@ -102,17 +104,17 @@ def _way_back(target: Target, hosts: list[Host], to: str) -> tuple[str, list[str
     """Return the version that scale sets named before a roll, and the scale sets that named it."""
     if not hosts:
         raise UsageError("no host needs a rollback", hint="image-builder pool status PLAN")
-    sets = {host.scale_set_id for host in hosts}
-    if unknown := sorted(path for path in sets if target.before.get(path) in (None, target.version)):
-        reason = f"didn't name another version than {target.version} before: what its hosts ran isn't known"
-        raise DefinitionError(
-            [Problem(path, "plan", reason) for path in unknown], hint="image-builder pool plan --to VERSION"
-        )
-    versions = sorted({target.before[path] for path in sets if not to or target.before[path] == to})
+    before = {path: target.before.get(path, "") for path in {host.scale_set_id for host in hosts}}
+    unknown = (path for path, version in before.items() if not version or is_same_id(version, target.version))
+    reason = f"didn't name another version than {target.version} before: what its hosts ran isn't known"
+    if problems := [Problem(path, "plan", reason) for path in sorted(unknown)]:
+        raise DefinitionError(problems, hint="image-builder pool plan --to VERSION")
+    versions = {version.lower(): version for version in before.values() if not to or is_same_id(version, to)}
     if len(versions) != 1:
-        had = ", ".join(sorted({target.before[path] for path in sets}))
+        had = ", ".join(sorted(set(before.values())))
         raise UsageError(f"the scale sets named {had} before", hint="choose one for this plan: --to VERSION")
-    return versions[0], [path for path, version in target.before.items() if version == versions[0]]
+    (version,) = versions.values()
+    return version, [path for path, named in target.before.items() if is_same_id(named, version)]
 
 
 def _plan(before: Plan, fleet: Fleet, hosts: list[Host], target: Target) -> Plan:

@@ -42,11 +42,11 @@ from image_builder.pool.run.journal import (
     requests_of,
 )
 from image_builder.pool.run.progress import apply, begin
-from image_builder.pool.run.records import Opened, Record
+from image_builder.pool.run.records import Intent, Opened, Record
 from image_builder.pool.run.resume import past, take_up
 from image_builder.pool.run.state import Progress
 from image_builder.pool.scale_set.client import open_client
-from image_builder.pool.scale_set.target import changes
+from image_builder.pool.scale_set.target import changes, require_planned_sets, spelled_as_planned
 from image_builder.pool.show.report import report
 from image_builder.pool.steps.ansible import read_configurations
 from image_builder.pool.steps.control_plane import ControlPlane, Kubernetes, Unwatched
@@ -110,6 +110,8 @@ def prepare(options: Options) -> Rollout:
     if plan is None:
         # Without a plan, the hosts aren't known.
         _check_access(faults, options.access, ())
+        if control_plane:
+            control_plane.close()
         raise faults.all()
     fleet = faults.collect("inventory", lambda: _inventory(options, plan))
     if fleet and not options.is_resumed:
@@ -228,7 +230,11 @@ def _inventory(options: Options, plan: Plan) -> InventoryFleet:
         raise DefinitionError([*error.problems, faulty]) from error
     if plan.target and plan.target.undoes:
         # A rollback doesn't add hosts by itself: others keep their image.
-        return replace(fleet, hosts=tuple(host for host in fleet.hosts if host.name in plan.host))
+        fleet = replace(fleet, hosts=tuple(host for host in fleet.hosts if host.name in plan.host))
+    if plan.target:
+        fleet = replace(fleet, hosts=spelled_as_planned(fleet.hosts, plan.target))
+        if options.is_resumed:
+            require_planned_sets(fleet.hosts, plan.target)
     return fleet
 
 
@@ -245,6 +251,13 @@ def _check_journal(options: Options, plan: Plan) -> None:
         )
     if not records and options.is_resumed:
         raise UsageError(f"no run of this plan has started: {path} has no record; start one with `pool run`")
+    requests = requests_of(options.plan)
+    # It is created before the first record of a run.
+    if any(isinstance(r, Intent) and r.step == "reimage" for r in records) and not requests.exists():
+        raise UsageError(
+            f"{requests} is missing: without it a host may be reimaged twice; copy it from the machine that drove the"
+            f" roll, or if it is lost, clean up with `pool abort --run {plan.run}`"
+        )
 
 
 def _check_access(faults: Faults, access: Access, hosts: Iterable[Host]) -> list[str]:

@@ -6,6 +6,7 @@ another version than the roll's is freed: any other host with the roll's marks i
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,15 +17,22 @@ from image_builder.drain import run as drains
 from image_builder.drain.lease import Leases
 from image_builder.errors import PoolError
 from image_builder.node.net.kube import Client as Kube
+from image_builder.node.net.kube import KubeError
 from image_builder.pool.plan.model import Host
 from image_builder.pool.plan.plan import BACK
 from image_builder.pool.scale_set.client import Client as Azure
 from image_builder.pool.scale_set.client import claim_of
-from image_builder.pool.scale_set.model import Instance, ScaleSet
+from image_builder.pool.scale_set.model import Instance, ScaleSet, is_same_id
 from image_builder.pool.scale_set.roll import SERVICES
 from image_builder.pool.scale_set.verdict import SETTLE_SECONDS
 from image_builder.pool.steps.control_plane import NODES
 from image_builder.text import stamp
+
+_VERSION = re.compile(
+    r"/subscriptions/[^/]+/resourceGroups/[^/]+/providers/Microsoft\.Compute"
+    r"/galleries/[^/]+/images/[^/]+/versions/[0-9]+\.[0-9]+\.[0-9]+",
+    re.ASCII | re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -65,11 +73,12 @@ def salvage(
     """Remove a run's marks from the nodes and scale sets of an inventory; hosts that have its ``version`` keep theirs.
 
     An unexpired claim or a Lease that is still renewed belongs to a live driver and is respected; the Leases are held
-    from then on. Without ``leases`` the driver counts as lost. Raises PoolError for such a claim or Lease, before
-    anything is changed; KubeError, FetchError.
+    from then on. Without ``leases`` the driver counts as lost. Raises PoolError for such a claim or Lease, and for a
+    version that isn't one, before anything is changed; KubeError, FetchError.
     """
     paths = sorted({host.scale_set_id for host in hosts if host.scale_set_id})
     sets = {path: azure.scale_set(path) for path in paths}
+    _require_version(azure, sets, version)
     inventory = {host.name: host for host in hosts}
     marks = Marks(_marked(kube, run), _held(sets, run, azure.now(), lost=leases is None))
     if leases:
@@ -83,20 +92,33 @@ def salvage(
     remaining = {
         name: reason for name in marks.nodes if (reason := _reason(inventory.get(name), instances, version))
     }
-    freed = [name for name in marks.nodes if name not in remaining]
-    for name in freed:
-        if marks.nodes[name]:
-            taint.lift(kube, name)
-        drains.free(kube, name, run)
+    for name in [name for name in marks.nodes if name not in remaining]:
+        if refusal := _free(kube, name, run, barred=marks.nodes[name]):
+            remaining[name] = refusal
     unsure = [text for path, holder in marks.holders.items() for text in _release(azure, path, holder)]
     return Salvage(
-        freed=tuple(freed),
+        freed=tuple(name for name in marks.nodes if name not in remaining),
         remaining=remaining,
         released=tuple(marks.holders),
         unsure=tuple(unsure),
         models={path: sets[path].image for path in paths},
         versions={path: dict(Counter(i.image for i in instances[path].values())) for path in paths},
     )
+
+
+def _require_version(azure: Azure, sets: Mapping[str, ScaleSet], version: str) -> None:
+    """Raise PoolError unless a version exists, or was deleted and is still named by a model or an instance.
+
+    No host seems to have a misspelled version: all would be freed.
+    """
+    if not _VERSION.fullmatch(version):
+        raise PoolError(
+            f"{version} isn't the id of a version", hint="/subscriptions/…/versions/2026.1126.0, in full"
+        )
+    if azure.version(version) or any(is_same_id(group.image, version) for group in sets.values()):
+        return
+    if not any(instance.runs(version) for path in sets for instance in azure.instances(path)):
+        raise PoolError(f"there is no version {version}, and no instance has it", hint="nothing was changed")
 
 
 def _marked(kube: Kube, run: str) -> dict[str, bool]:
@@ -139,7 +161,22 @@ def _reason(host: Host | None, instances: Mapping[str, Mapping[str, Instance]], 
         return f"its instance is {instance.state}"
     if instance.state.lower() == "failed":
         return f"its instance failed: {instance.code or 'no code'}"
+    if instance.image.endswith("/versions/"):
+        return "its version is unknown"
     return "it has the roll's version" if instance.runs(version) else ""
+
+
+def _free(kube: Kube, name: str, run: str, *, barred: bool) -> str:
+    """Remove a run's marks from a node; return why that is denied. Raises KubeError."""
+    try:
+        if barred:
+            taint.lift(kube, name)
+        drains.free(kube, name, run)
+    except KubeError as error:
+        if not fence.is_denied(error):
+            raise
+        return f"freeing it is denied: {error.message}"
+    return ""
 
 
 def _release(azure: Azure, path: str, holder: str) -> list[str]:

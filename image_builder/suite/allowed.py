@@ -38,6 +38,14 @@ SUID_SGID = {
     "/usr/sbin/unix_chkpwd": 0o2755,
 }
 
+# What Calico copies to the nodes of its cluster: its plugins, and a driver next to the kubelet's.
+CALICO_SUID = {
+    f"{folder}/{name}": 0o4755
+    for folder in ("/usr/lib/cni", "/opt/cni/bin")
+    for name in ("calico", "calico-ipam", "install")
+}
+CALICO_UNOWNED = _any_of(r"/usr/libexec/kubernetes/kubelet-plugins/volume/exec/nodeagent~uds(/.*)?")
+
 # Programs with file capabilities, and which ones (capabilities(7)), as a mask.
 FILE_CAPABILITIES = {
     "/usr/bin/ping": 1 << 13,  # CAP_NET_RAW

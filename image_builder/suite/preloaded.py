@@ -1,10 +1,12 @@
-"""What the checks of preloaded images share: the list that the bake wrote, and how engines write names."""
+"""The common parts of the checks of preloaded images: the list that the bake wrote, and how engines write names."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from suite import load
+from suite import is_member, load
 from testinfra.host import Host
 
 LIST = "/opt/preloaded_docker_images.json"
@@ -25,6 +27,17 @@ def images(host: Host) -> list[dict[str, Any]]:
     return actual
 
 
+def deletable(host: Host, v: dict[str, Any]) -> set[str]:
+    """Return the images that the kubelet of a cluster's node may have deleted for lack of space: it spares pinned ones.
+
+    Without an archive, all of containerd's images are pinned (image_builder/node/preload/images.py).
+    """
+    all_pinned = v["container_runtime_engine"] == "containerd" and not v["image_preload_archive"]
+    if all_pinned or not is_member(host, v):
+        return set()
+    return {image["ref"] for image in images(host) if not image["pin"]} - {v["container_runtime_pause_image"]}
+
+
 def familiar(ref: str) -> str:
     """Return a reference as Docker writes it, without its own registry."""
     return ref.removeprefix("docker.io/").removeprefix("library/") if ref.startswith("docker.io/") else ref
@@ -33,3 +46,12 @@ def familiar(ref: str) -> str:
 def plain(digest: str) -> str:
     """Return a digest without its algorithm."""
     return digest.removeprefix("sha256:")
+
+
+def kernel_modules(lists: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return each kernel's modules, built in or not, from the texts of ``modules.dep`` and ``modules.builtin``."""
+    modules: dict[str, set[str]] = {}
+    for path, text in lists.items():
+        names = re.findall(r"^\S*?([^/\s]+)\.ko\b", text, re.MULTILINE)
+        modules.setdefault(path.split("/")[-2], set()).update(name.replace("-", "_") for name in names)
+    return modules

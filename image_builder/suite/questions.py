@@ -116,18 +116,22 @@ def diversions(host: Host) -> list[tuple[str, str, str]]:
 
 def mounted(host: Host, path: str) -> dict[str, Any]:
     """Return findmnt's entry for what is mounted at a path; fail the check if nothing is."""
+    return once(host, (mounted, path), lambda: _mounted(host, path))
+
+
+def _mounted(host: Host, path: str) -> dict[str, Any]:
+    # Only of this path: another mount's size may be that of a server that no longer answers.
     columns = "TARGET,SOURCE,FSTYPE,OPTIONS,SIZE,PARTUUID"
-    table = json.loads(output_once(host, f"findmnt --json --list --bytes --output {columns}"))
+    done = host.run(f"findmnt --json --list --bytes --output {columns} --mountpoint %s", path)
+    assert done.rc == 0, f"nothing is mounted at {path} {done.stderr.strip()}".rstrip()
     # The last mount at a path hides the earlier ones.
-    mounts: dict[str, Any] = {mount["target"]: mount for mount in table["filesystems"]}
-    assert path in mounts, f"nothing is mounted at {path}"
-    entry: dict[str, Any] = mounts[path]
+    entry: dict[str, Any] = json.loads(done.stdout)["filesystems"][-1]
     return entry
 
 
 def services(host: Host) -> dict[str, dict[str, str]]:
     """Return some properties of each service that the running systemd has loaded, by name."""
-    command = "systemctl show --property=Id,ActiveState,MainPID,NRestarts '*.service'"
+    command = "systemctl show --property=Id,Type,ActiveState,MainPID,NRestarts '*.service'"
     blocks = map(assignments, output_once(host, command).split("\n\n"))
     return {block["Id"]: block for block in blocks if block}
 

@@ -1,4 +1,4 @@
-"""What the checks share: the facts that drive them, their conditions, and helpers that read the target.
+"""The common parts of the checks: the facts that drive them, their conditions, and helpers that read the target.
 
 A check reads its subject the way the program concerned does (``sshd -T``, ``dockerd --validate``, the
 kernel's /proc) and compares it with the variables that the image was baked with. It fails with an assertion
@@ -83,11 +83,13 @@ def applicability(item: pytest.Item, facts: Facts) -> str:
 def list_tree(host: Host, facts: Facts, *, booted: bool) -> Tree:
     """List a target's root filesystem.
 
-    On a running machine, leave out the containers' files, which aren't the image's.
+    On a running machine, leave out the containers' files, which aren't the image's, and the mounts of volumes, whose
+    servers may no longer answer.
     """
     names = ("container_runtime_data_root", "container_runtime_containerd_root")
     roots = [str(facts.variables[name]) for name in names if name in facts.variables]
-    return Tree.read(host, ("/var/lib/kubelet/pods", *roots) if booted else ())
+    kubelets = ("/var/lib/kubelet/pods", "/var/lib/kubelet/plugins")
+    return Tree.read(host, (*kubelets, *roots) if booted else ())
 
 
 def read(host: Host, path: str) -> str:
@@ -152,6 +154,15 @@ def starts_at_boot(tree: Tree, unit: str) -> bool:
     """
     masked = tree.get(f"/etc/systemd/system/{unit}")
     return unit in tree.pulled_in and not (masked and masked.link == "/dev/null")
+
+
+def is_member(host: Host, variables: Mapping[str, Any]) -> bool:
+    """Return whether the target is a node of a cluster: it has the kubelet's kubeconfig, which no image has."""
+    if variables.get("kubelet_mode") != "cluster":
+        return False
+    return once(
+        host, is_member, lambda: bool(host.run("test -e %s", variables["kubelet_kubeconfig"]).rc == 0)
+    )
 
 
 def starts_again(unit: str, lines: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""What the suite runs against: a mounted root, a machine over SSH, or a deliberately damaged root.
+"""The targets of the suite: a mounted root, a machine over SSH, or a deliberately damaged root.
 
 A machine of a pool is reached through standard input, which is a socket: the process that holds the connection to the
 machine runs each command.

@@ -154,6 +154,7 @@ def test_agent_leaves_the_local_disk_alone(host: Host) -> None:
         "ResourceDisk.Format": "n",
         "ResourceDisk.EnableSwap": "n",
         "Provisioning.Agent": "cloud-init",
+        "AutoUpdate.Enabled": "n",
         "AutoUpdate.UpdateToLatestVersion": "n",
     }
     nothing(differences(expected, assignments(read(host, "/etc/waagent.conf"))))

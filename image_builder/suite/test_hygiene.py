@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from allowed import DEAD_LINKS, FILE_CAPABILITIES, STICKY, SUID_SGID, UNOWNED
+from allowed import (
+    CALICO_SUID,
+    CALICO_UNOWNED,
+    DEAD_LINKS,
+    FILE_CAPABILITIES,
+    STICKY,
+    SUID_SGID,
+    UNOWNED,
+)
 from answers import output_once
 from questions import diversions, owned_files, with_merged_usr
-from suite import booted, load, needs, nothing, offline, output, read
+from suite import booted, is_member, load, needs, nothing, offline, output, read
 from testinfra.host import Host
 from tree import Tree
 
+V = dict[str, Any]
 _HOME = r"(/root|/home/[^/]+)"
 # Prints the capability attribute of each file of the root filesystem that has one; an image may lack getcap.
 _CAPABILITIES = """
@@ -202,11 +212,12 @@ def test_no_private_keys(host: Host) -> None:
 
 @offline
 @booted
-def test_only_known_suid_programs(tree: Tree) -> None:
-    """SUID and SGID programs are the ones on the list, with the modes on the list."""
+def test_only_known_suid_programs(host: Host, tree: Tree, v: V) -> None:
+    """SUID and SGID programs are those on the list, with its modes, or Calico's on a node of a cluster."""
+    allowed = SUID_SGID | (CALICO_SUID if is_member(host, v) else {})
     actual = tree.where(lambda s: s.kind == "f" and bool(s.mode & 0o6000))
     own = (e for e in actual if not e.path.startswith("/var/lib/docker"))
-    nothing(f"{e.path} {e.mode:o}" for e in own if SUID_SGID.get(e.path) != e.mode)
+    nothing(f"{e.path} {e.mode:o}" for e in own if allowed.get(e.path) != e.mode)
 
 
 # Only on the sealed tree: a machine would be asked about each of its files.
@@ -261,10 +272,12 @@ def test_every_file_has_a_known_owner(host: Host, tree: Tree) -> None:
 
 @offline
 @booted
-def test_no_stray_files_in_usr(host: Host, tree: Tree) -> None:
+def test_no_stray_files_in_usr(host: Host, tree: Tree, v: V) -> None:
     """Everything below /usr comes from a package, a package's script or the alternatives, or is a listed exception."""
     diverted = {with_merged_usr(place) for _, place, _ in diversions(host)}
     unowned = [path for path in tree.without("/usr", owned_files(host)) if not UNOWNED.fullmatch(path)]
+    if is_member(host, v):
+        unowned = [path for path in unowned if not CALICO_UNOWNED.fullmatch(path)]
     nothing(
         path
         for path in unowned

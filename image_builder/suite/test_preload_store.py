@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from suite import booted, differences, load, needs, nothing, offline, output
+from preloaded import deletable, kernel_modules
+from suite import booted, differences, load, needs, nothing, offline, output, read
 from testinfra.host import Host
+from tree import Tree
 
 V = dict[str, Any]
 LIST = "/opt/preloaded_docker_images.json"
@@ -41,11 +43,23 @@ print(json.dumps({"root_hash": hashes[0].hex(), "stored": stored}))
 """
 
 stored = needs("container_runtime", image_preload=bool)
+stored_and_bootable = needs("container_runtime", "system", image_preload=bool, system_bootable=True)
 seeded = needs("container_runtime", "node", image_preload=bool)
 
 
 def _by_ref(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {image["ref"]: image for image in content["images"]}
+
+
+@offline
+@stored_and_bootable
+def test_kernel_can_mount_the_store(host: Host, tree: Tree, v: V) -> None:
+    """Every kernel has EROFS and, where declared, dm-verity."""
+    expected = {"erofs"} | ({"dm_verity"} if v["image_preload_verity"] else set())
+    paths = tree.matching(r"/usr/lib/modules/[^/]+/modules\.(dep|builtin)", having="/modules.")
+    modules = kernel_modules({path: read(host, path) for path in paths})
+    assert modules, "no kernel has a list of modules"
+    nothing(f"{kernel} has no {m}" for kernel, names in modules.items() for m in sorted(expected - names))
 
 
 @offline
@@ -65,7 +79,7 @@ def test_store_is_the_recorded_one(host: Host) -> None:
 @booted
 @stored
 def test_store_lists_the_preloaded_images(host: Host) -> None:
-    """The store has the images of the list, with the same ids and layers, and contains all those layers."""
+    """The store lists the preloaded images, with the same ids and layers, and has all layers that it must provide."""
     manifest, archive = load(host, MANIFEST), _by_ref(load(host, LIST))
     images = _by_ref(manifest)
     assert images.keys() == archive.keys(), f"{sorted(images)}, in the list {sorted(archive)}"
@@ -73,7 +87,9 @@ def test_store_lists_the_preloaded_images(host: Host) -> None:
     for ref, image in images.items():
         keys = ("id", "digest", "manifest", "diff_ids", "pin")
         nothing(f"{ref}: {line}" for line in differences({k: archive[ref][k] for k in keys}, image))
-        nothing(f"{ref}: {diff_id} is in no layer" for diff_id in image["diff_ids"] if diff_id not in layers)
+        # Nodes load the others from the archive.
+        needed = image["diff_ids"] if image["mode"] != "archive" else ()
+        nothing(f"{ref}: {diff_id} is in no layer" for diff_id in needed if diff_id not in layers)
 
 
 @offline
@@ -123,13 +139,14 @@ def test_seed_was_rehearsed(host: Host, v: V) -> None:
 @booted
 @seeded
 def test_images_were_seeded(host: Host, v: V) -> None:
-    """The data root was seeded from the store, and only images left to the archive were loaded from it."""
+    """The data root was seeded from the store; only images left to the archive, or deleted since, were loaded."""
     status = load(host, STATUS)
     manifest = load(host, MANIFEST)
     expected = {"state": "ok", "engine": v["container_runtime_engine"], "store": manifest["id"]}
     nothing(differences(expected, status["seed"]))
     archived = {image["ref"] for image in manifest["images"] if image["mode"] == "archive"}
-    assert set(status["preload"]["loaded"]) <= archived, status["preload"]
+    # containerd's seed can't restore what a kubelet deleted.
+    assert set(status["preload"]["loaded"]) <= archived | deletable(host, v), status["preload"]
 
 
 @booted
@@ -148,10 +165,14 @@ def test_store_is_verified_by_the_kernel(host: Host, v: V) -> None:
 
 @booted
 @seeded
-def test_every_layer_is_somewhere(host: Host) -> None:
-    """No layer's link is broken, and every image's layers are on the local disk or in the store."""
+def test_every_layer_is_somewhere(host: Host, v: V) -> None:
+    """No link is broken, and the layers of all images that no kubelet deleted are on the local disk or in the store."""
     status = json.loads(host.run("node-agent status --json").stdout)
     nothing(differences({"broken": 0}, status["layers"]))
-    sources = {image["ref"]: image["source"] for image in status["images"]}
-    good = ("preload store", "local disk", "local disk and preload store")
-    nothing(f"{ref}: {source}" for ref, source in sources.items() if source not in good)
+    sources = ("preload store", "local disk", "local disk and preload store")
+    lost = {image["ref"]: image["source"] for image in status["images"] if image["source"] not in sources}
+    # Images that the bake left to the archive are loaded from it.
+    left = {image["ref"] for image in status["images"] if image["mode"] == "archive"}
+    gone = deletable(host, v)
+    good = {(ref, "archive") for ref in left | gone} | {(ref, "MISSING") for ref in gone}
+    nothing(f"{ref}: {source}" for ref, source in lost.items() if (ref, source.partition(":")[0]) not in good)

@@ -1,1 +1,1 @@
-"""What the program needs from this machine: processes, namespaces, sandboxes, files, signals and the host itself."""
+"""The program's interface to this machine: processes, namespaces, sandboxes, files, signals and the host itself."""

@@ -60,13 +60,13 @@ class Journal(Generic[R]):
         line = _line(self._next, record)
         try:
             _write(self._fd, line)
+            if self._format.must_last(record):
+                os.fsync(self._fd)
         except OSError as error:
             os.ftruncate(self._fd, self._size)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise SpaceError(f"no space left: {self.path}", hint=self._format.full) from error
             raise
-        if self._format.must_last(record):
-            os.fsync(self._fd)
         self._next += 1
         self._size += len(line)
 

@@ -126,13 +126,14 @@ def run(
     """Run ``argv`` to completion.
 
     The command and its whole output are appended to ``log``; ``on_line`` gets each line as it arrives.
-    With either, standard error is merged into standard output. ``timeout`` is in seconds; a timeout or an interrupt
-    kills the program and everything that it started. Raises CommandError for a status outside ``ok``, a
-    program that doesn't exist, or a timeout.
+    With either, standard error is merged into standard output, and ``input`` isn't possible. ``timeout`` is in
+    seconds; a timeout or an interrupt kills the program and everything that it started. Raises CommandError for a
+    status outside ``ok``, a program that doesn't exist, or a timeout.
     """
     args = _strings(argv)
     shown = shlex.join(args)
     streaming = log is not None or on_line is not None
+    assert input is None or not streaming
     started = time.monotonic()
     child = _start(
         args,
@@ -147,7 +148,7 @@ def run(
     try:
         with _stoppable(child):
             if streaming:
-                out, err = _stream(child, shown, input, timeout, log, on_line), ""
+                out, err = _stream(child, shown, timeout, log, on_line), ""
             else:
                 out, err = child.communicate(input, timeout=timeout)
     except subprocess.TimeoutExpired as error:
@@ -171,7 +172,6 @@ def run(
 def _stream(
     child: subprocess.Popen[str],
     shown: str,
-    input: str | None,
     timeout: float | None,
     log: Path | None,
     on_line: Callable[[str], None] | None,
@@ -185,15 +185,11 @@ def _stream(
         _kill_group(child)
 
     timer = threading.Timer(timeout or 0, expire)
-    if timeout is not None:
-        timer.start()
-    if input is not None:
-        assert child.stdin is not None
-        child.stdin.write(input)
-        child.stdin.close()
     lines: deque[str] = deque(maxlen=2000)
     sink = log.open("a", encoding="utf-8") if log else None
     try:
+        if timeout is not None:
+            timer.start()
         if sink:
             sink.write(f"+ {shown}\n")
         for line in child.stdout:

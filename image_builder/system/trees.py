@@ -98,8 +98,11 @@ def _link_digest(path: Path) -> str:
     return hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest() + "+l"
 
 
-def files_in(source: Path, *, whole: bool = False) -> Iterator[Path]:
-    """Yield a file itself, or a directory's files, each linked directory once; leftovers only if ``whole``."""
+def files_in(source: Path, *, whole: bool = False, links: bool = False) -> Iterator[Path]:
+    """Yield a file itself, or a directory's files, each linked directory once; leftovers only if ``whole``.
+
+    With ``links``, also yield the links to directories that aren't followed because their files come elsewhere.
+    """
     if not source.is_dir():
         yield source
         return
@@ -107,6 +110,8 @@ def files_in(source: Path, *, whole: bool = False) -> Iterator[Path]:
     for folder, dirs, files in os.walk(source, followlinks=True):
         subfolders = [name for name in sorted(dirs) if whole or name not in _IGNORED_DIRS]
         dirs[:] = [name for name in subfolders if _is_new(Path(folder, name), linked)]
+        if links:
+            yield from (Path(folder, name) for name in subfolders if name not in dirs)
         for name in files:
             if whole or (name not in _IGNORED_FILES and not name.endswith(_IGNORED_SUFFIXES)):
                 yield Path(folder, name)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from image_builder import errors
 from tests.support.debian_mirror import build_deb
 from tests.support.images.builds import IMAGE, REPO, Ended, Workplace, left_behind
+from tests.support.images.fixtures import WHOLE
 
 pytestmark = pytest.mark.root
 
@@ -69,20 +71,42 @@ def test_a_locked_package_is_gone_from_the_mirror(workplace: Workplace, publishe
     _assert_refused(done, workplace, published, errors.FetchError.exit_code, package["name"], "hint:")
 
 
+@pytest.mark.parametrize(
+    ("built", "stages"),
+    [
+        ("minimal", ["base", "system", "seal", "verify", "disk", "convert"]),
+        pytest.param(
+            WHOLE,
+            ["preload", "preload_store", "rehearsal", "seal", "verify", "disk", "convert"],
+            marks=[pytest.mark.image(WHOLE), pytest.mark.nightly],
+        ),
+        # mkfs.erofs never ends by itself.
+        pytest.param(
+            WHOLE,
+            ["preload_store", "rehearsal", "seal", "verify", "disk", "convert"],
+            marks=[pytest.mark.image(WHOLE), pytest.mark.nightly],
+        ),
+    ],
+)
 def test_the_disk_fills_up_in_the_middle(
-    workplace: Workplace, published: dict[str, str], tmp_path: Path
+    copies: Callable[[Workplace], Workplace],
+    built: str,
+    stages: list[str],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
     """Put store and artifacts on a separate filesystem; another program takes the rest of it while a stage runs."""
-    source = workplace
-    # Everything but the tools is rebuilt, and doesn't need to be copied.
-    source.forget("base", "system", "seal", "verify", "disk", "convert")
+    source = copies(request.getfixturevalue(built))
+    published = source.take_artefact(request.getfixturevalue(built))
+    # The stages are run again, and don't need to be copied.
+    source.forget(*stages)
     _forget_packages_of_others(source)
     image = source.store.parent / "small.ext4"
     mount = source.store.parent / "mount"
     mount.mkdir()
     with image.open("wb") as file:
         file.truncate(8 << 30)
-    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-O", "^has_journal", image], check=True)
+    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-m", "0", "-O", "^has_journal", image], check=True)
     script = tmp_path / "in_namespace.py"
     script.write_text(_FILL)
     done = subprocess.run(
@@ -98,6 +122,8 @@ def test_the_disk_fills_up_in_the_middle(
             source.store,
             source.output,
             REPO,
+            source.image,
+            stages[0],
         ],
         capture_output=True,
         text=True,
@@ -106,7 +132,7 @@ def test_the_disk_fills_up_in_the_middle(
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["status"] == errors.SpaceError.exit_code, told
-    assert "No space left" in told["stderr"], told
+    assert f"stage {stages[0]}: " in told["stderr"] and "no space left" in told["stderr"].lower(), told
     assert "Traceback" not in told["stderr"]
     assert told["staging"] == []
     # Nothing was added to the earlier artifact, and not a byte of it has changed.
@@ -120,20 +146,20 @@ def test_the_disk_fills_up_in_the_middle(
 _FILL = """
 import json, os, subprocess, sys
 from pathlib import Path
-image, mount, earlier_store, earlier_output, repo = sys.argv[1:]
+image, mount, earlier_store, earlier_output, repo, name, stage = sys.argv[1:]
 sys.path.insert(0, repo)
 from tests.support.images.builds import Workplace
 subprocess.run(["mount", "-o", "loop", image, mount], check=True)
-place = Workplace(Path(mount, "store"), Path(mount, "output"))
+place = Workplace(Path(mount, "store"), Path(mount, "output"), name)
 subprocess.run(["cp", "-a", earlier_store, place.store], check=True)
 subprocess.run(["cp", "-a", "--sparse=always", earlier_output, place.output], check=True)
-argv = [repo + "/image-builder", "build", "minimal", "--store", place.store, "--output", place.output]
+argv = [repo + "/image-builder", "build", name, "--store", place.store, "--output", place.output]
 env = {**os.environ, "CI": "true"}
 child = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
 lines = []
 for line in child.stderr:
     lines.append(line)
-    if " base " in line and "start" in line:
+    if f" {stage} " in line and "start" in line:
         break
 stats = os.statvfs(mount)
 ballast = mount + "/ballast"
@@ -143,7 +169,7 @@ status = child.wait()
 staging = os.listdir(place.store / "staging")
 published, latest = place.published(), place.artefact.name
 os.unlink(ballast)
-again = subprocess.run([*argv, "--stop-after", "base"], env=env, stdout=subprocess.DEVNULL).returncode
+again = subprocess.run([*argv, "--stop-after", stage], env=env, stdout=subprocess.DEVNULL).returncode
 print(json.dumps({"status": status, "stderr": "".join(lines)[-4000:], "staging": staging,
                   "published": published, "latest": latest, "again": again}))
 """
@@ -199,6 +225,10 @@ WRONG = {
     "unknown version": (
         'image_layers: [system, container_runtime]\ncontainer_runtime_docker_version: "31.0"',
         "31.0",
+    ),
+    "unknown kubelet": (
+        'image_layers: [system, container_runtime, kubernetes]\nkubelet_version: "1.99"',
+        "kubelet_version: 1.99 is not known; known are 1.20,",
     ),
 }
 

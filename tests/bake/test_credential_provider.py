@@ -28,12 +28,12 @@ from tests.support.nodes.kubelets import (
     program,
     role,
     running_images,
-    trust_registry,
+    use_mirror,
 )
 from tests.support.registries.plan import Tokens
 from tests.support.registries.pulls import Lab, have_addresses, isolated, wait_until
+from tests.support.roles.kubelet import Rendered
 from tests.support.stores.seeds import Node, Result, bake, node, runnable
-from tests.unit.roles.kubelet_renderings import Rendered
 
 pytestmark = [pytest.mark.root, needs_programs]
 VERSION = "1.36.2"
@@ -87,7 +87,7 @@ def pull(lab: Lab, path: str, seconds: str) -> Result:
         world.tell(azure=AZURE)
         result: Result = {"joined": world.join()}
         here.seed()
-        trust_registry(here)
+        use_mirror(here)
         rendered = role(here, VERSION, pause.ref, kubelet_image_credential_providers=[PROVIDER])
         result["problems"] = rendered.problems
         install(here, rendered, (world.kubernetes / "azure.json").read_bytes())

@@ -37,8 +37,8 @@ from image_builder.settings import Settings
 from image_builder.system import sparse
 from image_builder.system.namespace import run_isolated
 from image_builder.system.sandbox import Root, open_root
+from tests.support.images import efi_programs
 from tests.support.images.builds import Workplace
-from tests.unit.bake.formats import test_pe
 
 pytestmark = pytest.mark.root
 
@@ -61,8 +61,8 @@ def tools(request: pytest.FixtureRequest) -> Path:
 def _tree(path: Path, *, order: int = 1) -> Path:
     """Make a tree with everything a filesystem can hold; ``order`` is the order in which names are created."""
     files: dict[str, bytes] = {
-        **dict.fromkeys((*LOADERS, GRUB), test_pe.build()),
-        KERNEL: test_pe.build(b"kernel" * 1000),
+        **dict.fromkeys((*LOADERS, GRUB), efi_programs.build()),
+        KERNEL: efi_programs.build(b"kernel" * 1000),
         "boot/initrd.img-6.12.107+deb13-cloud-amd64": b"initrd" * 100_000,
         "etc/fstab": b"",
         "usr/bin/ping": b"program",
@@ -250,13 +250,13 @@ def test_secure_boot_is_proven_or_refused(tmp_path: Path, tools: Path) -> None:
         return _refusal(tmp_path / str(number), tools, tree, secure_boot=True)
 
     assert "but shim is not signed" in refusal(1)
-    plain = test_pe.build()
-    signed = test_pe.build(signatures=(test_pe.sign(plain),))
+    plain = efi_programs.build()
+    signed = efi_programs.build(signatures=(efi_programs.sign(plain),))
     for name in (LOADERS[0], GRUB):
         (tree / name).write_bytes(signed)
     assert "but kernel is not signed" in refusal(2)
-    other = test_pe.build(b"other" * 100)
-    (tree / KERNEL).write_bytes(test_pe.build(b"kernel" * 99, (test_pe.sign(other),)))
+    other = efi_programs.build(b"other" * 100)
+    (tree / KERNEL).write_bytes(efi_programs.build(b"kernel" * 99, (efi_programs.sign(other),)))
     assert "but kernel bears a signature of other bytes" in refusal(3)
     (tree / KERNEL).write_bytes(b"text")
     assert "but kernel is not an EFI program" in refusal(4)
@@ -286,10 +286,10 @@ def test_a_shim_that_only_names_microsoft_is_refused(
     key, certificate = _self_made(name)
     (signing / "key.pem").write_bytes(key)
     (signing / "certificate.pem").write_text(certificate)
-    plain = test_pe.build()
+    plain = efi_programs.build()
     (signing / "shim.efi").write_bytes(plain)
     for path in (GRUB, KERNEL):
-        (tree / path).write_bytes(test_pe.build(signatures=(test_pe.sign(plain),)))
+        (tree / path).write_bytes(efi_programs.build(signatures=(efi_programs.sign(plain),)))
 
     def sign(mounted: Root) -> None:
         at = "/run/s"

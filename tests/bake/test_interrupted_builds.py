@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 
 from image_builder.system import cgroups
+from tests.support.control_plane.gates import wait_until
 from tests.support.images.builds import Workplace, is_drained, left_behind, wait_for_line
 from tests.support.images.fixtures import WHOLE
 
 pytestmark = [pytest.mark.root, pytest.mark.image(WHOLE)]
 
-# In seconds, for all programs of a build: two for cleanup (namespace._GRACE_SECONDS), then the kernel ends them.
-# After that, the command removes what is left in the staging area, however long its files take.
-AT_MOST = 5.0
+# In seconds, for all programs of a build: two for cleanup (namespace._GRACE_SECONDS), then the kernel ends them; on a
+# busy machine it needs longer. What they wait for here takes longer still. After that, the command removes what is
+# left in the staging area, however long its files take.
+AT_MOST = 30.0
 
 
 @pytest.fixture
@@ -68,10 +70,18 @@ def _tree(root: int) -> list[int]:
     """Return a process and all its descendants."""
     pids = [root]
     for pid in pids:
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            with suppress(OSError):
-                pids += [int(child) for child in task.read_text().split()]
+        pids += _children(pid)
     return pids
+
+
+def _children(pid: int) -> Iterator[int]:
+    """Yield a process's children; none of those of threads that end meanwhile."""
+    tasks: list[Path] = []
+    with suppress(OSError):
+        tasks += Path(f"/proc/{pid}/task").iterdir()
+    for task in tasks:
+        with suppress(OSError):
+            yield from map(int, (task / "children").read_text().split())
 
 
 def _interrupt(
@@ -106,7 +116,8 @@ def _interrupt(
     assert is_drained(child)
     assert list((workplace.store / "staging").iterdir()) == []
     assert left_behind(workplace.store) == []
-    assert _control_groups() <= groups
+    # Those of a concurrent bake that is ending are unheld for a moment.
+    assert wait_until(lambda: _control_groups() <= groups, 10)
 
 
 def test_in_every_stage_of_a_small_image(small: Workplace, minimal: Workplace) -> None:

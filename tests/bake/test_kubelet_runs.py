@@ -37,13 +37,13 @@ from tests.support.nodes.kubelets import (
     role,
     running_images,
     series,
-    trust_registry,
+    use_mirror,
 )
 from tests.support.registries.plan import Tokens
 from tests.support.registries.pulls import Lab, isolated, wait_until
+from tests.support.roles.kubelet import Rendered
 from tests.support.stores.data_roots import links_in, trees
 from tests.support.stores.seeds import Node, Result, bake, ctr, differences, listing, node, runnable
-from tests.unit.roles.kubelet_renderings import Rendered
 
 pytestmark = [pytest.mark.root, needs_programs]
 _HEALTHZ = "http://127.0.0.1:10248/healthz"
@@ -135,7 +135,7 @@ def use_a_private_image(lab: Lab, version: str, path: str) -> Result:
     result: Result = {}
     with node(lab, baked.opt) as here:
         here.seed()
-        trust_registry(here)
+        use_mirror(here)
         with containerd_with_cri(here, pause.ref):
             for name, policy in POLICIES.items():
                 result[name] = use_under_policy(here, path, role(here, version, pause.ref, **policy), private)
@@ -346,9 +346,14 @@ def plugins_archive(plugins: Path, target: Path) -> str:
 
 
 @pytest.fixture
+def place(copies: Callable[[Workplace], Workplace], worker_current: Workplace) -> Workplace:
+    return copies(worker_current)
+
+
+@pytest.fixture
 def bake_network(
-    copies: Callable[[Workplace], Workplace], worker_current: Workplace, tmp_path: Path
-) -> Callable[[Sequence[str]], tuple[Workplace, Ended]]:
+    place: Workplace, worker_current: Workplace, tmp_path: Path
+) -> Callable[[Sequence[str]], Ended]:
     """Return a function that builds the layer `kubernetes` with some plugins from an archive."""
     directory, inventory = tmp_path / "programs", tmp_path / "inventory"
     directory.mkdir()
@@ -358,15 +363,13 @@ def bake_network(
     plugins = worker_current.object("kubernetes") / "product/tree/usr/lib/cni"
     sha256 = plugins_archive(plugins, directory / "azure-vnet-cni.tgz")
     subprocess.run(["cp", "-a", REPO / "inventories/lab", inventory], check=True)
-    place = copies(worker_current)
 
-    def build(names: Sequence[str]) -> tuple[Workplace, Ended]:
+    def build(names: Sequence[str]) -> Ended:
         text = _BAKED.format(sha256=sha256, programs=json.dumps(names))
         (inventory / "host_vars/worker_current.yml").write_text(text)
-        done = place.build(
+        return place.build(
             "--stop-after", "kubernetes", inventory=inventory, env={PROGRAMS: os.fspath(directory)}
         )
-        return place, done
 
     return build
 
@@ -412,9 +415,9 @@ def refuses(address: str) -> bool:
 
 
 def test_a_pod_has_the_network_that_is_baked_into_the_image(
-    bake_network: Callable[[Sequence[str]], tuple[Workplace, Ended]],
+    place: Workplace, bake_network: Callable[[Sequence[str]], Ended]
 ) -> None:
-    place, done = bake_network(list(_PLUGINS))
+    done = bake_network(list(_PLUGINS))
     assert done.status == 0, done.stderr
     layers = place.layers(next(one["id"] for one in done.result["stages"] if one["name"] == "kubernetes"))
     installed = {path.name: path.stat() for path in (layers[0] / "usr/lib/cni").iterdir()}
@@ -430,9 +433,10 @@ def test_a_pod_has_the_network_that_is_baked_into_the_image(
 
 @pytest.mark.nightly
 def test_an_archive_without_a_declared_plugin_ends_the_bake(
-    bake_network: Callable[[Sequence[str]], tuple[Workplace, Ended]],
+    place: Workplace, worker_current: Workplace, bake_network: Callable[[Sequence[str]], Ended]
 ) -> None:
-    place, done = bake_network(["azure-vnet", "azure-vnet-ipv6"])
+    before = place.take_artefact(worker_current)
+    done = bake_network(["azure-vnet", "azure-vnet-ipv6"])
     assert done.status == errors.StageError.exit_code, done.stderr
     assert "azure-vnet-ipv6" in done.stderr and "Traceback" not in done.stderr
-    assert not place.output.exists() and list((place.store / "staging").iterdir()) == []
+    assert place.published() == before and list((place.store / "staging").iterdir()) == []

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,7 @@ def test_a_signal_is_passed_on_from_the_first_moment() -> None:
 _INTERRUPTED = """
 import sys, time
 from image_builder.system import namespace
+namespace._ECHO_SECONDS = namespace._GRACE_SECONDS = 60
 def work():
     try:
         print("ready", flush=True)
@@ -153,7 +155,7 @@ def test_a_second_interrupt_does_not_stop_the_clearing_away(tmp_path: Path) -> N
 
 
 _BESIDE = """
-import hashlib, sys, time
+import hashlib, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from image_builder.system import namespace, process
@@ -177,6 +179,8 @@ def go_on():
     with ThreadPoolExecutor(1) as pool:
         beside = pool.submit(globals()[sys.argv[2]])
         time.sleep(0.5)
+        while sys.argv[2] == "mounts" and not (beside.done() or os.path.ismount(folder / "inner")):
+            time.sleep(0.05)
         try:
             print("ready", flush=True)
             beside.result()
@@ -192,9 +196,9 @@ sys.exit(namespace.run_isolated(work))
 
 
 def _beside(
-    tmp_path: Path, what: str, *signals: tuple[float, int], grace: float = 60
+    tmp_path: Path, what: str, number: int, *, grace: float = 600, again: int = 0
 ) -> tuple[int, float, str]:
-    """Send signals, each some seconds after the last, to work that has a thread; return status, seconds, output."""
+    """Send a signal to work that has a thread, and ``again`` until it ends; return status, seconds, output."""
     child = subprocess.Popen(
         [sys.executable, "-c", _BESIDE, str(tmp_path), what, str(grace)],
         cwd=REPO,
@@ -205,10 +209,12 @@ def _beside(
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         started = time.monotonic()
-        for seconds, number in signals:
-            time.sleep(seconds)
-            child.send_signal(number)
+        child.send_signal(number)
         try:
+            for _ in range(again):
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(timeout=1.3)
+                child.send_signal(number)
             status = child.wait(timeout=50)
         finally:
             child.kill()  # if it hasn't ended: leaving this block waits for that
@@ -218,25 +224,25 @@ def _beside(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_what_a_thread_waits_for(tmp_path: Path, number: int) -> None:
     """So does what that started, in whatever session; nothing new is started after that."""
-    status, _, said = _beside(tmp_path, "waits", (0, number))
+    status, _, said = _beside(tmp_path, "waits", number)
     assert status == 128 + number
     assert said.splitlines() == ["not started, the work is ending: true", "ended by itself"]
 
 
 def test_a_signal_ends_a_thread_that_hears_of_nothing(tmp_path: Path) -> None:
-    status, seconds, said = _beside(tmp_path, "computes", (0, signal.SIGTERM), grace=1)
+    status, seconds, said = _beside(tmp_path, "computes", signal.SIGTERM, grace=1)
     assert status == 128 + signal.SIGTERM
     assert seconds >= 1 and "ended by itself" not in said, "the kernel ended it when its time was over"
 
 
 def test_a_second_signal_ends_the_work_at_once(tmp_path: Path) -> None:
-    status, _, said = _beside(tmp_path, "computes", (0, signal.SIGINT), (1.3, signal.SIGINT))
+    status, _, said = _beside(tmp_path, "computes", signal.SIGINT, again=20)
     assert status == 130
     assert "ended by itself" not in said
 
 
 def test_what_a_killed_program_left_mounted_goes_with_the_mount_below_it(tmp_path: Path) -> None:
-    status, _, said = _beside(tmp_path, "mounts", (0, signal.SIGTERM))
+    status, _, said = _beside(tmp_path, "mounts", signal.SIGTERM)
     assert status == 128 + signal.SIGTERM
     assert "not started" in said, "unmounting did not fail"
 

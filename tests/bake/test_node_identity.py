@@ -26,7 +26,7 @@ from cryptography.x509.oid import NameOID
 from image_builder.cluster.gate.approver import SIGNER
 from image_builder.node.join import binding
 from image_builder.node.net import kubeconfig
-from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.net.kube import STRATEGIC_MERGE, Client, KubeError
 from image_builder.node.net.kubeconfig import Access, Pem
 from image_builder.pool.steps.control_plane import REQUESTS
 from tests.support.azure import attested, identities
@@ -275,6 +275,21 @@ def test_a_machine_that_is_a_node_becomes_no_second_one(world: World, broker: Br
     admin.request("PATCH", f"/api/v1/nodes/{node}/status", swapped, "application/merge-patch+json")
     asked = Asked(world, broker.ask("vmss-h100-a000004", vm).text, "second", "system:node:vmss-h100-a000004")
     assert gate.says("second", "waits", f"its machine is the node {node}") and asked.is_pending
+
+
+def test_a_node_that_is_down_is_no_other_machines(world: World, broker: Broker, gate: Gate) -> None:
+    """Each node writes its own id, so a machine that hides its id still doesn't get the name of another one."""
+    vm, node = "0a0b0c0d-5555-4222-8333-444455556666", "vmss-h100-a000007"
+    admin = world.cluster.admin
+    admin.request("POST", "/api/v1/nodes", new_node(node))
+    become_ready(admin, node, "boot")
+    down = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown", "message": ""}
+    status = {"conditions": [down], "nodeInfo": {"systemUUID": vm}}
+    admin.request("PATCH", f"/api/v1/nodes/{node}/status", {"status": status}, STRATEGIC_MERGE)
+    asked = Asked(world, broker.ask(node, OTHER_VM).text, "hidden", f"system:node:{node}")
+    assert gate.says("hidden", "waits", "another machine") and asked.is_pending
+    # The node's own machine, which was reimaged.
+    assert Asked(world, broker.ask(node, vm).text, "reimaged", f"system:node:{node}").certificate()
 
 
 def test_a_document_is_good_once_for_its_machine_and_its_node(world: World, broker: Broker) -> None:

@@ -1,4 +1,4 @@
-"""How this project's own test runs end: on skips, between parts, with nothing collected, on Ctrl-C."""
+"""The end of this project's own test runs: on skips, between parts, with nothing collected, on Ctrl-C."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from image_builder.bake import manifest as manifests
 from image_builder.bake.publish import publish_files
 from image_builder.events import Monitor
 from image_builder.system import sparse
-from tests.unit.bake.manifests import DOCUMENTS, manifest, write
+from tests.support.images.manifests import DOCUMENTS, manifest, write
 
 # Doesn't need root, but starts processes.
 pytestmark = [pytest.mark.root, pytest.mark.process]

@@ -19,8 +19,8 @@ from image_builder.bake.lock.apt import Apt, Source, debian_sources
 from image_builder.bake.lock.fetch import Download, fetch
 from image_builder.errors import FetchError, LockError
 from tests.support.debian_mirror import SUITE, Repository
+from tests.support.roles.container_runtime import render
 from tests.support.servers import running
-from tests.unit.roles.container_runtime_renderings import render
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 

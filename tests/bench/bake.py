@@ -1,4 +1,4 @@
-"""How long a bake takes, compared with one mmdebstrap of the same packages and the same disk tools.
+"""The time that a bake takes, compared with one mmdebstrap of the same packages and the same disk tools.
 
     .venv/bin/python tests/bench/bake.py [--image worker] [--store DIR] [--json]
 
@@ -44,7 +44,7 @@ from image_builder.bake.stages.root.run import mmdebstrap  # noqa: E402
 from image_builder.bake.store import Store  # noqa: E402
 from image_builder.node import files  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
-from image_builder.system import namespace, process  # noqa: E402
+from image_builder.system import namespace  # noqa: E402
 from image_builder.system.sandbox import open_overlay, open_root  # noqa: E402
 from image_builder.system.trees import remove_tree  # noqa: E402
 
@@ -76,6 +76,7 @@ def build(repo: Path, image: str, work: Path) -> tuple[float, dict[str, Any]]:
     started = time.monotonic()
     done = subprocess.run(
         [repo / "image-builder", "build", image, *places, "--json"],
+        cwd=repo,  # its roles must not be those of another project
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -94,12 +95,16 @@ def seed_store(source: Path, image: str, work: Path) -> Lock:
             subprocess.run(["cp", "-al", kept.object(stage_id), store.object(stage_id)], check=True)
     for folder in ("debs", "files"):
         subprocess.run(["cp", "-al", f"{source / folder}/.", target / folder], check=True)
-    lock = work / "lock.json"
+    # The lock of the last build: a newer one may need other build tools, and then the kubelet is compiled again.
+    locks = (source / "locks").glob(f"{image}@*.lock.json")
+    shutil.copy(max(locks, key=lambda lock: lock.stat().st_mtime), target / "locks" / f"{image}.lock.json")
     subprocess.run(
-        [REPO / "image-builder", "lock", image, "-o", lock, "--store", target, "-i", work / "inventory"],
+        [REPO / "image-builder", "plan", image, "--store", target, "-i", work / "inventory"],
+        cwd=REPO,
         stdout=subprocess.DEVNULL,
         check=True,
     )
+    (lock,) = (target / "locks").glob(f"{image}@*.lock.json")
     return Lock.load(lock)
 
 
@@ -192,8 +197,7 @@ def workplace(image: str, source: Path, *, preload: bool) -> Iterator[tuple[Path
         write_inventory(work, preload=preload)
         yield work, seed_store(source, image, work)
     finally:
-        process.run(["chmod", "-R", "u+w", work])
-        remove_tree(work)
+        remove_tree(work)  # as it is: its stages share their files with the source's
 
 
 def measure(image: str, source: Path) -> dict[str, Any]:

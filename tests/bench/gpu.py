@@ -1,4 +1,4 @@
-"""How close the GPU smoke test gets to what a GPU can do, and whether it catches faults.
+"""The GPU smoke test, measured: how close it gets to what a GPU can do, and whether it catches faults.
 
     .venv/bin/python tests/bench/gpu.py [--rounds N] [--json]
     python3 tests/bench/gpu.py --first-contact OUT | --propose OUT | --pack FILE

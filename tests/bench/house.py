@@ -25,7 +25,7 @@ import grimp
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from tests.unit.test_names import vague  # noqa: E402
+from tests.support.vague_names import vague  # noqa: E402
 
 PACKAGE = REPO / "image_builder"
 GOALS: Mapping[str, float] = {

@@ -1,4 +1,4 @@
-"""How long a rollout of 7,500 hosts takes to plan, and the figures of such a rollout.
+"""The time that planning a rollout of 7,500 hosts takes, and the figures of such a rollout.
 
     .venv/bin/python tests/bench/pools.py [--hosts 7500] [--real 200] [--verified 60] [--resumed 24]
         [--bootstrapped 8] [--rejoined 5] [--only probe|verify|resume|bootstrap|rejoin] [--json]
@@ -38,7 +38,7 @@ hosts' sshds run on the same processors, which slows down both.
                      those that the first one changed, goal 0
 
 After that: the arithmetic of such a rollout, by hand and by driving it in simulated time
-(tests/unit/pool/simulation.py; no real host or control plane is part of these figures).
+(tests/support/pools/simulated/rollouts.py; no real host or control plane is part of these figures).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from tests.bench import measures, rejoin  # noqa: E402
 from tests.support.images.builds import Workplace  # noqa: E402
 from tests.support.pools.fleet import USER, fleet  # noqa: E402
-from tests.unit.pool.simulation import START, Faults, World, make, make_hosts, simulate  # noqa: E402
+from tests.support.pools.simulated.rollouts import START, Faults, World, make, make_hosts, simulate  # noqa: E402
 
 _GOALS = {
     "plan_seconds": 10.0,

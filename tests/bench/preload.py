@@ -1,4 +1,4 @@
-"""How fast a blank disk gets its images, compared with other ways; what promotion costs.
+"""The time until a blank disk has its images, compared with other ways; the cost of promotion.
 
     .venv/bin/python tests/bench/preload.py [--store DIR] [--engine NAME] [--size GB] [--files PROFILE]
                                             [--only PART] [--json]

@@ -1,4 +1,4 @@
-"""What a promotion costs: its own time, and that of a concurrent reader. Part of the benchmark preload.py."""
+"""The cost of a promotion: its own time, and that of a concurrent reader. Part of the benchmark preload.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long pulls take, one by one and in parallel, compared with `docker pull` by hand; and what a bad network costs.
+"""The time of pulls, one by one and in parallel, compared with `docker pull` by hand; and the cost of a bad network.
 
     .venv/bin/python tests/bench/pull.py [--store DIR] [--json]
 

@@ -1,4 +1,4 @@
-"""What a roll of a thousand nodes costs its driver, the API server and Azure.
+"""The cost of a roll of a thousand nodes for its driver, the API server and Azure.
 
     .venv/bin/python tests/bench/roll.py [--nodes 1000] [--sets 12] [--speed 60] [--away 10%]
         [--only roll|back] [--json]

@@ -2,7 +2,8 @@
 
     .venv/bin/python tests/bench/roll_days.py [--hosts 7500] [--json]
 
-The jobs are those of tests/unit/pool/days.py: the queue is never empty, and the end of a job isn't known in advance.
+The jobs are those of tests/support/pools/simulated/days.py: the queue is never empty, and the end of a job isn't known
+in advance.
 
     roll_days               days until every host has its image
     gpu_hours_idle_percent  host-hours without a job because of the roll, as a share of all, goal <= 1
@@ -35,9 +36,9 @@ from image_builder.pool.show.report import counts  # noqa: E402
 from tests.support.arm.fleet import NEW  # noqa: E402
 from tests.support.arm.limits import Limits  # noqa: E402
 from tests.support.arm.model import Request  # noqa: E402
-from tests.unit.pool.days import Days  # noqa: E402
-from tests.unit.pool.rolls import plan, roll  # noqa: E402
-from tests.unit.pool.test_scale_set_roll import Rolling  # noqa: E402
+from tests.support.arm.rolling import Rolling  # noqa: E402
+from tests.support.pools.simulated.days import Days  # noqa: E402
+from tests.support.pools.simulated.rolls import plan, roll  # noqa: E402
 
 _IDLE_GOAL, _THROTTLE_GOAL = 1.0, 0.5
 _SPAN = 600.0

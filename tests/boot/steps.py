@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -389,8 +389,3 @@ def mismatches(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[st
         for name, wanted in expected.items()
         if not (found.get(name) in wanted if isinstance(wanted, tuple) else found.get(name) == wanted)
     ]
-
-
-def described(steps: Sequence[Step]) -> str:
-    """Return the descriptions of steps: the first line of each docstring."""
-    return " ".join((step.__doc__ or "").strip().partition("\n")[0] for step in steps)

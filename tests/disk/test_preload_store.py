@@ -1,4 +1,4 @@
-"""What the stages pack and rehearse: a pulled data root's exact files, nothing of the daemon that ran, shared bytes."""
+"""Packed and rehearsed stores: a pulled data root's exact files, nothing of the daemon that ran, shared bytes."""
 
 from __future__ import annotations
 

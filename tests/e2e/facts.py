@@ -1,4 +1,4 @@
-"""What a record of ``pending_pods`` must show. Times are only compared with each other, never with fixed limits."""
+"""Facts that a record of ``pending_pods`` must show. Times are compared with each other, never with fixed limits."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.machine.qemu import accelerator
+from image_builder.node.net.kube import MERGE_PATCH, path_of_node
 from image_builder.settings import REPO_ROOT, Settings
 from tests.boot.node import Image, Instance, Local, read_image
 from tests.e2e import command, roll_page
@@ -91,6 +92,10 @@ class Reimaged:
         """Cut the power, and power on with the OS disk of another image and the same local disk."""
         if self.instance is not None:
             self.instance.forget()
+            # QEMU's firmware has no id, so the node's is that of its OS disk; Azure's has the VM's.
+            path = path_of_node(Member(self.lab, self.instance, say).name)
+            status = {"status": {"nodeInfo": {"systemUUID": joins.VM_ID}}}
+            self.lab.admin.request("PATCH", f"{path}/status", status, MERGE_PATCH)
         folder = self.place / f"os-{len(self.seen)}"
         self.instance = Instance(self.images[version], folder)
         self._seed(folder)

@@ -1,4 +1,4 @@
-"""What a record of ``roll`` must show. There are no time limits here: an emulated machine is slow."""
+"""The facts that a record of ``roll`` must show. There are no time limits here: an emulated machine is slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a record of ``slices`` must show. There are no time limits here: an emulated machine is slow."""
+"""The facts that a record of ``slices`` must show. There are no time limits here: an emulated machine is slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``slices`` needs in addition to the lab: a container image of ansible-runner, and kubectl, from Debian packages.
+"""Additions to the lab that ``slices`` needs: a container image of ansible-runner, and kubectl, from Debian packages.
 
 The image is Debian's Python and OpenSSH client, with ansible-core and ansible-runner in this environment's versions:
 those that `requirements.lock` names.

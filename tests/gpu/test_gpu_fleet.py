@@ -1,7 +1,7 @@
 """Workers that are real processes and go wrong in every way: each is stopped in time, and named by its GPU.
 
 No GPU is needed: the workers are small programs. One of them is the program's own worker on interpreted kernels
-(tests/unit/node/gpu/smoke/library.py), so that the parent reads what a worker really prints.
+(tests/support/gpu_stand_in/libcuda.py), so that the parent reads what a worker really prints.
 """
 
 from __future__ import annotations
@@ -198,7 +198,10 @@ def _ends(pid: int) -> None:
 
 @contextmanager
 def _frozen(name: str) -> Iterator[Path]:
-    """Make a control group whose processes no signal can end while it is frozen: the nearest thing to a hung driver."""
+    """Make a control group whose processes no signal can end while it is frozen: the nearest thing to a hung driver.
+
+    With the prefix of builds, a build next to this would remove it while it is empty.
+    """
     group = FREEZER / name
     group.mkdir()
     try:
@@ -215,7 +218,7 @@ def _frozen(name: str) -> Iterator[Path]:
 # Only a frozen process is sure to survive SIGKILL; many hosts only have version 2, which does kill frozen processes.
 @pytest.mark.skipif(not (FREEZER / "cgroup.procs").exists(), reason="no version 1 freezer on this host")
 def test_a_worker_that_nothing_ends_is_given_up_and_named() -> None:
-    with _frozen(f"image-builder-test-{os.getpid()}") as group:
+    with _frozen(f"frozen-test-{os.getpid()}") as group:
         program = f"""
 measured()
 open("{group}/cgroup.procs", "w").write(str(os.getpid()))
@@ -318,15 +321,15 @@ INTERPRETED = """
 import sys
 from dataclasses import replace
 from image_builder.node.gpu.smoke import bandwidth, memory, reference, worker
-from tests.unit.node.gpu.smoke import library
+from tests.support.gpu_stand_in import libcuda
 uuid, drill = sys.argv[1], sys.argv[2]
 worker.SEEDS = memory._BLOCKS_PER_SM = bandwidth._BLOCKS_PER_SM = 1
 worker.PLANS["boot-quick"] = worker.Plan(
     0, 0, 0.25, 0, 1, warm_seconds=0, chunk=8192, unit=1024, hbm_bytes=4096, link_bytes=4096, tile=128,
     cases=tuple(replace(case, steps=1, rounds=1) for case in reference.CASES), tensor_cases=lambda _: (),
 )
-gpu = library.Gpu(uuid, sms=1, bytes=80 * 1024)
-sys.exit(worker.run(uuid, "boot-quick", 5, drill=drill, driver=library.Driver(gpu)))
+gpu = libcuda.Gpu(uuid, sms=1, bytes=80 * 1024)
+sys.exit(worker.run(uuid, "boot-quick", 5, drill=drill, driver=libcuda.Driver(gpu)))
 """
 
 

@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -181,11 +181,13 @@ def test_a_port_that_is_taken_and_settings_that_are_wrong(tmp_path: Path) -> Non
 
 
 class Echo(serving.Handler):
+    may_answer: ClassVar = threading.Event()  # what is slow
+
     def respond(self) -> None:
         if self.path.startswith("/bug"):
             raise RuntimeError(self.path)
         if self.path.startswith("/slow"):
-            time.sleep(1.5)
+            self.may_answer.wait(60)
         if self.command == "POST":
             self.body(int(self.headers["Content-Length"]))
         self.answer(200, {"path": self.path})
@@ -193,7 +195,7 @@ class Echo(serving.Handler):
 
 @contextmanager
 def echoing(**more: Any) -> Iterator[serving.Server]:
-    with running(serving.Server(("127.0.0.1", 0), Echo, **{"most": 2, "seconds": 0.5, **more})) as server:
+    with running(serving.Server(("127.0.0.1", 0), Echo, **{"most": 2, "seconds": 5, **more})) as server:
         yield server
 
 
@@ -216,10 +218,10 @@ def drip(one: socket.socket) -> None:
 def test_silent_and_slow_clients_are_hung_up_on() -> None:
     with echoing() as server, ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(5)]
-        for one in slow[:3]:
+        for one in slow[2:]:
             one.sendall(b"GET /x HTTP/1.1\r\nX: ")
         assert echo(server) == 200
-        for one in slow[:2]:
+        for one in slow[3:]:
             # Trickling bytes doesn't extend the deadline.
             with pytest.raises(OSError, match="pipe|reset"):
                 drip(one)
@@ -233,7 +235,7 @@ def connected(server: serving.Server, stack: ExitStack, source: str = "127.0.0.1
 
 def test_hundreds_of_silent_connections_keep_nobody_waiting() -> None:
     """With the broker's limits: every client is answered promptly, even one from the same address."""
-    with echoing(most=64, per_address=16, seconds=30) as server, ExitStack() as stack:
+    with echoing(most=64, per_address=16, seconds=30, patience=30) as server, ExitStack() as stack:
         sources = [f"127.0.1.{number}" for number in range(1, 7)]
         silent = [connected(server, stack, sources[number % 6]) for number in range(300)]
         for one in silent[::3]:
@@ -243,7 +245,7 @@ def test_hundreds_of_silent_connections_keep_nobody_waiting() -> None:
             one = connected(server, stack, source)
             one.sendall(b"GET /x HTTP/1.0\r\n\r\n")
             assert b" 200 " in one.recv(4096)
-            assert time.monotonic() - began < 2, f"{source} waited"
+            assert time.monotonic() - began < 20, f"{source} waited"
 
 
 def test_an_address_has_its_share_and_takes_no_more() -> None:
@@ -259,14 +261,26 @@ def test_an_address_has_its_share_and_takes_no_more() -> None:
 
 
 def test_a_request_has_three_seconds_to_come_and_its_answer_longer() -> None:
-    with echoing(most=2, seconds=30, patience=0.5) as server, ExitStack() as stack:
+    Echo.may_answer.clear()
+    with echoing(most=2, seconds=30, patience=2) as server, ExitStack() as stack:
         one = connected(server, stack)
         one.sendall(b"GET /slow HTTP/1.0\r\n\r\n")
         late = connected(server, stack)
         late.sendall(b"POST /x HTTP/1.0\r\nContent-Length: 5\r\n\r\n")
         began = time.monotonic()
-        assert late.recv(1) == b"" and time.monotonic() - began < 1.4
+        assert late.recv(1) == b"" and time.monotonic() - began < 20
+        Echo.may_answer.set()
         assert b" 200 " in one.recv(4096)
+
+
+def test_headers_that_are_too_long_are_refused() -> None:
+    """One client alone could otherwise fill the broker's memory: nothing has proven yet who it is."""
+    with echoing(seconds=30) as server, ExitStack() as stack:
+        one = connected(server, stack)
+        with suppress(OSError):  # it is hung up on while it sends
+            one.sendall(b"GET /x HTTP/1.1\r\n" + (b"a: " + b"x" * 65_000 + b"\r\n") * 99)
+            assert one.recv(4096).split()[1:2] in ([], [b"431"])
+        assert echo(server) == 200
 
 
 def test_the_end_waits_for_nobody(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import mounts
+from image_builder.node import files, mounts
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu import nvml
 from image_builder.node.health import apart, clock, gpu, kernel_log, storage
@@ -179,6 +181,32 @@ def test_work_apart_gives_its_answer_or_says_why_not() -> None:
         apart.run(lambda: int("no"), "it", 10)
     with pytest.raises(NodeError, match="without an answer"):
         apart.run(lambda: os.kill(os.getpid(), signal.SIGKILL), "it", 10)
+
+
+def test_work_apart_does_not_share_its_parents_lock(tmp_path: Path) -> None:
+    """Or work that hangs would keep it when its parent is killed, and no other look could start."""
+
+    def open_files() -> list[str]:
+        return [os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()]
+
+    path = tmp_path / "lock"
+    with files.lock(path):
+        assert os.fspath(path) in open_files()
+        assert os.fspath(path) not in apart.run(open_files, "it", 10)
+
+
+def test_work_that_hangs_ends_without_its_parent() -> None:
+    """A look that takes too long is killed alone: systemd doesn't wait for what it leaves behind."""
+    hangs = "lambda: (os.write(1, str(os.getpid()).encode()), signal.pause())"
+    program = f"import os, signal; from image_builder.node.health import apart; apart.run({hangs}, 'it', 0.5)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout
+        pid = int(os.read(parent.stdout.fileno(), 20))
+        parent.kill()
+        end = time.monotonic() + 30
+        while apart.started(pid) and time.monotonic() < end:
+            time.sleep(0.1)
+    assert apart.started(pid) == ""
 
 
 def test_work_that_hangs_after_its_answer_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

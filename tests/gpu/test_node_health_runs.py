@@ -35,7 +35,8 @@ REPO = Path(__file__).resolve().parents[2]
 START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; run = Path(sys.argv[2]); "
     "from image_builder.node.health import command; from image_builder.node.health.model import Places; "
-    "sys.exit(command.run(places=Places(run=run, kvp=run / 'kvp'), directory=Path(sys.argv[3])))"
+    "places = Places(run=run, kvp=run / 'kvp', kubelet=run / 'kubelet'); "
+    "sys.exit(command.run(places=places, directory=Path(sys.argv[3])))"
 )
 
 
@@ -204,9 +205,12 @@ def test_killed_at_any_time_leaves_no_half_file(node: Node) -> None:
     chance = random.Random(5)
     killed = 0
     for _ in range(25):
-        process = node.start()
-        time.sleep(chance.uniform(0.1, 1.2) * whole)
-        process.send_signal(signal.SIGKILL)
+        began, process = time.monotonic(), node.start()
+        try:
+            process.wait(chance.uniform(0.1, 1.2) * whole)
+            whole = min(whole, time.monotonic() - began)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
         killed += process.wait() == -signal.SIGKILL
         process.communicate()
         assert node.known()["format"] == 1
@@ -223,7 +227,7 @@ def test_killed_at_any_time_leaves_no_half_file(node: Node) -> None:
 
 @dataclass
 class Api:
-    """An API server that records the requests it gets; ``answers`` are given in order, then 200."""
+    """An API server that records the requests it gets; ``answers`` to PATCHes are given in order, then 200."""
 
     url: str = ""
     asked: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
@@ -243,10 +247,13 @@ def api_server(folder: Path) -> Iterator[tuple[Api, Path]]:
             assert self.headers["Authorization"] == "Bearer of-the-kubelet"
             api.asked.append((self.command, self.path, body))
             status, headers = api.answers.pop(0) if api.answers else (200, {})
-            said = b'{"kind": "Status", "message": "not now"}'
+            self.reply(status, headers, {"kind": "Status", "message": "not now"})
+
+        def reply(self, status: int, headers: dict[str, str], value: dict[str, Any]) -> None:
+            said = json.dumps(value).encode()
             self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(said))}.items():
-                self.send_header(name, value)
+            for name, text in {**headers, "Content-Length": str(len(said))}.items():
+                self.send_header(name, text)
             self.end_headers()
             self.wfile.write(said)
 
@@ -273,7 +280,10 @@ def api_server(folder: Path) -> Iterator[tuple[Api, Path]]:
 
 def conditions(api: Api) -> list[tuple[str, str]]:
     return [
-        (one["status"], one["reason"]) for _, _, body in api.asked for one in body["status"]["conditions"]
+        (one["status"], one["reason"])
+        for verb, _, body in api.asked
+        if verb == "PATCH"
+        for one in body["status"]["conditions"]
     ]
 
 
@@ -306,13 +316,50 @@ def test_kubernetes_is_told_of_changes_alone(node: Node, tmp_path: Path) -> None
         assert names == [None, None, None, "GGBB90904476"]
 
 
+def test_a_node_that_registered_again_gets_its_condition_back(node: Node, tmp_path: Path) -> None:
+    link = node.base / "run/kubelet"
+    with api_server(tmp_path) as (api, kubeconfig):
+        node.configure(kubeconfig=str(kubeconfig), node_name="worker-1", disabled=["network"])
+        (node.base / "run/kvp").write_bytes(kvp_record("PhysicalHostName", "GGBB90904476"))
+        os.symlink("1" * 32, link)
+        node.look()
+        first = api.asked.pop()[2]
+        (condition,) = first["status"]["conditions"]
+
+        def look(invocation: str) -> list[dict[str, Any]]:
+            link.unlink(missing_ok=True)
+            if invocation:
+                os.symlink(invocation, link)
+            before = len(api.asked)
+            node.look()
+            return [body for _, _, body in api.asked[before:]]
+
+        time.sleep(1.1)  # until the next second
+        (again,) = look("2" * 32)
+        assert again["metadata"] == first["metadata"]
+        # It may be the same Node, which a person has admitted since: a new time would take it out.
+        changed = {"lastHeartbeatTime": again["status"]["conditions"][0]["lastHeartbeatTime"]}
+        assert again["status"]["conditions"] == [condition | changed] != [condition]
+        assert look("2" * 32) == [] and look("") == []
+        # The kubelet has started, but not registered yet.
+        api.answers = [(404, {})]
+        assert len(look("5" * 32)) == 1 and look("5" * 32) == []
+        state = json.loads((node.base / "run/health-state.json").read_bytes())
+        assert state["reported"]["failures"] == 1
+        state["reported"]["not_before"] = 0
+        (node.base / "run/health-state.json").write_text(json.dumps(state))
+        assert len(look("5" * 32)) == 1 and look("5" * 32) == []
+
+
 def test_api_server_that_refuses_is_left_alone_as_long_as_it_asks(node: Node, tmp_path: Path) -> None:
     with api_server(tmp_path) as (api, kubeconfig):
-        api.answers = [(429, {"Retry-After": "2"})]
+        api.answers = [(429, {"Retry-After": "3600"})]
         node.configure(kubeconfig=str(kubeconfig), disabled=["network"])
         assert "could not be set" in node.look()
         state = json.loads((node.base / "run/health-state.json").read_bytes())
-        assert state["reported"]["failures"] == 1 and state["reported"]["not_before"] > time.monotonic() + 1
+        assert (
+            state["reported"]["failures"] == 1 and state["reported"]["not_before"] > time.monotonic() + 3000
+        )
         assert node.metrics()["node_health_condition_failures"] == 1
         node.look()
         assert len(api.asked) == 1

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.images.builds import REPO
-from tests.unit.node.test_preflight_role import rendered
+from tests.support.roles.templates import render
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
@@ -109,7 +109,7 @@ print(json.dumps(seen))
 
 
 def shortened(name: str, directory: Path) -> str:
-    text = rendered(f"{name}.j2")
+    text = render("gpu_preflight", f"{name}.j2")
     for old, new in {"=2min": "=1", "=7min": "=2", "=22min": "=3", "=52min": "=4", "=30min": "=2"}.items():
         text = text.replace(old, new)
     text = text.replace("RandomizedDelaySec=30", "").replace("RestartSec=30", "RestartSec=1")
@@ -136,8 +136,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (units / "kubelet.service").write_text(KUBELET)
     for name in ("preflight.service", "preflight-again.service", "preflight-again.timer"):
         (units / name).write_text(shortened(name, directory))
-    (units / "kubelet.service.d/20-preflight.conf").write_text(rendered("kubelet.conf.j2"))
-    (directory / "hard.conf").write_text(rendered("kubelet.conf.j2", gpu_preflight_hard=True))
+    for path, hard in (
+        (units / "kubelet.service.d/20-preflight.conf", False),
+        (directory / "hard.conf", True),
+    ):
+        # Without a cluster, as in the agent's settings here.
+        path.write_text(
+            render("gpu_preflight", "kubelet.conf.j2", gpu_preflight_hard=hard, gpu_preflight_kubeconfig="")
+        )
     namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
     done = subprocess.run(
         [*namespaces, sys.executable, "-c", DRIVER, directory],

@@ -15,7 +15,7 @@ import pytest
 
 from image_builder.node.join import config
 from image_builder.node.preflight.model import CONDITION
-from tests.e2e import join_facts, join_lab, join_page
+from tests.e2e import join_facts, join_lab
 from tests.e2e.join import RECORD
 from tests.e2e.join_machine import Watched, deployment, running
 from tests.support.control_plane import gates
@@ -121,10 +121,6 @@ def test_facts_see_what_is_wrong(record: Record, change: Callable[[Record], None
     other = copy.deepcopy(record)
     change(other)
     assert join_facts.broken(other) != []
-
-
-def test_the_page_is_of_the_record(record: Record) -> None:
-    assert join_page.PAGE.read_text(encoding="utf-8") == join_page.text(record)
 
 
 # -- its parts -------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from image_builder.pool.run.progress import replay
 from image_builder.pool.run.records import Intent, Record
 from image_builder.pool.run.resume import take_up
 from image_builder.pool.run.state import Progress
-from tests.unit.pool.simulation import make, make_hosts
+from tests.support.pools.simulated.rollouts import make, make_hosts
 
 # Doesn't need root, but starts processes.
 pytestmark = [pytest.mark.root, pytest.mark.process]

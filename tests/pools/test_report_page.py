@@ -16,9 +16,8 @@ from image_builder.pool.show.report import report
 from tests.support.arm.fleet import DEFINITION
 from tests.support.pools import browser
 from tests.support.pools.browser import Tab
-from tests.unit.pool.report_runs import HOSTILE, deadline_run, hostile_run, large_run
-from tests.unit.pool.simulation import make, simulate
-from tests.unit.pool.test_simulation import FAULTS, WIDE
+from tests.support.pools.simulated.report_runs import HOSTILE, deadline_run, hostile_run, large_run
+from tests.support.pools.simulated.rollouts import BAD_DAY, WIDE, make, simulate
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
@@ -92,7 +91,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bad_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the page of a run with all kinds of failures, a red gate, soaks and late hosts."""
-    progress, _, records = simulate(make(600, WIDE), FAULTS)
+    progress, _, records = simulate(make(600, WIDE), BAD_DAY)
     return _write(tmp_path_factory.mktemp("bad_day"), (progress, records))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e import slices_facts, slices_image, slices_page, slices_run
+from tests.e2e import slices_facts, slices_image, slices_run
 from tests.e2e.slices import RECORD
 from tests.support import slices_howto
 from tests.support.pools.fleet import new_key
@@ -166,10 +166,6 @@ def test_facts_see_what_is_wrong(record: Record, change: Callable[[Record], None
     other = copy.deepcopy(record)
     change(other)
     assert slices_facts.broken(other) != []
-
-
-def test_the_page_is_of_the_record(record: Record) -> None:
-    assert slices_page.PAGE.read_text(encoding="utf-8") == slices_page.text(record)
 
 
 # -- its parts -------------------------------------------------------------------------------------------------

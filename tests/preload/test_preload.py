@@ -1,4 +1,4 @@
-"""What a change of the list pulls, with the real command: only the images that are new."""
+"""The pulls after a change of the list, with the real command: only the images that are new."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from tests.support.registries.pulls import (
 pytestmark = pytest.mark.root
 
 
-@pytest.fixture(scope="module", params=every_engine(nightly=True))
+@pytest.fixture(scope="module", params=every_engine(newest=True))
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

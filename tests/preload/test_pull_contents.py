@@ -30,7 +30,7 @@ _ELSEWHERE = "https://nowhere.company.test"
 _FOREIGN = "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip"
 
 
-@pytest.fixture(scope="module", params=every_engine(nightly=True))
+@pytest.fixture(scope="module", params=every_engine(newest=True))
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

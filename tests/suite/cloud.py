@@ -151,6 +151,7 @@ record(
 record(
     "test_agent_leaves_the_local_disk_alone",
     change("/etc/waagent.conf", "ResourceDisk.Format=n", "ResourceDisk.Format=y"),
+    change("/etc/waagent.conf", "AutoUpdate.Enabled=n\n", ""),
 )
 record("test_no_agent_is_installed", write("/usr/sbin/waagent", mode=0o755))
 record(
@@ -182,6 +183,7 @@ record(
     remove("/etc/systemd/system/multi-user.target.wants/network-accounting.service"),
     change(ACCOUNTING, "^StandardInputText=.*traffic=internal-out.*\n", ""),
     change(ACCOUNTING, "^StandardInputText=--append OUTPUT .*\n", ""),
+    change(ACCOUNTING, " ! --out-interface lo", ""),
     change(ACCOUNTING, "^Restart=.*\n", ""),
 )
 

@@ -1,61 +1,17 @@
-"""Names say what a value is: bindings named by a bare participle or pronoun are counted, and may only get fewer."""
+"""Names say what a value is: bare participles and pronouns may only get fewer. Docstrings say what a module is."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+import re
 
 from image_builder.settings import REPO_ROOT
+from tests.support.vague_names import VAGUE, bindings, vague
 
-# Names that say how a value came about, not what it is. `found_disks` is fine.
-VAGUE = frozenset(
-    {
-        *(
-            "found",
-            "made",
-            "told",
-            "said",
-            "wanted",
-            "known",
-            "what",
-            "words",
-            "one",
-            "there",
-            "seen",
-            "given",
-            "asked",
-        ),
-        *("kept", "taken", "left", "mine", "theirs", "whose", "which"),
-    }
-)
 # The largest share of all bindings that may be vague.
 MOST = 0.005
-
-
-def bindings(tree: ast.AST) -> Iterator[str]:
-    """Yield each name that a module binds to a value: variables, fields and parameters."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                yield name
-            case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
-                yield name
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                yield name
-            case _:
-                pass
-
-
-def vague(root: Path) -> tuple[Counter[str], int]:
-    """Return how often each vague name is bound below a directory, and the number of all bindings."""
-    names = Counter(
-        name.strip("_").lower()
-        for path in sorted(root.rglob("*.py"))
-        for name in bindings(ast.parse(path.read_text(encoding="utf-8")))
-    )
-    return Counter({name: count for name, count in names.items() if name in VAGUE}), names.total()
+# A module's docstring that begins with a question word.
+QUESTION = re.compile(r'(?:#.*\n)*r?"""(?:How|What|When|Where|Whether|Which|Who|Whom|Whose|Why)\b')
 
 
 def test_few_names_are_vague() -> None:
@@ -78,3 +34,10 @@ def test_every_kind_of_binding_is_counted() -> None:
     )
     names = {name.lower() for name in bindings(ast.parse(source))}
     assert names & VAGUE == VAGUE - {"words", "there", "mine", "theirs", "whose", "which"}
+
+
+def test_no_module_is_described_by_a_question() -> None:
+    paths = [
+        path for folder in ("image_builder", "roles", "tests") for path in (REPO_ROOT / folder).rglob("*.py")
+    ]
+    assert not [str(path) for path in paths if QUESTION.match(path.read_text(encoding="utf-8"))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,14 +54,33 @@ def test_page_is_current(name: str, page: object, repo_root: Path, request: pyte
     assert file.read_text(encoding="utf-8") == page(), "rewrite it: pytest tests/unit --update-golden"
 
 
+@functools.cache
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text(encoding="utf-8"))
+    counts: Counter[str] = Counter()
+    anchors = set()
+    for heading in re.findall(r"(?m)^#+ (.+?)\s*$", text):
+        shown = re.sub(r"\]\(.*?\)", "", heading.lower())
+        name = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
+        anchors.add(f"{name}-{counts[name]}" if counts[name] else name)
+        counts[name] += 1
+    return anchors
+
+
+def _leads(page: Path, link: str, anchor: str) -> bool:
+    target = page.parent / link if link else page
+    return target.exists() and (not anchor or target.suffix != ".md" or anchor in _anchors(target))
+
+
 def test_links_between_pages_lead_somewhere(repo_root: Path) -> None:
     pages = [*repo_root.glob("*.md"), *(repo_root / "docs").rglob("*.md")]
     assert len(pages) > 10
     broken = [
-        f"{page.relative_to(repo_root)}: {link}"
+        f"{page.relative_to(repo_root)}: {link}{f'#{anchor}' if anchor else ''}"
         for page in pages
-        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-        if "://" not in link and not (page.parent / link).exists()
+        for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8"))
+        if "://" not in link and not _leads(page, link, anchor)
     ]
     assert broken == []
 

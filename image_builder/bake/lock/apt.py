@@ -17,8 +17,11 @@ from pathlib import Path
 from image_builder.bake.lock import apt_auth
 from image_builder.bake.lock.fetch import located
 from image_builder.bake.lock.model import DEBIAN, SECURITY, LockedFile, LockedPackage
-from image_builder.errors import CommandError, FetchError, HostError, LockError
+from image_builder.bake.lock.repository import known_control
+from image_builder.bake.pull import retry
+from image_builder.errors import CommandError, FetchError, HostError, LockError, SpaceError
 from image_builder.system import process
+from image_builder.system.trees import sha256
 
 _URI = re.compile(r"^'(?P<uri>[^']+)' (?P<name>\S+) (?P<size>\d+) SHA256:(?P<sha256>[0-9a-f]{64})")
 _IDENTITY = ("Package", "Version", "Architecture")
@@ -75,10 +78,18 @@ class Apt:
 
     def _run(self, argv: Sequence[str]) -> str:
         env = {"APT_CONFIG": os.fspath(self.path / "apt.conf"), "DEBIAN_FRONTEND": "noninteractive"}
-        return process.run(argv, env=env, cwd=self.path).stdout
+        try:
+            return process.run(argv, env=env, cwd=self.path).stdout
+        except CommandError as error:
+            if retry.classify(error.tail) != "full":
+                raise
+            raise SpaceError(
+                f"no space left for the package indices in {self.path}",
+                hint="free some: image-builder store gc --keep 1; or another disk: --store DIR",
+            ) from error
 
     def update(self) -> None:
-        """Fetch the indices. Raises FetchError when any is missing, expired, or not properly signed."""
+        """Fetch the indices. Raises FetchError when any is missing, expired, or not properly signed, SpaceError."""
         try:
             self._run(["apt-get", "update", "--error-on=any", "-q"])
         except CommandError as error:
@@ -134,13 +145,13 @@ class Apt:
         pins = (f"Package: {p.name}\nPin: version {p.version}\nPin-Priority: 1000\n" for p in packages)
         (self.path / "etc/preferences.d/known").write_text("\n".join(pins), encoding="utf-8")
 
-    def mark_installed(self, packages: Sequence[LockedPackage], controls: Path) -> list[LockedPackage]:
+    def mark_installed(self, packages: Sequence[LockedPackage], debs: Path) -> list[LockedPackage]:
         """Mark the packages of an earlier lock as installed; return those that nothing is known about.
 
-        ``controls`` holds the control files of fetched packages, by SHA-256; the indices may know the others. If any
+        ``debs`` holds fetched packages and their control files, by SHA-256; the indices may know the others. If any
         package is unknown, none is marked.
         """
-        fetched = {p.sha256: _text(controls / f"{p.sha256}.control").strip() for p in packages}
+        fetched = {p.sha256: _control(debs, p.sha256).strip() for p in packages}
         others = [p for p in packages if not fetched[p.sha256]]
         indexed = self._indexed(others)
         unknown = [p for p in others if _identity(p) not in indexed]
@@ -224,6 +235,13 @@ def _list_name(uri: str) -> str:
     rest = re.sub(r"^[a-z+]+:(//)?([^/@]*@)?", "", located(uri).rstrip("/"))
     quoted = re.sub(r'[\\|{}\[\]<>"^~_=!@#$%&*]', lambda match: f"%{ord(match[0]):02x}", rest)
     return quoted.replace("/", "_") + "_"
+
+
+def _control(debs: Path, name: str) -> str:
+    """Return a fetched package's control stanza; empty if there is none, or only a damaged package to read it from."""
+    control, package = debs / f"{name}.control", debs / name
+    recorded = control.exists() and control.stat().st_size
+    return known_control(debs, name) if recorded or (package.exists() and sha256(package) == name) else ""
 
 
 def _identity(package: LockedPackage) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ A file appears under its SHA-256 only once it is complete and correct; until the
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import threading
@@ -17,11 +18,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import urllib3
 
 from image_builder.bake.lock import apt_auth
-from image_builder.errors import FetchError
+from image_builder.errors import FetchError, SpaceError
 from image_builder.system import trees
 from image_builder.system.web import pool, split_credentials
 
@@ -34,14 +36,40 @@ _TIMEOUT = urllib3.Timeout(connect=20, read=30)
 # Give up on a mirror that only trickles: fewer bytes per second than this, over so many seconds, as for container
 # images.
 _LEAST_RATE, _RATE_SECONDS = 16_384, 300.0
-_RETRIES = urllib3.Retry(
-    total=4, backoff_factor=0.5, backoff_jitter=0.5, status_forcelist=(429, 500, 502, 503, 504)
-)
 
 # Names the directory for relative ``file:`` addresses, of programs that no mirror has.
 PROGRAMS = "IMAGE_BUILDER_PROGRAMS"
 
 Progress = Callable[[int, int], None]
+
+
+class _Retries(urllib3.Retry):
+    """Retries whose waits, and which themselves, end with the fetch: when ``stop`` is set."""
+
+    def __init__(self, stop: threading.Event, **options: Any) -> None:
+        super().__init__(**options)
+        self._stop = stop
+
+    def new(self, **options: Any) -> Self:
+        return super().new(stop=self._stop, **options)
+
+    def sleep(self, response: urllib3.BaseHTTPResponse | None = None) -> None:
+        """Wait before the next attempt. Raises FetchError if the fetch ends."""
+        asked = self.get_retry_after(response) if response else None
+        if self._stop.wait(asked or self.get_backoff_time()):
+            raise FetchError("cancelled")
+
+
+def _retries(stop: threading.Event) -> _Retries:
+    return _Retries(
+        stop,
+        total=4,
+        backoff_factor=0.5,
+        backoff_jitter=0.5,
+        status_forcelist=(429, 500, 502, 503, 504),
+        # A Retry-After is obeyed up to two minutes each time: nothing shows that a fetch only waits.
+        retry_after_max=120,
+    )
 
 
 @dataclass(frozen=True)
@@ -64,16 +92,16 @@ def fetch(
 
     A cached file is hashed before it is trusted, and fetched again if it doesn't match. Downloads run in parallel, to
     ``scratch`` (on the filesystem of ``cache``) until they are complete; ``progress`` gets (bytes done, total bytes).
-    Raises FetchError naming the files that failed, ten at most. An interrupted wait cancels all downloads.
+    Raises FetchError naming the files that failed, ten at most, and SpaceError. An interrupted wait cancels all
+    downloads.
     """
     files = {w.sha256: w for w in downloads}
     missing = [w for w in files.values() if not _is_cached(cache / w.sha256, w.sha256)]
     total, done = sum(w.size or 0 for w in missing), 0
     failures: list[str] = []
-    pools = {
-        _site(w.url): pool(w.url, retries=_RETRIES, timeout=_TIMEOUT, maxsize=_PARALLEL) for w in missing
-    }
     stop = threading.Event()
+    retries = _retries(stop)
+    pools = {_site(w.url): pool(w.url, retries=retries, timeout=_TIMEOUT, maxsize=_PARALLEL) for w in missing}
     with ThreadPoolExecutor(_PARALLEL) as workers:
         running = [workers.submit(_download, pools[_site(w.url)], w, cache, scratch, stop) for w in missing]
         try:
@@ -148,6 +176,11 @@ def _download(
     except urllib3.exceptions.HTTPError as error:
         raise FetchError(f"{item.name}: {address}: {_reason(error)}") from error
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SpaceError(
+                f"no space left for {item.name} in {cache}",
+                hint="free some: image-builder store gc --keep 1; or another disk: --store DIR",
+            ) from error
         raise FetchError(f"{item.name}: {address}: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)

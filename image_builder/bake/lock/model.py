@@ -84,13 +84,14 @@ class LockedImage(Strict):
 
 
 # Settings that matter only to nodes, not to an engine: changing them causes no pull.
-_OF_THE_NODE = frozenset({"mode", "required"})
+_OF_THE_NODE = frozenset({"mode"})
 
 
 class Image(LockedImage):
     """An image to preload: the definition's settings for it, and what it was locked to.
 
-    A pull doesn't include the ``mode``: what nodes do with an image concerns only the store.
+    A pull doesn't include the ``mode``: what nodes do with an image concerns only the store. It includes ``required``:
+    a pull that left an image out must not count once the image is required.
     """
 
     pin: bool
@@ -184,6 +185,11 @@ class Lock(Strict):
         """Return what a reference is locked to; None for one that was left out."""
         return next((image for image in self.images if image.ref == ref), None)
 
+    @property
+    def without_address(self) -> set[str]:
+        """Return third parties' repositories with no address: earlier versions locked ``debian-backports`` that way."""
+        return {n for n, uri in self.repositories.items() if uri is None and n not in (DEBIAN, SECURITY)}
+
     def group(self, name: str) -> LockedGroup:
         """Return a group; raises LockError when the lock was made for other stages."""
         try:
@@ -219,6 +225,7 @@ class Lock(Strict):
             reasons.append(f"source packages: locked {_pairs(locked)}, asked for {_pairs(sources)}")
         missing = {(a.url, a.sha256) for a in archives} - {(a.url, a.sha256) for a in self.archives}
         reasons += [f"archive not locked: {url}" for url, _ in sorted(missing)]
+        reasons += [f"repository locked without its address: {name}" for name in sorted(self.without_address)]
         return reasons
 
     @property

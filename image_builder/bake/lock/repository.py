@@ -82,6 +82,16 @@ def _control(cache: Path, package: LockedPackage, scratch: Path) -> str:
     return text
 
 
+def known_control(cache: Path, sha256: str) -> str:
+    """Return a package's control stanza, from its control file or itself; empty if the cache has no sound one."""
+    with suppress(FileNotFoundError):
+        if text := (cache / f"{sha256}.control").read_text(encoding="utf-8", errors="replace"):
+            return text
+    with suppress(NotAPackageError, OSError):
+        return read_control(cache / sha256)
+    return ""
+
+
 def read_control(package: Path) -> str:
     """Return a package's control stanza. Raises NotAPackageError, OSError."""
     try:

@@ -1,4 +1,4 @@
-"""What a definition needs from outside, stage by stage: the question that a lock answers."""
+"""A definition's external requirements, stage by stage: the question that a lock answers."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ class Requirements:
     """What a definition requires.
 
     ``groups`` are by stage name, each after the one that it is installed on; ``archives`` maps a layer to the files
-    that its roles fetch by address; ``preload`` has the references of the container images to preload.
+    that its roles fetch by address; ``preload`` has the references of the container images to preload, ``optional`` of
+    those that may be missing.
     """
 
     groups: Mapping[str, Group] = field(default_factory=dict)
     archives: Mapping[str, tuple[LockedArchive, ...]] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
+    optional: frozenset[str] = frozenset()
 
     def __or__(self, other: Requirements) -> Requirements:
         """Return the combined requirements of both."""
@@ -58,6 +60,7 @@ class Requirements:
             {**self.groups, **other.groups},
             {**self.archives, **other.archives},
             (*self.preload, *other.preload),
+            self.optional | other.optional,
         )
 
     @property
@@ -71,8 +74,9 @@ class Requirements:
         return tuple({a.sha256: a for archives in self.archives.values() for a in archives}.values())
 
     def unlocked_images(self, lock: Lock) -> list[str]:
-        """Return the references that ``lock`` doesn't mention."""
-        return [ref for ref in self.preload if lock.locked_image(ref) is None and ref not in lock.left_out]
+        """Return the references that ``lock`` has no digest for, except the optional ones that it leaves out."""
+        answered = self.optional.intersection(lock.left_out)
+        return [ref for ref in self.preload if lock.locked_image(ref) is None and ref not in answered]
 
     def misfit(self, lock: Lock) -> list[str]:
         """Return why ``lock`` doesn't meet these requirements, apart from images: one sentence per difference."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from image_builder.bake.pull.network import Endpoints, Mirrors
 from image_builder.bake.pull.registry import locate
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition, resolved_variables
-from image_builder.errors import DefinitionError, LockError, Problem, PullError
+from image_builder.errors import DefinitionError, FetchError, LockError, Problem, PullError
 from image_builder.events import Monitor, shown_stage
 from image_builder.settings import Settings
 
@@ -174,7 +174,7 @@ def _resolve(
             _require_debians(groups["base"])
             # A third-party repository is no reason to rebuild the base and the layers below its own.
             epoch = max(apt.release_dates({DEBIAN, SECURITY}).values())
-        repositories.update({s.id: None if s.id.startswith("debian") else s.uri for s in apt.sources})
+        repositories.update({s.id: None if s.id in (DEBIAN, SECURITY) else s.uri for s in apt.sources})
     return Lock(
         image=definition.name,
         source_date_epoch=epoch,
@@ -187,11 +187,19 @@ def _resolve(
 
 
 def _reusable(chain: list[str], needs: Requirements, previous: Lock | None) -> dict[str, LockedGroup]:
-    """Return the groups of a chain that a lock already answers, up to the first whose request has changed."""
+    """Return the groups of a chain that a lock already answers, up to the first that has to be resolved again.
+
+    That is the first whose request has changed, or one of whose packages no longer has an address.
+    """
     reusable: dict[str, LockedGroup] = {}
+    if previous is None:
+        return reusable
+    lost = previous.without_address
     for name in chain:
-        group = previous.groups.get(name) if previous else None
+        group = previous.groups.get(name)
         if group is None or group.differences(needs.groups[name].question):
+            break
+        if any(package.repository in lost for package in group.packages):
             break
         reusable[name] = group
     return reusable
@@ -268,10 +276,21 @@ def _sources(
     return sources
 
 
-def addresses(definition: ImageDefinition, settings: Settings, lock: Lock) -> dict[str, str]:
-    """Map a lock's repositories to where their files are fetched: from today's mirror, not the one used then."""
+def addresses(
+    definition: ImageDefinition, settings: Settings, lock: Lock, used: Container[str]
+) -> dict[str, str]:
+    """Map a lock's repositories to where their files are fetched: from today's mirror, not the one used then.
+
+    Raises FetchError if that is unknown for one that is ``used``; the others may have an empty address.
+    """
     mirror = settings.mirror or definition.base.mirror
     uris = {
         s.id: s.uri for s in debian_sources(definition.base.suite, ("main",), keyring(definition), mirror)
     }
-    return {name: uri or uris.get(name, "") for name, uri in lock.repositories.items()}
+    where = {name: uri or uris.get(name, "") for name, uri in lock.repositories.items()}
+    if unknown := sorted(name for name, address in where.items() if not address and name in used):
+        raise FetchError(
+            f"no mirror is known for {', '.join(unknown)}",
+            hint="set image_base.mirror or the variable IMAGE_BUILDER_MIRROR; image-builder lock makes a new lock",
+        )
+    return where

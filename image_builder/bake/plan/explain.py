@@ -1,4 +1,4 @@
-"""Why a stage will run: what differs from the last time its image was built."""
+"""The reasons why a stage will run: what differs from the last time its image was built."""
 
 from __future__ import annotations
 

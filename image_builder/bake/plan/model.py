@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from image_builder.canonical import JSON, digest
@@ -22,7 +23,7 @@ class StagePlan:
     ``ground`` are trees (topmost first) that a stage works in, and ``needs`` are further stages that must be finished
     for it to run. They don't decide its result: whatever counts about them is in ``options``. The container engine
     that pulls the preloaded images runs in the image's own tree, for example, but only its packages count. Neither
-    is part of the id.
+    is part of the id, nor are ``places``: where the files in ``code`` are that aren't this program's code.
     """
 
     name: str
@@ -33,6 +34,7 @@ class StagePlan:
     inputs: Mapping[str, str] = field(default_factory=dict)
     ground: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    places: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def requires(self) -> frozenset[str]:

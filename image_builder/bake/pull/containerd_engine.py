@@ -16,7 +16,6 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -265,7 +264,7 @@ class ContainerdEngine:
                     ways.append(stack.enter_context(gateway(client)))
                     lines += _mirror_by(ways[-1], mirror)
                 else:
-                    lines += _mirror(mirror, has_authority=self._authority(mirror).is_file())
+                    lines += _mirror(mirror)
             (place / "hosts.toml").touch(mode=0o600)
             (place / "hosts.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
             yield self._inside(folder), ways
@@ -273,15 +272,9 @@ class ContainerdEngine:
     def _client(self, reference: Reference, mirror: Mirror | None = None) -> RegistryClient:
         """Return a client of the registry or a mirror. Raises PullError if its credentials aren't available."""
         outbound = self.network.outbound
-        if mirror and mirror.ca and self._authority(mirror).is_file():
-            authorities = outbound.authorities + self._authority(mirror).read_bytes()
-            outbound = replace(outbound, authorities=authorities)
         return RegistryClient(
             reference, self.endpoints, mirror, outbound=outbound, retries=False, timeout=STREAM
         )
-
-    def _authority(self, mirror: Mirror) -> Path:
-        return self.root.path / mirror.ca.lstrip("/")
 
     def _inside(self, path: Path) -> str:
         return f"/{path.relative_to(self.root.path)}"
@@ -391,11 +384,9 @@ def _lowers(mounts: str) -> list[str]:
     return [mount["Source"]]
 
 
-def _mirror(mirror: Mirror, *, has_authority: bool) -> list[str]:
+def _mirror(mirror: Mirror) -> list[str]:
     """Return the table of ``hosts.toml`` for a mirror."""
     lines = [f"[host.{_toml(mirror.url)}]", 'capabilities = ["pull", "resolve"]']
-    if mirror.ca and has_authority:
-        lines.append(f"ca = {_toml(mirror.ca)}")
     lines += [f"{name} = true" for name in ("skip_verify", "override_path") if getattr(mirror, name)]
     return lines
 

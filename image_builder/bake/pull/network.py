@@ -1,4 +1,4 @@
-"""How registries are reached: through the mirrors, proxy and CAs declared for the nodes or, outside DNS, by address."""
+"""Access to registries: through the mirrors, proxy and CAs declared for the nodes or, outside DNS, by address."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ Endpoints = Mapping[str, Endpoint]
 
 @dataclass(frozen=True)
 class Mirror:
-    """A mirror as in containerd's ``hosts.toml``; ``ca`` is a path in the image."""
+    """A mirror as in containerd's ``hosts.toml``; its CA is among the declared ones."""
 
     url: str
-    ca: str = ""
     skip_verify: bool = False
     override_path: bool = False
 
@@ -38,7 +37,6 @@ class Mirror:
         """Return a mirror as declared in the role's variable."""
         return cls(
             str(variable["url"]),
-            str(variable.get("ca", "")),
             bool(variable.get("skip_verify", False)),
             bool(variable.get("override_path", False)),
         )

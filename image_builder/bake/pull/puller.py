@@ -43,7 +43,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """An image to pull; one that is not ``required`` may fail."""
+    """An image to pull; one that is not ``required`` may fail, except because the disk is full."""
 
     image: LockedImage
     required: bool = True
@@ -60,6 +60,11 @@ class _Job:
     attempts: list[dict[str, JSON]] = field(default_factory=list)
     state: str = "waiting"
     error: str = ""
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether it failed and nothing can be made without it."""
+        return self.state == "failed" and (self.request.required or retry.classify(self.error) == "full")
 
 
 @dataclass(frozen=True)
@@ -94,10 +99,9 @@ class Puller:
         self._over = threading.Event()
 
     def pull(self, requests: Sequence[Request]) -> Pulled:
-        """Pull all images. A required image that fails ends the others.
+        """Pull all images. A required image that fails ends the others, as does a full disk.
 
-        Raises PullError naming every required image that failed, its layer, its last known state, and for how long
-        nothing arrived.
+        Raises PullError naming every such image, its layer, its last known state, and for how long nothing arrived.
         """
         began = now()
         # Large ones first, so that the last to finish isn't one that began last.
@@ -110,7 +114,7 @@ class Puller:
                 self._end_all(jobs, "the build ends")
                 raise
         records: list[Mapping[str, JSON]] = [_record(job, began) for job in jobs]
-        lost = [j for j in jobs if j.state == "failed" and j.request.required]
+        lost = [j for j in jobs if j.is_lost]
         if not lost and (self._stop.is_set() or not self.engine.alive()):
             lost = [j for j in jobs if j.state != "done"]
         if lost:
@@ -126,7 +130,7 @@ class Puller:
             for future in done:
                 future.result()
                 job = running[future]
-                if job.state == "failed" and job.request.required:
+                if job.is_lost:
                     self._end_all(list(running.values()), f"given up, since {job.request.image.ref} failed")
             # A runtime doesn't say when a layer leaves its queue. While it downloads nothing, there is no queue.
             busy = any(j.attempt and j.attempt.downloads for j in running.values())

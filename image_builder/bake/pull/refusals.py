@@ -33,15 +33,11 @@ def retry_after(ref: str, digest: str, endpoints: Endpoints, network: Network) -
 
 
 def mirror_failures(ref: str, digest: str, endpoints: Endpoints, network: Network) -> dict[str, str]:
-    """Return why the mirrors of an image's registry don't serve it now, by the mirrors' addresses.
-
-    A mirror whose CA is a file of the image isn't asked: that file can't be read here.
-    """
+    """Return why the mirrors of an image's registry don't serve it now, by the mirrors' addresses."""
     image = parse(ref)
     refusals = {
         mirror.server: _refusal(image, digest, endpoints, mirror, network.outbound)
         for mirror in network.mirrors.get(image.registry, ())
-        if not mirror.ca
     }
     return {server: refusal.reason for server, refusal in refusals.items() if refusal}
 

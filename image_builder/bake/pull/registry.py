@@ -119,13 +119,7 @@ def locate(
             with RegistryClient(image, endpoints, mirror, outbound=outbound, retries=False) as client:
                 return _locate(ref, platform, client)
         except PullError as error:  # as with a runtime, a mirror that lacks it or doesn't answer is skipped
-            authority = (
-                f" (its `ca`, {mirror.ca}, is a file of the image, which can't be read here: declare that CA in"
-                " container_runtime_ca_certificates)"
-                if mirror.ca
-                else ""
-            )
-            failures.append(f"\n  mirror {mirror.url}: {error.message.removeprefix(f'{ref}: ')}{authority}")
+            failures.append(f"\n  mirror {mirror.url}: {error.message.removeprefix(f'{ref}: ')}")
     try:
         with RegistryClient(image, endpoints, outbound=outbound) as client:
             client.retries = retries = _RETRIES.new()

@@ -1,4 +1,4 @@
-"""Whether and when to retry a failed pull: pure, based on the runtimes' messages.
+"""The retry policy for failed pulls: whether and when, based on the runtimes' messages. Pure.
 
 The messages are those of Docker 20.10 to 29 (``distribution/errors.go``) and containerd 1.6 to 2.3
 (``remotes/docker``), and of Go's net/http and crypto/x509, which both of them pass on.

@@ -58,13 +58,11 @@ def render(
     with writing(out):
         write(rendered, out)
     sizes = {configuration.host: configuration.user_data_bytes for configuration in rendered}
-    result = {
-        "directory": os.fspath(out),
-        "hosts": sizes,
-        "configurations": len({configuration.text for configuration in rendered}),
-    }
+    count = len({configuration.text for configuration in rendered})
+    result = {"directory": os.fspath(out), "hosts": sizes, "configurations": count}
     rows = [("host", "user data"), *((name, f"{size} B") for name, size in sizes.items())]
-    total = f"{len(rendered)} hosts, {result['configurations']} different configurations, in {out}"
+    hosts = f"{len(sizes)} host{'s' if len(sizes) != 1 else ''}"
+    total = f"{hosts}, {f'{count} different configurations' if count != 1 else '1 configuration'}, in {out}"
     show(result, f"{columns(rows)}\n{total}", as_json=as_json)
     return 0
 

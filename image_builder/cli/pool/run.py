@@ -124,7 +124,9 @@ class RolloutOptions(HostOptions):
     kubeconfig: Annotated[
         Path | None,
         typer.Option(
-            "--kubeconfig", metavar="FILE", help="the control plane that gates the waves  [default: none]"
+            "--kubeconfig",
+            metavar="FILE",
+            help="the control plane that gates the waves; required for a roll  [default: none]",
         ),
     ] = None
     endpoint: Endpoint = None
@@ -396,7 +398,7 @@ def _drive(options: Options, *, as_json: bool) -> int:
     if prepared.plan.deadline:
         _show_jobs(prepared)
     report, number = rollout.drive(prepared, LiveTable)
-    return _show(report, number, _hint(report["counts"]), as_json=as_json)
+    return _show(report, number, _hint(report), as_json=as_json)
 
 
 def _show_jobs(prepared: Rollout) -> None:
@@ -445,11 +447,16 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
     return error.exit_code
 
 
-def _hint(counts: Mapping[str, int]) -> str:
-    """Return what to do after a run that left hosts behind: failed hosts are only retried with ``--retry``."""
-    failed = any(counts.get(name, 0) for name in _FAILED)
+def _hint(report: Mapping[str, Any]) -> str:
+    """Return what to do after a run that left hosts behind: hosts that failed, or were skipped for another reason
+    than a stop, are only retried with ``--retry``.
+    """
+    from image_builder.pool.run.rolling import STOPPED
+
+    failed = any(report["counts"].get(name, 0) for name in _FAILED)
+    skipped = any(detail != STOPPED for detail in report.get("skipped", {}).values())
     return "image-builder pool report PLAN, fix what failed, then pool resume PLAN" + (
-        " --retry" if failed else ""
+        " --retry" if failed or skipped else ""
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
@@ -84,7 +84,10 @@ def verify(document: str, rules: Rules, now: float) -> Machine:
 
 
 def _check_signer(message: signed_data.SignedData, rules: Rules, now: float) -> None:
-    key = message.signer.public_key()
+    try:
+        key = message.signer.public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise unproven("document.signer", "the attested document's certificate has an unknown key") from error
     name = _name(message.signer, rules.names)
     if name is None:
         raise unproven("document.signer", "the attested document is not signed by Azure")
@@ -93,7 +96,7 @@ def _check_signer(message: signed_data.SignedData, rules: Rules, now: float) -> 
     )
     try:
         policy.build_server_verifier(x509.DNSName(name)).verify(message.signer, list(message.others))
-    except VerificationError as error:
+    except (VerificationError, ValueError) as error:
         raise unproven(
             "document.signer",
             "the attested document's certificate leads to none of `attestation.authorities`",
@@ -110,7 +113,7 @@ def _name(certificate: x509.Certificate, names: tuple[str, ...]) -> str | None:
     """Return a name in a certificate that is one of ``names``, or below one of them: each region has its own."""
     try:
         alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
         return None
     for pattern in alternatives.value.get_values_for_type(x509.DNSName):
         name = pattern.lower().replace("*.", "any.", 1)

@@ -6,6 +6,7 @@ import json
 import time
 import urllib.parse
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from image_builder.cluster.gate import breaker
@@ -15,32 +16,40 @@ from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
 from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.fence import pointer
 from image_builder.drain.hosts import BadHost
-from image_builder.errors import UsageError
-from image_builder.node.net.kube import JSON_PATCH, Client, path_of_node
+from image_builder.errors import ImageBuilderError, UsageError
+from image_builder.node.net.kube import Client
 from image_builder.node.preflight.hold import OPEN, Hold, of_node
 from image_builder.text import stamp
+
+# Other controllers may change a node's taints between reading and patching it.
+_TRIES = 5
 
 
 def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> Node:
     """Admit this boot of a node, whatever its preflight said; return the node as it was.
 
-    This works without the controller, which honors the annotation until the node is restarted. Raises KubeError, and
-    UsageError if the node has not reported its boot id.
+    This works without the controller, which honors the annotation until the node is restarted. Raises KubeError,
+    UsageError if the node has not reported its boot id, and ImageBuilderError if it changes all the time.
     """
-    document = client.node(name)
-    node = node_from(document, rules)
-    if not node.boot_id:
-        raise UsageError(f"{name} has not reported its boot id: its kubelet is not running yet")
-    record = {
-        "by": who,
-        "at": stamp(time.time()),
-        "reason": reason,
-        "boot_id": node.boot_id,
-    }
-    changes = _annotate(document, json.dumps(record))
-    if is_tainted(node, rules):
-        changes = [*patch(node, Action.ADMIT, rules), *changes]
-    client.request("PATCH", path_of_node(name), changes, JSON_PATCH)
+    for _ in range(_TRIES):
+        document = client.node(name)
+        node = node_from(document, rules)
+        if not node.boot_id:
+            raise UsageError(f"{name} has not reported its boot id: its kubelet is not running yet")
+        record = {
+            "by": who,
+            "at": stamp(time.time()),
+            "reason": reason,
+            "boot_id": node.boot_id,
+            "findings": sorted({ailment.reason for ailment in node.health.ailments}),
+        }
+        changes = _annotate(document, json.dumps(record))
+        if is_tainted(node, rules):
+            changes = [*patch(node, Action.ADMIT, rules), *changes]
+        if fence.send(client, name, changes):
+            break
+    else:
+        raise ImageBuilderError(f"{name} changed meanwhile, {_TRIES} times", hint="run the command again")
     # A running controller sends the same patch: one of the two is refused, and the other does the work.
     if changes := quarantine.give_back(client.node(name)):
         fence.send(client, name, changes)
@@ -56,9 +65,10 @@ def _annotate(document: dict[str, Any], value: str) -> list[dict[str, Any]]:
 def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
     """Return what the gate knows about each node; three requests."""
     query = urllib.parse.urlencode({"labelSelector": rules.label, "resourceVersion": "0"})
-    listed = client.request("GET", f"/api/v1/nodes?{query}")["items"]
     holds, known = breaker.read(client) or {}, hosts.read(client) or {}
-    return [_line(item, rules, holds, known) for item in sorted(listed, key=lambda i: i["metadata"]["name"])]
+    lines: list[dict[str, str]] = []
+    client.each(f"/api/v1/nodes?{query}", lambda item: lines.append(_line(item, rules, holds, known)))
+    return sorted(lines, key=lambda line: line["node"])
 
 
 def _line(
@@ -94,5 +104,9 @@ def why(node: Node) -> str:
     if node.health.record:
         return node.health.record.words
     # A node with an ailment may still be in: it is new, or no more nodes may be out, or the breaker holds it.
-    ailments = [f"{ailment.condition} {ailment.reason}: {ailment.detail}" for ailment in node.health.ailments]
-    return "; ".join(ailments) or node.message
+    groups = [list(group) for _, group in groupby(node.health.ailments, lambda ailment: ailment.condition)]
+    conditions = [
+        f"{group[0].condition} {', '.join(ailment.reason for ailment in group)}: {group[0].detail}"
+        for group in groups
+    ]
+    return "; ".join(conditions) or node.message

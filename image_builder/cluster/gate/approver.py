@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from image_builder.cluster.gate.watcher import Watcher
@@ -147,14 +149,17 @@ def _subject(request: bytes) -> str:
     """Return the node that a request (PEM) names. Raises UnboundError."""
     try:
         csr = x509.load_pem_x509_csr(request)
-        is_signed, extensions = csr.is_signature_valid, list(csr.extensions)
+        is_signed, attributes = csr.is_signature_valid, list(csr.attributes)
         subject = [(attribute.oid, attribute.value) for attribute in csr.subject]
-    except (ValueError, TypeError, x509.DuplicateExtension) as error:
+    except (ValueError, TypeError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
         raise UnboundError("it is not a certificate request") from error
+    # The signer's parser finds a block by other rules: of two, or with text around it, it may sign another request.
+    if csr.public_bytes(Encoding.PEM) != request:
+        raise UnboundError("it is not exactly one PEM block")
     if not is_signed:
         raise UnboundError("it is not signed with its own key")
-    # Further names would be extensions; a kubelet requests none at all.
-    if extensions:
+    # Further names would be extensions, in any number of attributes; a kubelet's request has none at all.
+    if attributes:
         raise UnboundError("it asks for extensions")
     named = [value for oid, value in subject if oid == NameOID.COMMON_NAME]
     groups = [value for oid, value in subject if oid == NameOID.ORGANIZATION_NAME]
@@ -171,6 +176,9 @@ def reason_to_wait(bound: Bound, members: Iterable[Member]) -> str:
     for member in members:
         if member.name == bound.node and member.is_ready:
             return f"the node {bound.node} is Ready"
+        # A reimaged machine keeps its id. Each node writes only its own: this one is that of the name's machine.
+        if member.name == bound.node and member.machines and bound.machine not in member.machines:
+            return f"the node {bound.node} is another machine: if that is gone, delete its Node object"
         if member.name != bound.node and bound.machine in member.machines:
             return f"its machine is the node {member.name}"
     return ""
@@ -294,8 +302,12 @@ class Approver:
                 self._due.setdefault(pending.name, time.monotonic() + _PAUSE)
 
     def _say(self, pending: Pending, text: str) -> None:
-        if self._reports.get(pending.name) != text:
-            self._reports[pending.name] = text
+        with self._lock:
+            is_new = self._reports.get(pending.name) != text
+            # The watcher may already have removed a request that was approved.
+            if is_new and pending.name in self._requests.objects:
+                self._reports[pending.name] = text
+        if is_new:
             self._tell(f"{pending.name} of {pending.user}: {text}")
 
 

@@ -1,4 +1,4 @@
-"""What the gate remembers about bad physical hosts, and which nodes are on one.
+"""The gate's memory of bad physical hosts, and the nodes that are on one.
 
 A host is remembered once a node on it is taken out for its hardware, or fails its preflight because of it. It is
 forgotten when that same node passes its preflight there again, so the hosts that remain are those whose machines have
@@ -7,6 +7,7 @@ left.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -21,7 +22,10 @@ from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client
 
 # A ConfigMap holds 1 MiB.
-_MOST = 1500
+_MOST_BYTES = 900_000
+# A node writes the name of its host itself: its entries must not displace those of others.
+_MOST_OF_A_NODE = 5
+_DETAIL = 300
 _DAY = 86400.0
 
 
@@ -30,18 +34,35 @@ def step(
 ) -> dict[str, BadHost]:
     """Return the hosts to remember from now on, by name."""
     oldest = now - policy.remember_days * _DAY
-    entries = {name: entry for name, entry in current.items() if entry.since >= oldest}
+    # A record is the node's own: one from the future would never expire.
+    newest = now + _DAY
+    entries = {name: entry for name, entry in current.items() if oldest <= entry.since <= newest}
     for node in nodes:
         host = node.health.host
         if not host:
             continue
         entry, known = _entry(node, host), entries.get(host)
-        if entry is not None and entry.since >= oldest and (known is None or entry.since > known.since):
+        is_timely = entry is not None and oldest <= entry.since <= newest
+        if entry is not None and is_timely and (known is None or entry.since > known.since):
             entries[host] = entry
         elif entry is None and known is not None and known.node == node.name and _has_passed(node, known):
             del entries[host]
-    newest = sorted(entries.values(), key=lambda entry: (-entry.since, entry.name))[:_MOST]
-    return {entry.name: entry for entry in newest}
+    return _newest(entries.values())
+
+
+def _newest(entries: Iterable[BadHost]) -> dict[str, BadHost]:
+    """Return the newest entries by name, a few of each node, as far as there is room for them."""
+    kept: dict[str, BadHost] = {}
+    counts, size = Counter[str](), 0
+    for entry in sorted(entries, key=lambda entry: (-entry.since, entry.name)):
+        counts[entry.node] += 1
+        if counts[entry.node] > _MOST_OF_A_NODE:
+            continue
+        size += len(entry.name) + len(entry.text())
+        if size > _MOST_BYTES:
+            break
+        kept[entry.name] = entry
+    return kept
 
 
 def _entry(node: Node, host: str) -> BadHost | None:
@@ -50,7 +71,7 @@ def _entry(node: Node, host: str) -> BadHost | None:
     # Another boot may be on another host.
     is_here = record is not None and record.boot_id == node.boot_id
     if record and is_here and category_of(record.condition, record.reason, record.detail):
-        return BadHost(host, node.name, record.reason, record.detail, record.since)
+        return BadHost(host, node.name, record.reason[:_DETAIL], record.detail[:_DETAIL], record.since)
     if code and category_of("", code):
         return BadHost(host, node.name, code, "it failed the preflight", node.reported)
     return None

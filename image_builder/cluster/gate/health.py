@@ -1,4 +1,4 @@
-"""What a Node object says about its health: conditions of our agent, of node-problem-detector and of NVSentinel."""
+"""A node's health according to its Node object: conditions of our agent, node-problem-detector and NVSentinel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from image_builder.cluster.gate.policy import Policy
 from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.pods import moment
+from image_builder.node.finding import kubernetes_reason
 
 # The annotation that NVSentinel leaves on a node that it has taken out, and the labels of which one is "false" on nodes
 # that it must leave alone.
@@ -18,6 +19,9 @@ _NVSENTINEL_AT_WORK = "quarantineHealthEvent"
 _NVSENTINEL_MANAGES = ("nvsentinel.dgxc.nvidia.com/managed", "k8saas.nvidia.com/ManagedByNVSentinel")
 # Our agent's messages end with the boot that they are about (node/health/report.py).
 _BOOT = re.compile(r"\(boot ([0-9a-f-]{36})[,)]")
+# The condition has the first one's reason, if there are several.
+_FINDINGS = re.compile(r"([0-9]{1,4}) findings: ")
+_FINDING = re.compile(r"(?:^|; )([a-z0-9-]+(?:\.[a-z0-9-]+)+): ")
 _MACHINE = re.compile(r"(?i)azure://(/subscriptions/[^/]+/.+/virtualMachines/[^/]+)")
 _SCALE_SET = re.compile(r"(?i)(.+/virtualMachineScaleSets/[^/]+)/virtualMachines/[^/]+")
 _DETAIL = 300
@@ -25,7 +29,7 @@ _DETAIL = 300
 
 @dataclass(frozen=True)
 class Ailment:
-    """A bad condition, since when (Unix time), and its message."""
+    """A finding of a bad condition, since when that is bad (Unix time), and its message."""
 
     condition: str
     reason: str
@@ -37,10 +41,10 @@ class Ailment:
 class Health:
     """The part of a Node that matters for its health.
 
-    ``well`` are the conditions that say that all is well with this boot. ``machine`` is its id in Azure, ``scale_set``
-    that of its scale set in lower case, ``host`` the physical machine's name; each is empty if the Node doesn't name
-    it. ``cordon``: which of our runs cordoned it. ``is_left``: NVSentinel is working on it, or its pool is left to
-    NVSentinel.
+    ``well`` are the conditions that say that all is well with this boot, and those whose finding the policy ignores.
+    ``machine`` is its id in Azure, ``scale_set`` that of its scale set in lower case, ``host`` the physical machine's
+    name; each is empty if the Node doesn't name it. ``cordon``: which of our runs cordoned it. ``is_left``: NVSentinel
+    is working on it, or its pool is left to NVSentinel.
     """
 
     ailments: tuple[Ailment, ...] = ()
@@ -57,7 +61,8 @@ class Health:
 def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Policy) -> Health:
     """Return what a Node object says about its health. Whatever is malformed counts as missing."""
     meta, spec, status = (document.get(name) or {} for name in ("metadata", "spec", "status"))
-    ailments, well = [], set()
+    ailments: list[Ailment] = []
+    well = set()
     for condition in status.get("conditions") or ():
         kind, state = str(condition.get("type", "")), condition.get("status")
         message = str(condition.get("message", ""))
@@ -65,11 +70,13 @@ def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Poli
         boot = _BOOT.search(message)
         if bad is None or state not in ("True", "False") or (boot and boot[1] != boot_id):
             continue
-        if state != bad:
+        reasons = _reasons(kind, str(condition.get("reason") or kind), message)
+        bad_reasons = [reason for reason in reasons if policy.rule(kind, reason).remedy != "ignore"]
+        if state != bad or not bad_reasons:
             well.add(kind)
             continue
         since = moment(condition.get("lastTransitionTime")) or 0.0
-        ailments.append(Ailment(kind, str(condition.get("reason") or kind), since, message[:_DETAIL]))
+        ailments += [Ailment(kind, reason, since, message[:_DETAIL]) for reason in dict.fromkeys(bad_reasons)]
     cordon = fence.record_of(document)
     machine = _MACHINE.fullmatch(str(spec.get("providerID") or ""))
     set_id = _SCALE_SET.fullmatch(machine[1]) if machine else None
@@ -87,3 +94,11 @@ def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Poli
         host=hosts.host_of(document),
         is_left=is_at_work or (pool in policy.nvsentinel and is_managed),
     )
+
+
+def _reasons(kind: str, reason: str, message: str) -> list[str]:
+    """Return the reasons of all findings of a condition; its type stands for those that its message has no room for."""
+    if not (several := _FINDINGS.match(message)):
+        return [reason]
+    codes = _FINDING.findall(message[several.end() :])
+    return [*map(kubernetes_reason, codes), *([kind] if len(codes) < int(several[1]) else [])]

@@ -10,7 +10,7 @@ import hashlib
 import re
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from image_builder.cluster.gate.breaker import code_of
@@ -31,7 +31,10 @@ CATEGORIES: Mapping[str, tuple[str, ...]] = {
     "HpcMissingGpu": ("gpu.lost", "gpu.count", "GPUMissing"),
     "UnhealthyGPUNvidiasmi": ("gpu.hung",),
     "DBEOverLimit": ("gpu.ecc", "gpu.sram", "ecc.uncorrected", "ecc.sram-threshold"),
-    "HpcRowRemapFailure": ("gpu.remap-failure", "remap.failure", "remap.unrepairable", "remap.retired"),
+    "HpcRowRemapFailure": (
+        *("gpu.remap-failure", "gpu.remap-unrepairable"),
+        *("remap.failure", "remap.unrepairable", "remap.retired"),
+    ),
     "HpcInforomCorruption": ("gpu.inforom", "GpuInforomWatch"),
     "NvLink": ("gpu.nvlink", "nvlink.down", "nvlink.errors", "nvlink.crc", "NVLinkStatusInactive", "GpuNvlinkWatch"),
     "GpuXIDError": ("gpu.xid", "XIDErrors", "SysLogsXIDError"),
@@ -60,8 +63,8 @@ _BY_REASON = {
     for name in names
 }
 # An XID as the kernel's log and NVSentinel write it.
-_XID = re.compile(r"Xid \(PCI:[^)]*\): (\d+)|\bErrorCode:(\d+)\b")
-_PREFLIGHT_XID = re.compile(r"(s?)xid\.(\d+)")
+_XID = re.compile(r"Xid \(PCI:[^)]*\): ([0-9]{1,9})\b|\bErrorCode:([0-9]{1,9})\b")
+_PREFLIGHT_XID = re.compile(r"(s?)xid\.([0-9]{1,9})")
 
 
 def category_of(condition: str, reason: str, detail: str = "") -> str:
@@ -80,23 +83,24 @@ def _xid(number: str) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a node's hardware, and since when (Unix time)."""
+    """What is wrong with a node's hardware, since when (Unix time), and on which host; empty: its present one."""
 
     category: str
     description: str
     since: float
+    host: str = ""
 
 
 def finding_of(node: Node) -> Finding | None:
     """Return the hardware finding that a node has now, was taken out for, or failed its preflight with, if any."""
-    causes = [(a.condition, a.reason, a.detail, a.since) for a in node.health.ailments]
+    causes = [(a.condition, a.reason, a.detail, a.since, "") for a in node.health.ailments]
     if record := node.health.record:
-        causes.append((record.condition, record.reason, record.detail, record.since))
+        causes.append((record.condition, record.reason, record.detail, record.since, record.host))
     if code := code_of(node):
-        causes.append(("", code, node.message, node.reported))
-    for condition, reason, detail, since in causes:
+        causes.append(("", code, node.message, node.reported, ""))
+    for condition, reason, detail, since, host in causes:
         if category := category_of(condition, reason, detail):
-            return Finding(category, f"{condition} {reason}: {detail}".strip(), since)
+            return Finding(category, f"{condition} {reason}: {detail}".strip(), since, host)
     return None
 
 
@@ -148,14 +152,15 @@ def impact_of(node: Node, category: str = "", now: float = 0.0) -> Impact | str 
     finding = finding_of(node)
     if category:
         known = finding or Finding("", "reported by an operator", now)
-        finding = Finding(category, known.description, known.since)
+        finding = replace(known, category=category)
     if finding is None:
         return None
     if not node.health.machine:
         return "its providerID names no machine in Azure"
-    if not node.health.host:
+    host = finding.host or node.health.host
+    if not host:
         return "its physical host is unknown (docs/reference/node-health.md)"
-    return Impact(node.name, node.health.machine, node.health.host, finding)
+    return Impact(node.name, node.health.machine, host, finding)
 
 
 def impacts(
@@ -183,8 +188,9 @@ def _nodes(client: Client, rules: Rules, names: Sequence[str]) -> Iterator[Node]
             yield node_from(client.request("GET", path_of_node(name)), rules)
         return
     query = urllib.parse.urlencode({"labelSelector": rules.label, "resourceVersion": "0"})
-    for document in client.request("GET", f"/api/v1/nodes?{query}")["items"]:
-        yield node_from(document, rules)
+    nodes: list[Node] = []
+    client.each(f"/api/v1/nodes?{query}", lambda document: nodes.append(node_from(document, rules)))
+    yield from nodes
 
 
 class Manager(Protocol):

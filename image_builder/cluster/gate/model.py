@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,13 +10,12 @@ from typing import Any
 
 from image_builder.cluster.gate.health import Health, health_of
 from image_builder.cluster.gate.policy import Policy
+from image_builder.drain.fence import MALFORMED, unix_time
 from image_builder.node.preflight.model import ANSWER, CONDITION, GRANTED, HELD, WISH, boot_of, retest_of
 from image_builder.node.status import PREFLIGHT_LABEL
 
 EFFECT = "NoSchedule"
 ADMITTED = "image-builder/admitted"
-# Errors in parsing an annotation: each node writes its own, and a broken one must not stop the gate for all nodes.
-_MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Answer:
 class Node:
     """``boot_id`` is the boot that the kubelet reports, ``tested_boot`` the one that the condition is about, and
     ``admitted_boot`` the one that a person admitted, at ``admitted_at`` (Unix time); each is empty if there is none.
-    ``taints`` are the API's own objects, in their order.
+    ``admitted`` are the reasons of the findings that it had then. ``taints`` are the API's own objects, in their order.
 
     ``retested`` is the nonce of the re-test that the condition is about, empty for the boot's own test, and
     ``reported`` is when the condition was written (Unix time, 0: unknown).
@@ -77,6 +75,7 @@ class Node:
     answer: Answer | None = None
     pool: str = ""
     admitted_at: float = 0.0
+    admitted: frozenset[str] = frozenset()
     health: Health = field(default_factory=Health)
 
     @property
@@ -96,21 +95,22 @@ def node_from(document: Mapping[str, Any], rules: Rules) -> Node:
     annotations = meta.get("annotations") or {}
     boot_id = str((status.get("nodeInfo") or {}).get("bootID", ""))
     pool = str((meta.get("labels") or {}).get(rules.pool, ""))
-    admission = _admission(annotations.get(ADMITTED, ""))
+    admitted_boot, admitted_at, admitted = _admission(annotations.get(ADMITTED, ""))
     return Node(
         name=meta["name"],
         boot_id=boot_id,
         status=str(condition.get("status", "")),
         tested_boot=boot_of(message),
         message=message,
-        admitted_boot=str(admission.get("boot_id", "")),
+        admitted_boot=admitted_boot,
         taints=tuple(spec.get("taints") or ()),
         retested=retest_of(message),
         reported=_time(str(condition.get("lastHeartbeatTime") or "")),
         wish=_wish(str(annotations.get(WISH, ""))),
         answer=_answer(str(annotations.get(ANSWER, ""))),
         pool=pool,
-        admitted_at=_time(str(admission.get("at", ""))),
+        admitted_at=admitted_at,
+        admitted=admitted,
         health=health_of(document, boot_id, pool, rules.health),
     )
 
@@ -122,19 +122,12 @@ def _time(text: str) -> float:
         return 0.0
 
 
-def _moment(value: Any) -> float:
-    moment = float(value)
-    if not math.isfinite(moment):  # Python accepts NaN in JSON, which is neither before nor after anything
-        raise ValueError(f"{value} is no time")
-    return moment
-
-
 def _wish(text: str) -> Wish | None:
     try:
         fields = json.loads(text)
         boot_id, nonce = str(fields["boot_id"]), str(fields["nonce"])
-        return Wish(boot_id, nonce, _moment(fields["tested"]), _moment(fields["until"]), text)
-    except _MALFORMED:
+        return Wish(boot_id, nonce, unix_time(fields["tested"]), unix_time(fields["until"]), text)
+    except MALFORMED:
         return None
 
 
@@ -142,14 +135,17 @@ def _answer(text: str) -> Answer | None:
     try:
         fields = json.loads(text)
         return Answer(
-            str(fields["boot_id"]), str(fields["nonce"]), str(fields["state"]), _moment(fields["at"])
+            str(fields["boot_id"]), str(fields["nonce"]), str(fields["state"]), unix_time(fields["at"])
         )
-    except _MALFORMED:
+    except MALFORMED:
         return None
 
 
-def _admission(annotation: str) -> Mapping[str, Any]:
+def _admission(annotation: str) -> tuple[str, float, frozenset[str]]:
+    """Return the boot that a person admitted, when, and the reasons of its findings then."""
     try:
-        return dict(json.loads(annotation))
-    except _MALFORMED:
-        return {}
+        fields = dict(json.loads(annotation))
+        findings = frozenset(map(str, fields.get("findings") or ()))
+        return str(fields.get("boot_id", "")), _time(str(fields.get("at", ""))), findings
+    except MALFORMED:
+        return "", 0.0, frozenset()

@@ -116,6 +116,8 @@ class Policy(Strict):
             raise ValueError(
                 "whole_gangs would empty healthy nodes for a bad one: it is for drains and rolls"
             )
+        if drain.max_fenced is not None:
+            raise ValueError("max_fenced is for drains and rolls: the gate's share limits bad nodes")
         return drain
 
     def bad_status(self, condition: str) -> Status | None:

@@ -60,7 +60,7 @@ class Remedies:
             if not may_act():
                 return
             try:
-                self._do(node, step, now)
+                self._do(node, step, holds, now)
             except NodeError as error:
                 self._tell(f"{node.name}: not {step.value}: {error.message}")
 
@@ -90,13 +90,13 @@ class Remedies:
         held = {path for path in sets if self._holders.holder(lease_of(path))}
         return triage.plan(nodes, holds, held, policy, rules, now)
 
-    def _do(self, node: Node, step: Step, now: float) -> None:
+    def _do(self, node: Node, step: Step, holds: Mapping[str, Hold], now: float) -> None:
         """Take a step if it is still what the node needs."""
         document = self._client.find(path_of_node(node.name))
         if document is None:
             return
         fresh = self._judged(node_from(document, self._rules))
-        need = triage.step_of(fresh, self._rules.health, self._rules, now)
+        need = triage.step_of(fresh, holds, self._rules.health, self._rules, now)
         if need is None or need[0] is not step:
             return
         record = need[1]

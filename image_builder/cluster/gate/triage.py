@@ -1,4 +1,4 @@
-"""Which nodes are taken out for their health, what is done about them, and when they are back. Pure.
+"""Triage of nodes in bad health: which are taken out, what is done about them, and when they are back. Pure.
 
 All state is in the Node objects: a controller that takes over continues where the previous one stopped.
 """
@@ -27,17 +27,22 @@ class Step(enum.Enum):
     GIVE_BACK = "given back"
 
 
-def record_for(node: Node, policy: Policy, now: float) -> Record | None:
+def record_for(node: Node, holds: Mapping[str, Hold], policy: Policy, now: float) -> Record | None:
     """Return the record with which a node belongs in quarantine for a lasting ailment, the gravest; None if none.
 
-    Ailments from before a person admitted this boot don't count.
+    Ailments that the breaker holds don't count, nor those that a person admitted with this boot: earlier ones, and
+    those of the same name, since a condition's time is that of its newest finding.
     """
-    by_hand = node.admitted_at if node.admitted_boot == node.boot_id else 0.0
+    is_by_hand = node.admitted_boot == node.boot_id
     records = []
     for ailment in node.health.ailments:
         rule = policy.rule(ailment.condition, ailment.reason)
-        is_lasting = now - ailment.since >= policy.lasts(rule)
-        if rule.remedy != "ignore" and is_lasting and ailment.since > by_hand:
+        lasts = policy.lasts(rule)
+        # The time is of the node's clock; one far ahead of ours would keep the node in until ours gets there.
+        is_lasting = abs(now - ailment.since) >= lasts
+        is_held = _is_held(node.pool, ailment.reason, holds)
+        is_admitted = is_by_hand and (ailment.since <= node.admitted_at or ailment.reason in node.admitted)
+        if rule.remedy != "ignore" and is_lasting and not is_held and not is_admitted:
             records.append(_record(node, ailment, rule.remedy, now))
     return max(records, key=lambda record: _RANKS[record.remedy], default=None)
 
@@ -51,23 +56,28 @@ def _record(node: Node, ailment: Ailment, remedy: Remedy, now: float) -> Record:
         since=now,
         boot_id=node.boot_id,
         tested=node.reported,
+        host=node.health.host,
     )
 
 
-def is_back(node: Node, record: Record) -> bool:
+def is_back(node: Node, record: Record, policy: Policy) -> bool:
     """Return whether a node may work again: it is well and passed its preflight since, or a person admitted it."""
     if node.admitted_boot == node.boot_id and node.admitted_at >= record.since:
         return True
     has_passed = node.status == "True" and node.tested_boot == node.boot_id and not node.is_under_test
     is_new = (node.boot_id, node.reported) != (record.boot_id, record.tested)
-    is_well = not node.health.ailments and record.condition in node.health.well
+    # A condition that the policy no longer names is never reported as well.
+    is_known = record.condition == HOST_CONDITION or policy.bad_status(record.condition) is not None
+    is_well = not node.health.ailments and (record.condition in node.health.well or not is_known)
     return bool(node.boot_id) and has_passed and is_new and is_well
 
 
-def step_of(node: Node, policy: Policy, rules: Rules, now: float) -> tuple[Step, Record | None] | None:
+def step_of(
+    node: Node, holds: Mapping[str, Hold], policy: Policy, rules: Rules, now: float
+) -> tuple[Step, Record | None] | None:
     """Return what a node needs next, regardless of other nodes; None if nothing."""
     health, record = node.health, node.health.record
-    due = record_for(node, policy, now)
+    due = record_for(node, holds, policy, now)
     if record is None:
         if health.is_tainted or health.cordon == RUN:
             return Step.GIVE_BACK, None  # somebody removed our annotation
@@ -76,7 +86,7 @@ def step_of(node: Node, policy: Policy, rules: Rules, now: float) -> tuple[Step,
         # A node that is out for its preflight takes no work anyway; but on a bad host, passing it isn't enough.
         is_due = due.condition == HOST_CONDITION or not is_tainted(node, rules)
         return (Step.TAKE_OUT, due) if is_due else None
-    if is_back(node, record):
+    if is_back(node, record, policy):
         return Step.GIVE_BACK, record
     if health.is_left:
         return None
@@ -108,7 +118,7 @@ def plan(
     steps: list[tuple[Node, Step, Record | None]] = []
     fresh: list[tuple[Node, Step, Record | None]] = []
     for node in nodes:
-        if (need := step_of(node, policy, rules, now)) is None:
+        if (need := step_of(node, holds, policy, rules, now)) is None:
             continue
         step, record = need
         is_held = record is not None and _is_held(node.pool, record.reason, holds)

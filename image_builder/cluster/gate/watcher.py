@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.retry import backoff
+from image_builder.text import printable
 
 # The server ends a watch after some minutes; bookmarks break its silence every minute.
 _WATCH_SECONDS = 300
@@ -30,8 +31,8 @@ class Watcher(Generic[T]):
     """Keeps ``objects`` by name, and calls ``changed`` and ``removed`` for each change, in the thread of ``run``.
 
     ``path`` is what is listed and watched, ``query`` its selectors. ``read`` returns the part of an object that
-    matters, None if the object doesn't. A list with resourceVersion=0 is served from the API server's memory, and a
-    watch continues where it broke off.
+    matters, None if the object doesn't; ``unread`` does so for one with which ``read`` fails. A list with
+    resourceVersion=0 is served from the API server's memory, and a watch continues where it broke off.
     """
 
     def __init__(
@@ -43,11 +44,14 @@ class Watcher(Generic[T]):
         changed: Callable[[T], None],
         removed: Callable[[str], None],
         tell: Callable[[str], None],
+        unread: Callable[[Mapping[str, Any]], T | None] = lambda _: None,
     ) -> None:
         self.objects: dict[str, T] = {}
         self.synced = threading.Event()
         self._client, self._path, self._query, self._read = client, path, dict(query), read
         self._changed, self._removed, self._tell = changed, removed, tell
+        self._unread = unread
+        self._unreadable: dict[str, str] = {}
         self._version = ""
 
     def run(self, stop: threading.Event) -> None:
@@ -89,8 +93,8 @@ class Watcher(Generic[T]):
             self._take(item)
 
         version = self._client.each(self._url(resourceVersion="0"), take)
-        for name in self.objects.keys() - listed:
-            self._drop(name)
+        for name in (self.objects.keys() | self._unreadable.keys()) - listed:
+            self._gone(name)
         self._version = version
         self.synced.set()
 
@@ -118,18 +122,36 @@ class Watcher(Generic[T]):
             raise KubeError(f"the watch failed: {item.get('message')}", int(item.get("code") or 0))
         self._version = item["metadata"]["resourceVersion"]
         if kind == "DELETED":
-            self._drop(item["metadata"]["name"])
+            self._gone(item["metadata"]["name"])
         elif kind in ("ADDED", "MODIFIED"):
             self._take(item)
 
     def _take(self, item: Mapping[str, Any]) -> None:
-        name, value = item["metadata"]["name"], self._read(item)
+        name = item["metadata"]["name"]
+        try:
+            value = self._read(item)
+            self._unreadable.pop(name, None)
+        except Exception as error:  # nodes write their own objects: none may stop this for all the others
+            value = self._unread(item)
+            self._complain(name, f"{type(error).__name__}: {error}")
         if value is None:
             self._drop(name)
         # Most changes of an object don't matter here, such as a node's heartbeats.
         elif self.objects.get(name) != value:
             self.objects[name] = value
             self._changed(value)
+
+    def _complain(self, name: str, problem: str) -> None:
+        """Report an object that can't be read once, not at each of its changes."""
+        if self._unreadable.get(name) != problem:
+            self._unreadable[name] = problem
+            self._tell(
+                f"{name} can't be read, and counts as one that says nothing: {printable(problem[:300])}"
+            )
+
+    def _gone(self, name: str) -> None:
+        self._unreadable.pop(name, None)
+        self._drop(name)
 
     def _drop(self, name: str) -> None:
         if self.objects.pop(name, None) is not None:
@@ -148,5 +170,9 @@ def watch_nodes(
     def read(item: Mapping[str, Any]) -> Node:
         return node_from(item, rules)
 
+    def unread(item: Mapping[str, Any]) -> Node:
+        """Return a node of which no report is known: whatever it was before, it is gated."""
+        return Node(item["metadata"]["name"], taints=tuple((item.get("spec") or {}).get("taints") or ()))
+
     query = {"labelSelector": rules.label}
-    return Watcher(client, "/api/v1/nodes", query, read, changed, removed, tell)
+    return Watcher(client, "/api/v1/nodes", query, read, changed, removed, tell, unread)

@@ -119,7 +119,7 @@ class Sources:
             for file in sorted(files_in(path, whole=True)):
                 self._variables(item, file, variables)
         else:
-            self.sent.update(files_in(path, whole=True))
+            self.sent.update(files_in(path, whole=True, links=True))
 
     def _variables(self, item: Any, path: Path, variables: Mapping[str, Any]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What to do with the disks that were observed: a table, and no I/O.
+"""The decision about the disks that were observed: a table, and no I/O.
 
 Two things are proven before a byte is written: the disk matches the selector, and it is blank or ours.
 

@@ -1,4 +1,4 @@
-"""Which disks are local: decided by what the platform says, never by the kernel's name.
+"""The local disks: recognized by what the platform says, never by the kernel's name.
 
 Azure (azure-vm-utils, and the rules of the role azure_guest): a local NVMe disk has the model ``Microsoft NVMe
 Direct Disk`` (with `` v2`` from the sixth generation on) and links below ``/dev/disk/azure/local``, ``by-index``

@@ -1,4 +1,4 @@
-"""What the rules judge: expectations, and readings before, under and after the load; and helpers that build checks."""
+"""The rules' evidence: expectations, and readings before, under and after the load; and helpers that build checks."""
 
 from __future__ import annotations
 

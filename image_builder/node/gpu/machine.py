@@ -53,11 +53,14 @@ Ask = Callable[[], Mapping[str, Any]]
 
 
 def look(places: Places, vm_size: str = "", ask: Ask | None = None) -> Machine:
-    """Return the node's readings. ``vm_size`` is the configured size; without one, ``ask`` queries the platform.
+    """Return the node's readings. ``vm_size`` is the configured size, or the one that the platform has already named in
+    this boot; without one, ``ask`` queries the platform.
 
     Values that can't be found are empty: the checks decide what that means.
     """
-    compute = _platform(places, ask) if not vm_size else {}
+    compute = _platform(places, ask, may_ask=not vm_size)
+    of_platform = str(compute.get("vmSize", ""))
+    size = vm_size or of_platform
     loaded, flavour = driver_version(text(places.proc / "driver/nvidia/version"))
     libraries = {name: library_version(places.root, file) for name, file in LIBRARIES.items()}
     manager = _fabric_manager_version(places.root)
@@ -65,8 +68,8 @@ def look(places: Places, vm_size: str = "", ask: Ask | None = None) -> Machine:
         name=os.uname().nodename,
         boot_id=boot_id(places.proc),
         kernel=os.uname().release,
-        vm_size=vm_size or str(compute.get("vmSize", "")),
-        vm_size_from="configuration" if vm_size else "platform" if compute.get("vmSize") else "",
+        vm_size=size,
+        vm_size_from=("platform" if size == of_platform else "configuration") if size else "",
         vm_id=str(compute.get("vmId", "")),
         zone=str(compute.get("zone", "")),
         image=settings.build_id(places.root / "etc/image-release"),
@@ -145,7 +148,7 @@ def _unit_state(unit: str) -> str:
 
 
 def cdi_gpus(directories: tuple[Path, ...]) -> int | None:
-    """Return how many whole GPUs the CDI specs name, None if there is no spec.
+    """Return how many whole GPUs the CDI specs name, None if there is no spec. With MIG, they name only the parts.
 
     nvidia-ctk names each GPU by its index (and by other names, depending on its settings): the indices are counted,
     in YAML and in JSON.
@@ -187,13 +190,15 @@ def read_xids(boot: str) -> tuple[Xid, ...]:
         raise NodeError("gpu.journal", f"can't read the kernel log: {error}") from error
 
 
-def _platform(places: Places, ask: Ask | None) -> Mapping[str, Any]:
-    """Return the platform's answer, which is cached for the boot; empty if it gives none."""
+def _platform(places: Places, ask: Ask | None, *, may_ask: bool) -> Mapping[str, Any]:
+    """Return the platform's answer, which is cached for the boot; empty if it gives none, or wasn't asked."""
     cache = places.run / "imds.json"
     boot = boot_id(places.proc)
     answers = files.read_json(cache)
     if answers.get("boot_id") == boot and isinstance(answers.get("compute"), dict):
         return dict(answers["compute"])
+    if not may_ask:
+        return {}
     try:
         answer = (ask or ask_imds)()
     except (OSError, ValueError):

@@ -1,6 +1,7 @@
 """The driver's management library, libnvidia-ml.so.1, through ctypes: no package is needed. ``readings`` calls it.
 
-Constants and layouts are those of NVIDIA's nvml.h; a test compares them with the vendor's own Python binding.
+Constants and layouts are those of NVIDIA's nvml.h; a test compares them with the vendor's own Python binding, or with
+the header where the binding is wrong.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class MarginTemperature(ctypes.Structure):
 
 
 class UnrepairableMemory(ctypes.Structure):
-    _fields_ = (("version", c_uint), ("unrepairableMemory", c_uint))
+    _fields_ = (("bUnrepairableMemory", c_uint),)
 
 
 class Utilization(ctypes.Structure):

@@ -202,9 +202,9 @@ def _histogram(library: Library, handle: c_void_p) -> dict[str, Any]:
 
 
 def _unrepairable(library: Library, handle: c_void_p) -> dict[str, Any]:
-    flag = versioned(UnrepairableMemory, 1)
+    flag = UnrepairableMemory()
     library.call("nvmlDeviceGetUnrepairableMemoryFlag_v1", handle, byref(flag))
-    return {"unrepairable_memory": flag.unrepairableMemory != 0}
+    return {"unrepairable_memory": flag.bUnrepairableMemory != 0}
 
 
 def _inforom(library: Library, handle: c_void_p) -> dict[str, Any]:

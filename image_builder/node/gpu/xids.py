@@ -26,6 +26,8 @@ _FELL_OFF = 79
 _SXID = re.compile(
     r"(nvidia-nvswitch\d+): SXid \(((?:PCI:)?[0-9a-fA-F:.]+)\): (\d+), (Fatal|Non-fatal)\b", re.IGNORECASE
 )
+_RECOVERY_CHANGED = 154
+_NO_RECOVERY = re.compile(r"recovery action changed from .+ to 0x0 \(None\)")
 # ``unsettled``: not clearly a fault of the GPU, since our own program may have caused it.
 Level = Literal["info", "warn", "unsettled", "fail"]
 
@@ -112,6 +114,16 @@ def parse_message(text: str, monotonic_us: int) -> Xid | None:
         return Xid(int(xid[2]), address(xid[1]), monotonic_us, text)
     off = _OFF_THE_BUS.search(text)
     return Xid(_FELL_OFF, address(off[1] or ""), monotonic_us, text) if off else None
+
+
+def needs_nothing(xid: Xid) -> bool:
+    """Return whether the driver's message itself says that nothing is to be done, for the record only.
+
+    That is an SXid that isn't fatal, or a recovery action that changed to none.
+    """
+    if xid.switch:
+        return not xid.fatal
+    return xid.number == _RECOVERY_CHANGED and bool(_NO_RECOVERY.search(xid.raw))
 
 
 def _message(value: Any) -> str:

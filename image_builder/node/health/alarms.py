@@ -1,4 +1,4 @@
-"""When a finding counts, and when it is over: pure decisions, without a clock or I/O.
+"""Alarms: when a finding counts, and when it is over. Pure decisions, without a clock or I/O.
 
 A finding counts as soon as it is found, or, if it may pass by itself, after ``raise_looks`` looks in a row. It is over
 when it has not been found for ``clear_seconds``; each time that it came back within the last hour doubles that, up to

@@ -10,6 +10,7 @@ than all checks of a look.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -61,6 +62,8 @@ def run(
     readable, writable = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
+        # Should the parent be killed first, nothing else would end this process.
+        signal.alarm(math.ceil(seconds + _END_SECONDS) + 1)
         _work(work, writable)
     os.close(writable)
     try:
@@ -85,6 +88,9 @@ def run(
 def _work(work: Callable[[], Any], writable: int) -> None:
     """Work, write the answer and exit, whatever happens: this process is a copy of its parent."""
     try:
+        # It may outlive its parent, and then hold the lock that the parent had: only the answer's pipe stays open.
+        os.closerange(3, writable)
+        os.closerange(writable + 1, os.sysconf("SC_OPEN_MAX"))
         try:
             answer = {"value": work()}
         except Exception as error:  # whatever it is, the parent reports it

@@ -121,7 +121,9 @@ def _preflight(documents: Documents) -> Iterator[tuple[State, str]]:
 
 def _provision(documents: Documents) -> Iterator[tuple[State, str]]:
     document = _of_this_boot(documents, documents.provision)
-    if document.get("state") == record.FAILED:
+    # The preflight's own document says more than a join that failed because of it.
+    repeats_preflight = "preflight" in documents.expected and document.get("code") in record.OF_PREFLIGHT
+    if document.get("state") == record.FAILED and not repeats_preflight:
         yield "Unhealthy", f"join: {document.get('code')} in phase {document.get('phase')}"
     elif document.get("state") != record.OK:
         yield "Initializing", "the node has not joined"

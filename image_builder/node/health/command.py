@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -82,7 +84,8 @@ def run(
         results = document(after, settings, node_condition, image)
         files.write_json(places.run / "health.json", results, durable=False)
         files.write_json(path, memory.as_json(after), durable=False)
-        reported = report_condition(after.reported, node_condition, physical_host.name(places.kvp), settings)
+        host, kubelet = physical_host.name(places.kvp), _invocation(places.kubelet)
+        reported = report_condition(after.reported, node_condition, host, kubelet, settings)
         if reported != after.reported:
             after = replace(after, reported=reported)
             files.write_json(path, memory.as_json(after), durable=False)
@@ -176,13 +179,24 @@ def document(
     }
 
 
+def _invocation(link: Path) -> str:
+    """Return the id of a unit's last start; empty if it isn't running."""
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
 def report_condition(
-    reported: report.Reported, node_condition: report.Condition, host: str, settings: Settings
+    reported: report.Reported, node_condition: report.Condition, host: str, kubelet: str, settings: Settings
 ) -> report.Reported:
-    """Set the node's condition and its physical host if either changed; return what to remember about it."""
+    """Set the node's condition and its physical host if either changed, or if a new Node may lack them.
+
+    Return what to remember about it.
+    """
     now = time.monotonic()
     # No kubeconfig: the node has not joined yet, which isn't a failure.
-    if not settings.condition or not report.due(reported, node_condition, host, now):
+    if not settings.condition or not report.due(reported, node_condition, host, kubelet, now):
         return reported
     if not settings.kubeconfig or not Path(settings.kubeconfig).exists():
         return reported
@@ -190,6 +204,7 @@ def report_condition(
 
     try:
         client, node = kube.as_kubelet(Path(settings.kubeconfig), settings.node_name)
+        since = report.since(reported, node_condition, kube.stamp(datetime.now(UTC)))
         with client:
             client.patch_condition(
                 node,
@@ -198,6 +213,7 @@ def report_condition(
                 node_condition.reason,
                 node_condition.message,
                 annotations={status.PHYSICAL_HOST: host or None},
+                since=since,
             )
     except NodeError as error:
         after: float | None = getattr(error, "retry_after", None)
@@ -206,7 +222,7 @@ def report_condition(
             status.tell(f"health: {settings.condition} could not be set: {error.message}")
         return report.after_failure(reported, now, wait)
     status.tell(f"health: {settings.condition} is {node_condition.status}: {node_condition.reason}")
-    return report.after_success(node_condition, host)
+    return report.after_success(node_condition, host, kubelet, since)
 
 
 def write_metrics(latest: memory.Memory, settings: Settings) -> bool:

@@ -78,6 +78,7 @@ def _memory_findings(gpu: Gpu) -> Iterable[Finding]:
         (gpu.ecc_volatile_uncorrected, "gpu.ecc", "uncorrected memory errors", "reboot"),
         (gpu.sram_threshold_exceeded, "gpu.sram", "the threshold of SRAM errors is exceeded", "replace"),
         (gpu.remap_failure, "gpu.remap-failure", "a row could not be remapped", "replace"),
+        (gpu.unrepairable_memory, "gpu.remap-unrepairable", "its memory can't be repaired", "replace"),
         (gpu.remap_pending, "gpu.remap-pending", "a row is to be remapped at the next reset", "reboot"),
         (gpu.retired_pending, "gpu.remap-pending", "a page is to be retired at the next reset", "reboot"),
         (gpu.inforom_valid is False, "gpu.inforom", "the InfoROM is damaged", "replace"),
@@ -92,7 +93,8 @@ def _memory_findings(gpu: Gpu) -> Iterable[Finding]:
 
 
 def _link_findings(gpu: Gpu, best: int) -> Iterable[Finding]:
-    if gpu.nvlinks is not None and sum(gpu.nvlinks) < best:
+    # MIG mode can switch the links off.
+    if gpu.nvlinks is not None and not gpu.mig_current and sum(gpu.nvlinks) < best:
         detail = f"{gpu.uuid}: {sum(gpu.nvlinks)} NVLinks are active, after {best}"
         yield Finding("gpu.nvlink", gpu.uuid, "fail", detail, "replace", patient=True)
 

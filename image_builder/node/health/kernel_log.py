@@ -156,11 +156,12 @@ def find(records: Iterable[Record]) -> list[Trouble]:
 def trouble(text: str) -> tuple[str, str] | None:
     """Return code and subject of a line; for ``gpu.xid`` and ``gpu.sxid`` the subject is number and PCI address.
 
-    Only fatal SXids are trouble: the others occur on every boot of a machine with NVSwitches.
+    SXids that aren't fatal are no trouble: they occur on every boot of a machine with NVSwitches. Neither is an Xid 154
+    that says that no recovery is needed any more.
     """
     if "NVRM:" in text or "SXid" in text:
         xid = xids.parse_message(text, 0)
-        if xid is None or (xid.switch and not xid.fatal):
+        if xid is None or xids.needs_nothing(xid):
             return None
         return ("gpu.sxid" if xid.switch else "gpu.xid", f"{xid.number} {xid.pci}".rstrip())
     if not any(word in text for word in ("rror", "Remount", "abort", "Abort", "XFS", "nvme", "failure")):

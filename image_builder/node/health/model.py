@@ -64,6 +64,8 @@ class Places:
     dev: Path = Path("/dev")
     run: Path = Path("/run/node")
     kvp: Path = Path("/var/lib/hyperv/.kvp_pool_3")
+    # systemd's link to the id of the kubelet's last start (unit_export_invocation_id in src/core/unit.c).
+    kubelet: Path = Path("/run/systemd/units/invocation:kubelet.service")
 
 
 @dataclass(frozen=True)

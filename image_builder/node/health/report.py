@@ -1,7 +1,7 @@
-"""What a look reports to others: the node's condition in Kubernetes, and the metrics. Pure.
+"""A look's report to others: the node's condition in Kubernetes, and the metrics. Pure.
 
-The condition is set only when it changes, with growing delays while that fails. The metrics are text that
-node-exporter's textfile collector reads (Prometheus' exposition format, version 0.0.4).
+The condition is set only when its status or codes change, with growing delays while that fails. The metrics are text
+that node-exporter's textfile collector reads (Prometheus' exposition format, version 0.0.4).
 """
 
 from __future__ import annotations
@@ -76,18 +76,23 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 @dataclass(frozen=True)
 class Condition:
-    """A node condition. ``status`` is True or False, as Kubernetes spells them; ``reason`` is one word for programs."""
+    """A node condition. ``status`` is True or False, as Kubernetes spells them; ``reason`` is one word for programs.
+
+    ``codes`` are those of all failures, sorted, each once.
+    """
 
     status: str
     reason: str
     message: str
+    codes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Reported:
     """What Kubernetes has: the condition, and the physical host's name. And how often changing it has failed.
 
-    ``not_before`` is a time of the monotonic clock.
+    ``not_before`` is a time of the monotonic clock. ``kubelet`` is the id of the kubelet's last known start,
+    ``since`` the condition's time (RFC 3339).
     """
 
     status: str = ""
@@ -95,6 +100,9 @@ class Reported:
     failures: int = 0
     not_before: float = 0.0
     physical_host: str = ""
+    codes: tuple[str, ...] = ()
+    kubelet: str = ""
+    since: str = ""
 
 
 def condition(alarms: Sequence[Alarm], boot_id: str, image: str) -> Condition:
@@ -109,18 +117,35 @@ def condition(alarms: Sequence[Alarm], boot_id: str, image: str) -> Condition:
     room = _MESSAGE_BYTES - len(tail.encode())
     if len(text.encode()) > room:
         text = text.encode()[: room - 3].decode(errors="ignore") + "..."
-    return Condition("False", kubernetes_reason(failed[0].code), text + tail)
+    codes = tuple(sorted({finding.code for finding in failed}))
+    return Condition("False", kubernetes_reason(failed[0].code), text + tail, codes)
 
 
-def due(reported: Reported, now: Condition, host: str, clock: float) -> bool:
-    """Return whether the condition or physical host changed and may be reported now. A new message isn't a change."""
-    before = (reported.status, reported.reason, reported.physical_host)
-    return before != (now.status, now.reason, host) and clock >= reported.not_before
+def due(reported: Reported, now: Condition, host: str, kubelet: str, clock: float) -> bool:
+    """Return whether something changed, or the kubelet has started again, and that may be reported now.
+
+    Another code is a change, since the gate reads all of them in the message; another detail isn't. A kubelet that
+    starts registers its Node if that was deleted: then the condition is gone. ``kubelet`` is empty while none is
+    running.
+    """
+    is_new = bool(kubelet) and kubelet != reported.kubelet
+    before = (reported.status, reported.reason, reported.codes, reported.physical_host)
+    has_changed = before != (now.status, now.reason, now.codes, host)
+    return (is_new or has_changed) and clock >= reported.not_before
 
 
-def after_success(now: Condition, host: str) -> Reported:
+def since(reported: Reported, now: Condition, stamp: str) -> str:
+    """Return the condition's time: ``stamp``, or the earlier one if it has the same status and no further code.
+
+    The gate compares it with a person's admission, which holds for all codes of its time.
+    """
+    is_same = reported.status == now.status and set(now.codes) <= set(reported.codes)
+    return (is_same and reported.since) or stamp
+
+
+def after_success(now: Condition, host: str, kubelet: str, since: str) -> Reported:
     """Return what to remember after the condition was set."""
-    return Reported(now.status, now.reason, physical_host=host)
+    return Reported(now.status, now.reason, physical_host=host, codes=now.codes, kubelet=kubelet, since=since)
 
 
 def after_failure(reported: Reported, clock: float, wait: float) -> Reported:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from image_builder.node import files, status
@@ -24,6 +25,7 @@ from image_builder.node.join.identity import Identity, learn
 from image_builder.node.join.record import Done, Ended, Record, digest
 from image_builder.node.join.settings import Settings
 from image_builder.node.net import kube
+from image_builder.node.net.kubeconfig import Pem
 from image_builder.node.net.retry import Deadline, NotYet, patiently
 
 # The budget (seconds) until a configuration says otherwise.
@@ -172,24 +174,35 @@ def _credentials(joining: Joining, deadline: Deadline) -> Done:
 
 
 def _is_member(joining: Joining, deadline: Deadline) -> bool:
-    """Return whether the kubelet has a certificate that the API server accepts. Raises JoinError (65, 67)."""
-    access = kubelet.membership(joining.kubelet.config)
+    """Return whether the kubelet has a certificate that the API server accepts. Raises JoinError (65 to 67)."""
+    access, config = kubelet.membership(joining.kubelet.config), joining.identity.config
     if access is None:
         return False
-    if access.server != joining.identity.config.server:
+    if access.server != config.server:
         message = f"this node belongs to {access.server}: joining another cluster needs a new disk"
         raise JoinError(65, message)
+    if access.node != joining.identity.name:
+        raise JoinError(65, f"the kubelet's certificate is for {access.node}: another name needs a new disk")
+    # Not the CA on the disk, which this one replaces: if it is wrong, the kubelet must not get it.
+    access = replace(access, authority=Pem(config.ca))
+    refused = 0
 
     def probe() -> bool:
+        nonlocal refused
         try:
             with kube.Client(access, timeout=deadline.attempt(kube.TIMEOUT)) as client:
                 client.request("GET", "/version")
         except kube.KubeError as error:
-            if error.status == 401 and access.certificate:  # it has expired, and a new one is needed
-                joining.refused = access.certificate.read()
-                return False
+            if error.status == 401 and access.certificate:
+                refused += 1
+                if refused >= credentials.REFUSALS:  # it has expired, for example, and a new one is needed
+                    joining.refused = access.certificate.read()
+                    return False
             if error.status == 403:
                 return True
+            if isinstance(error.__cause__, ssl.SSLCertVerificationError):
+                seconds = joining.settings.clock_seconds
+                raise credentials.unproven(error.__cause__, config, seconds) from error
             raise NotYet(JoinError(67, error.message), error.retry_after) from error
         return True
 

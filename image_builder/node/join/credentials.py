@@ -34,8 +34,8 @@ _CODE = re.compile(r"[a-z.]{1,40}")
 # Statuses to retry besides server errors: 409 for a document that was already used or has another nonce (a new one will
 # do), and 429 for too many requests.
 _LATER = frozenset({409, 429})
-# A token that has just been created may not be known to every API server yet.
-_REFUSALS = 3
+# A token that has just been created may not be known to every API server yet, nor may a new CA of clients.
+REFUSALS = 3
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadli
         try:
             response = ask(f"{config.server}/version", config.ca, deadline.attempt(_TIMEOUT), token=token)
         except ssl.SSLCertVerificationError as error:
-            raise _unproven(error, config, clock_seconds) from error
+            raise unproven(error, config, clock_seconds) from error
         except OSError as error:
             raise NotYet(JoinError(67, f"{config.server} does not answer: {error}")) from error
         check_clock(response.date, time.time(), clock_seconds)
@@ -168,7 +168,7 @@ def prove(config: NodeConfig, token: str, clock_seconds: float, deadline: Deadli
             raise NotYet(answer, response.retry_after)
         refused += 1
         refusal = JoinError(64, f"{config.server} rejects the token: it is expired or unknown")
-        raise refusal if refused >= _REFUSALS else NotYet(refusal, response.retry_after)
+        raise refusal if refused >= REFUSALS else NotYet(refusal, response.retry_after)
 
     patiently(probe, deadline)
 
@@ -180,8 +180,8 @@ def check_clock(server: float, local: float, limit: float) -> None:
         raise JoinError(66, f"this machine's clock is {abs(off):.0f} s {direction} the API server's")
 
 
-def _unproven(error: ssl.SSLCertVerificationError, config: NodeConfig, clock_seconds: float) -> JoinError:
-    """Return the error for a certificate that can't be verified: a wrong clock (it isn't valid now) or a wrong CA."""
+def unproven(error: ssl.SSLCertVerificationError, config: NodeConfig, clock_seconds: float) -> JoinError:
+    """Return the error for a certificate that can't be verified: a wrong clock, a wrong date in it, or a wrong CA."""
     if error.verify_code in _OUT_OF_TIME:
         try:
             # Unverified, but no secret is sent: this only improves the error message.
@@ -190,7 +190,8 @@ def _unproven(error: ssl.SSLCertVerificationError, config: NodeConfig, clock_sec
         except JoinError as wrong_clock:
             return wrong_clock
         except OSError:
-            pass  # then it isn't known which of the two it is
+            pass  # then it isn't known which of the first two it is
+        return JoinError(67, f"the certificate of {config.server} is not valid now: {error.verify_message}")
     return JoinError(
         65, f"the certificate of {config.server} is not signed by this CA: {error.verify_message}"
     )

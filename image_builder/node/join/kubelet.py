@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from image_builder.node import child, files, status
@@ -26,6 +27,9 @@ from image_builder.node.net.retry import Deadline
 # The agent's own --register-with-taints (``kubelet.env``) may override the one in ``node.env``: it repeats the taints
 # in this file.
 TAINTS = "join-taints.json"
+# Exists while the files are written and until a running kubelet has been restarted: a run that fails or is killed in
+# between leaves it, and the next one, which may find the files as they should be, restarts the kubelet.
+_UNFINISHED = "kubelet-unfinished"
 # The file that image credential providers read (``cloud_config``).
 _CLOUD_CONFIG = "azure.json"
 _CLOUD_KEYS = (
@@ -139,15 +143,19 @@ def write(identity: Identity, token: str, build: str, places: Places) -> Done:
     """Write the files that differ; ``token`` is empty for a member. Raises JoinError (81, 82)."""
     # Without either file no kubelet is running, and the path unit will start it.
     may_run = places.config.exists() or places.bootstrap.exists()
+    mark = places.run / _UNFINISHED
+    is_unfinished = mark.exists()
     try:
-        changed = _write_all(identity, token, build, places)
+        mark.touch()
+        changed = _write_all(identity, token, build, places, is_unfinished)
     except OSError as error:
         raise JoinError(81, str(error)) from error
-    if changed and may_run:
+    if (changed or is_unfinished) and may_run:
         try:
             child.run(places.restart)
         except ProgramError as error:
             raise JoinError(82, error.message) from error
+    mark.unlink(missing_ok=True)
     key = digest(
         environment(identity, build, settings_files.kubelet_taints(places.etc)),
         identity.config.ca,
@@ -156,7 +164,7 @@ def write(identity: Identity, token: str, build: str, places: Places) -> Done:
     return Done(key, f"changed: {', '.join(changed)}" if changed else "nothing changed")
 
 
-def _write_all(identity: Identity, token: str, build: str, places: Places) -> list[str]:
+def _write_all(identity: Identity, token: str, build: str, places: Places, is_unfinished: bool) -> list[str]:
     authority = places.kubernetes / "pki/ca.crt"
     own = json.dumps({"taints": list(map(str, identity.config.taints))}, indent=1) + "\n"
     changed = [TAINTS] if files.write_changed(places.etc / TAINTS, own.encode()) else []
@@ -172,7 +180,7 @@ def _write_all(identity: Identity, token: str, build: str, places: Places) -> li
     ]
     if identity.config.azure is None and _remove_cloud_config(places.kubernetes / _CLOUD_CONFIG):
         changed.append(_CLOUD_CONFIG)
-    if TAINTS in changed or "join" not in status.read(places.run):
+    if TAINTS in changed or is_unfinished or "join" not in status.read(places.run):
         # This also rewrites the environment that the agent provides to the kubelet.
         section = {
             "state": status.OK,
@@ -214,9 +222,7 @@ def wait_until_ready(
     """
     while (access := membership(places.config, refused)) is None:
         if not deadline.poll(_POLL):
-            raise JoinError(
-                91, f"{places.config} has no certificate: the signing request was not approved or not made"
-            )
+            raise JoinError(91, _no_certificate(places.config, refused))
     try:
         places.bootstrap.unlink(missing_ok=True)
     except OSError as error:
@@ -231,6 +237,13 @@ def wait_until_ready(
             raise JoinError(93, reason)
         access = membership(places.config) or access
     return Done(digest(access.node, boot_id), f"{access.node} is Ready")
+
+
+def _no_certificate(path: Path, refused: str) -> str:
+    # The kubelet requests another certificate only if its own has expired (isClientConfigStillValid).
+    if refused and not kubeconfig.has_expired(refused, datetime.now(UTC)):
+        return "the API server rejects the kubelet's unexpired certificate: reimage"
+    return f"{path} has no certificate: the signing request was not approved or not made"
 
 
 def _has_network(directory: Path) -> bool:

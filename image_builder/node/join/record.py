@@ -24,6 +24,8 @@ from image_builder.node.join.codes import CODES
 FORMAT = 1
 FILE = "provision.json"
 RUNNING, OK, FAILED, SKIPPED, DEGRADED = "running", "ok", "failed", "skipped", "degraded"
+# The codes of failures that only repeat the preflight's verdict.
+OF_PREFLIGHT = frozenset({51, 52, 94})
 
 
 @dataclass(frozen=True)

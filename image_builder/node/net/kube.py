@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import os
 import socket
 import ssl
@@ -69,18 +70,26 @@ def as_kubelet(path: Path, node_name: str = "", timeout: float = TIMEOUT) -> tup
     return client, node_name or client.access.node or os.uname().nodename.lower()
 
 
+def stamp(now: datetime) -> str:
+    """Return a time as the API expects it."""
+    return now.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def condition(
-    kind: str, status: str, reason: str, message: str, now: datetime | None = None
+    kind: str, status: str, reason: str, message: str, now: datetime | None = None, since: str = ""
 ) -> dict[str, str]:
-    """Return a node condition as the API expects it. The message is cut to 1 KB, between two characters."""
-    stamp = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    """Return a node condition as the API expects it. The message is cut to 1 KB, between two characters.
+
+    ``since`` is the time of its last transition, by default ``now``.
+    """
+    heartbeat = stamp(now or datetime.now(UTC))
     return {
         "type": kind,
         "status": status,
         "reason": reason,
         "message": message.encode()[:MESSAGE_BYTES].decode(errors="ignore"),
-        "lastHeartbeatTime": stamp,
-        "lastTransitionTime": stamp,
+        "lastHeartbeatTime": heartbeat,
+        "lastTransitionTime": since or heartbeat,
     }
 
 
@@ -114,6 +123,7 @@ class Client:
         self._agent, self._timeout = agent, timeout
         self._connection: http.client.HTTPSConnection | None = None
         self._sock: socket.socket | None = None
+        self._until = math.inf  # when the request in progress must have ended, on the monotonic clock
 
     @classmethod
     def from_kubeconfig(cls, path: Path, *, agent: str = "node-agent", timeout: float = TIMEOUT) -> Self:
@@ -139,12 +149,14 @@ class Client:
         message: str,
         labels: Mapping[str, str] | None = None,
         annotations: Mapping[str, str | None] | None = None,
+        since: str = "",
     ) -> None:
         """Set one condition, labels and annotations (None removes one) of a node, in one request.
 
-        Raises KubeError; retrying is up to the caller.
+        ``since`` as in ``condition``. Raises KubeError; retrying is up to the caller.
         """
-        body: dict[str, Any] = {"status": {"conditions": [condition(type, status, reason, message)]}}
+        changed = condition(type, status, reason, message, since=since)
+        body: dict[str, Any] = {"status": {"conditions": [changed]}}
         metadata = {"labels": labels, "annotations": annotations}
         if changes := {name: dict(values) for name, values in metadata.items() if values}:
             body["metadata"] = changes
@@ -272,6 +284,7 @@ class Client:
     @contextmanager
     def _ended_after(self, seconds: float) -> Iterator[None]:
         """End what is being done on this connection after that time: a socket's own timeout restarts with each byte."""
+        self._until = time.monotonic() + seconds
         timer = threading.Timer(seconds, self.interrupt)
         timer.daemon = True
         timer.start()
@@ -279,6 +292,7 @@ class Client:
             yield
         finally:
             timer.cancel()
+            self._until = math.inf
 
     def __enter__(self) -> Self:
         return self
@@ -321,12 +335,14 @@ class Client:
                 connection.request(method, path, body, dict(headers))
                 # Kept here: the connection drops its socket as soon as an answer says that it is the last.
                 self._sock = connection.sock
+                if time.monotonic() >= self._until:
+                    raise TimeoutError("no answer in time")  # the timer found no socket to interrupt
                 return connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 # That the server closed an idle connection shows only now, in many ways; a timeout isn't one of them.
                 # Our requests state the desired result, so sending one twice is as good as once.
-                if not reused or isinstance(error, TimeoutError):
+                if not reused or isinstance(error, TimeoutError) or time.monotonic() >= self._until:
                     raise
                 reused = False
 

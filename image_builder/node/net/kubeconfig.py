@@ -11,7 +11,9 @@ import base64
 import binascii
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ _SPECIAL = ("&", "*", "!", "|", ">", "%", "@", "`", "?")
 # What a name looks like in a certificate: UTF8String or PrintableString, its length, the bytes.
 _IDENTITY = b"system:node:"
 _STRINGS = (0x0C, 0x13)
+# A certificate's validity: two times, each a UTCTime (until 2049) or a GeneralizedTime (RFC 5280, 4.1.2.5).
+_VALIDITY = re.compile(rb"(?:\x17\x0d\d{12}|\x18\x0f\d{14})Z(?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z")
 
 
 @dataclass(frozen=True)
@@ -123,17 +127,27 @@ def _node_of(pem: str) -> str:
     The standard library decodes only the certificates of connections; the name in question can't be mistaken for
     anything else, so the bytes are searched for it.
     """
-    for block in re.findall(r"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", pem, re.DOTALL):
-        try:
-            der = base64.b64decode(block)
-        except binascii.Error:  # damaged, for example by a power cut: it identifies no node
-            continue
+    for der in _certificates(pem):
         at = der.find(_IDENTITY)
         while at >= 2:
             if der[at - 2] in _STRINGS and der[at - 1] < 0x80:
                 return der[at : at + der[at - 1]].removeprefix(_IDENTITY).decode("utf-8", "replace")
             at = der.find(_IDENTITY, at + 1)
     return ""
+
+
+def has_expired(pem: str, now: datetime) -> bool:
+    """Return whether a certificate in a PEM text has expired."""
+    times = (match.groups() for der in _certificates(pem) if (match := _VALIDITY.search(der)))
+    return any((b"20" + short if short else full).decode() < f"{now:%Y%m%d%H%M%S}" for short, full in times)
+
+
+def _certificates(pem: str) -> Iterator[bytes]:
+    for block in re.findall(r"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", pem, re.DOTALL):
+        try:
+            yield base64.b64decode(block)
+        except binascii.Error:  # damaged, for example by a power cut: it identifies no node
+            continue
 
 
 def read_yaml(text: str) -> Any:

@@ -50,8 +50,8 @@ def is_address(text: str) -> bool:
 def together(tasks: Mapping[K, Callable[[], T]], seconds: float) -> dict[K, T]:
     """Run all tasks in parallel, and return the results of those that finish within ``seconds``.
 
-    A task must not raise. Afterwards, fork only to start a program: a thread that is left behind can hold one of the C
-    library's locks.
+    A task must not raise; one whose thread can't be started has no result. Afterwards, fork only to start a program: a
+    thread that is left behind can hold one of the C library's locks.
     """
     results: dict[K, T] = {}
 
@@ -59,9 +59,14 @@ def together(tasks: Mapping[K, Callable[[], T]], seconds: float) -> dict[K, T]:
         results[key] = task()
 
     deadline = time.monotonic() + seconds
-    threads = [threading.Thread(target=work, args=item, daemon=True) for item in tasks.items()]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for item in tasks.items():
+        thread = threading.Thread(target=work, args=item, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # too many threads
+            continue
+        threads.append(thread)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return dict(results)

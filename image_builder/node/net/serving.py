@@ -8,7 +8,9 @@ hasn't sent its request yet gives way to the next one when there is no room.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import http.server
+import io
 import json
 import socket
 import socketserver
@@ -25,6 +27,8 @@ from typing import Any
 TICK = 0.25
 # Seconds from connecting to the complete request: more than a handshake over the worst network takes.
 PATIENCE = 3.0
+# For a request's line and headers together. The standard library reads 100 lines of 64 KiB for any client.
+HEAD_BYTES = 32 << 10
 
 
 @dataclass
@@ -189,10 +193,29 @@ def _hang_up(request: socket.socket) -> None:
         socket.socket.shutdown(request, socket.SHUT_RDWR)
 
 
+class _Reader(io.BufferedReader):
+    """A connection to read from, of which only the first bytes may be read by lines."""
+
+    _left = HEAD_BYTES
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """Return a line; one that is too long is cut off. Raises http.client.LineTooLong when no more may follow."""
+        if self._left < 0:
+            raise http.client.LineTooLong("request")
+        most = self._left + 1
+        line = super().readline(most if size is None or size < 0 else min(size, most))
+        self._left -= len(line)
+        return line
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """Answers GET and POST in JSON, and logs nothing to standard error: requests contain what no log may."""
 
     server_version, sys_version = "node-agent", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Reader(self.rfile.detach())
 
     def respond(self) -> None:
         """Answer the request: its method is ``command``."""

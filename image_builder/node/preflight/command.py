@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,8 +44,11 @@ def run(places: Places = Places()) -> int:
     try:
         with files.lock(places.run / "preflight.lock"):
             boot_id = status.boot_id(places.boot_id)
+            before = files.read_json(places.run / model.FILE) or files.read_json(places.run / model.BEFORE)
+            retest = _retest(before, boot_id)
             _forget(places.run)
             settings, verdict, document = _test(places, boot_id, settings_files.build_id(places.release))
+            document |= retest
             model.write_verdict(document, places)
             status.tell(f"preflight: {model.message(document)}")
             if verdict.state != PASSED:
@@ -73,6 +77,7 @@ def again(places: Places = Places()) -> int:
             settings, verdict, document = _test(
                 places, str(before["boot_id"]), str(before["image_build"]), checks_before
             )
+            document |= _retest(before, str(before["boot_id"]))
             is_news = (verdict.state, verdict.code) != (before["state"], before["code"])
             if not is_news:  # with the same start time it isn't reported again
                 document["started"] = before["started"]
@@ -102,10 +107,24 @@ def _test(
     return settings, verdict, document
 
 
+def _retest(before: Mapping[str, Any], boot_id: str) -> dict[str, Any]:
+    """Return what the next verdict of this boot must have of the one ``before``: the number of the gate's re-test.
+
+    Without it, the gate would consider its re-test unanswered, withdraw it, and count it as failed.
+    """
+    if before.get("boot_id") != boot_id or "retest" not in before:
+        return {}
+    return {"retest": before["retest"]}
+
+
 def _forget(directory: Path) -> None:
-    """Delete the previous verdict: while this boot is being tested again, it has none."""
-    for name in (model.FILE, model.REPORTED):
-        (directory / name).unlink(missing_ok=True)
+    """Set the previous verdict aside: while this boot is being tested again, it has none.
+
+    If this test is killed, the next one needs it.
+    """
+    with suppress(FileNotFoundError):
+        (directory / model.FILE).replace(directory / model.BEFORE)
+    (directory / model.REPORTED).unlink(missing_ok=True)
 
 
 def examine(

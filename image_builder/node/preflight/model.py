@@ -16,6 +16,7 @@ from image_builder.node.finding import kubernetes_reason
 FORMAT = 1
 FILE = "preflight.json"
 REPORTED = "preflight.reported"
+BEFORE = "preflight.before"
 # Files that units look for: this boot must be tested again; the kubelet may start.
 UNSETTLED, ADMITTED = "preflight.unsettled", "kubelet.admitted"
 

@@ -1,7 +1,7 @@
 """``node-agent preflight --report``: report this boot's verdict to the API server, once per transition.
 
-One PATCH. Nothing is queried, watched or repeated while the node runs: the boot id in the message shows whether the
-condition is stale.
+One PATCH. Nothing is watched or repeated while the node runs: the boot id in the message shows whether the condition is
+stale. A kubelet that has started again may have made a new Node object, without the condition: one GET tells.
 """
 
 from __future__ import annotations
@@ -43,35 +43,39 @@ class Places(status.Places):
 
 
 def run(places: Places = Places()) -> int:
-    """Report this boot's verdict unless it has been reported. Raises NodeError if there is nothing to report."""
+    """Report this boot's verdict unless the Node object has it. Raises NodeError if there is nothing to report."""
     settings = parse(settings_files.load("preflight", places.etc))
-    document = model.read_verdict(places)
+    model.read_verdict(places)
     if not settings.kubeconfig:
         raise NodeError("preflight.none", "nowhere to report to: the settings name no kubeconfig")
-    if files.read_json(places.run / model.REPORTED) == _key(document):
-        status.tell("preflight: already reported")
-        return 0
     _await_kubelet(settings, Deadline(time.monotonic() + _KUBELET_SECONDS, sleep=places.sleep))
     # Nodes that started at the same time must not report at the same time.
     places.sleep(places.chance() * settings.jitter_seconds)
 
-    def send() -> None:
-        # The kubelet may have just received its certificate, or a new one: read it at every attempt.
+    def send() -> tuple[dict[str, Any], bool]:
+        """Return the verdict, and whether sending it was necessary."""
+        # Since the last attempt a re-test may have replaced the verdict, and the kubelet received a certificate.
         try:
-            _send(settings, document, kube.TIMEOUT)
+            document = model.read_verdict(places)
+            was_reported = files.read_json(places.run / model.REPORTED) == _key(document)
+            is_missing = not (was_reported and _is_known(settings, document))
+            if is_missing:
+                _send(settings, document, kube.TIMEOUT)
         except KubeError as error:
             if error.is_hopeless:
                 raise
             raise NotYet(error, error.retry_after) from error
-        except NodeError as error:  # a kubeconfig that doesn't exist yet, or is half written
+        except NodeError as error:
+            # No verdict during another test, or a kubeconfig that is missing or half written.
             raise NotYet(error) from error
+        return document, is_missing
 
     never = Deadline(math.inf, sleep=places.sleep, chance=places.chance)
-    patiently(
+    document, is_new = patiently(
         send, never, cap=LONGEST_WAIT, tell=lambda text: status.tell(f"preflight: not reported yet: {text}")
     )
     _remember(places.run, document)
-    status.tell(f"preflight: reported: {model.message(document)}")
+    status.tell(f"preflight: {'' if is_new else 'already '}reported: {model.message(document)}")
     return 0
 
 
@@ -120,6 +124,15 @@ def may_have_pods(settings: Settings) -> bool:
 def connect(settings: Settings, timeout: float) -> tuple[Client, str]:
     """Return a client with the kubelet's identity, and the node's name. Raises NodeError (``kube.config``)."""
     return kube.as_kubelet(Path(settings.kubeconfig), settings.node_name, timeout)
+
+
+def _is_known(settings: Settings, document: Mapping[str, Any]) -> bool:
+    """Return whether the Node object has this verdict: it may be another one than was reported to."""
+    client, node = connect(settings, kube.TIMEOUT)
+    with client:
+        conditions = client.node(node).get("status", {}).get("conditions") or ()
+    message = kube.condition(model.CONDITION, "", "", model.message(document))["message"]
+    return (model.CONDITION, message) in {(each["type"], each.get("message")) for each in conditions}
 
 
 def _send(settings: Settings, document: Mapping[str, Any], timeout: float) -> None:

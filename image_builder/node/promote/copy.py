@@ -4,6 +4,9 @@ Preserved: type, mode, owner, modification time, extended attributes (``trusted.
 ``security.capability``, ACLs), device numbers (a whiteout is a character device 0:0), hard links within the layer. Runs
 of zeros in big files become holes. A directory gets its own attributes only after its entries, so that creating these
 doesn't change the attributes and no entry inherits the directory's ACL.
+
+Entries are copied in the order of their inodes, subdirectories one after another: the store's data is in that order,
+and reading the directories of a real system in another one takes up to a third longer.
 """
 
 from __future__ import annotations
@@ -155,12 +158,14 @@ def _directory(job: _Job, base: _Base, path: str, info: os.stat_result) -> None:
     try:
         target = os.open(path, _DIRECTORY, dir_fd=base.target)
         try:
-            with _reading("."):
-                names = os.listdir(source)
+            with _reading("."), os.scandir(source) as entries:
+                names = [entry.name for entry in sorted(entries, key=os.DirEntry.inode)]
                 attributes = _attributes(source)
             place = _below(job, base, path, source, target)
+            queued = len(job.waiting)
             for name in names:
                 _entry(job, source, target, place, name)
+            job.waiting[queued:] = reversed(job.waiting[queued:])
             _finish(target, info, attributes)
         finally:
             os.close(target)

@@ -32,6 +32,7 @@ from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
 from image_builder.pool.plan.plan import PlannedFrom, doubles
+from image_builder.pool.plan.snapshot import SCALE_SET_ID
 from image_builder.pool.plan.source import opened, values_of, where
 from image_builder.settings import VaultId
 from image_builder.text import did_you_mean, short_list
@@ -209,6 +210,8 @@ def _host(reading: _Reading, name: str, pool: str, groups: list[str]) -> Host | 
     image = texts.get("pool_image")
     if image and reading.images and image not in reading.images:
         fault("pool_image", f"unknown image `{image}`{did_you_mean(image, reading.images)}")
+    if (path := texts.get("pool_scale_set_id")) and not SCALE_SET_ID.fullmatch(path):
+        fault("pool_scale_set_id", f"isn't a scale set's id in Resource Manager: `{path}`")
     if "pool_scale_set" not in texts and len(groups) > 1:
         fault("pool_scale_set", f"is missing, and the host is in {', '.join(sorted(groups))}")
     way, faults = connection.read({key: value for key, value in values.items() if key not in wrong})

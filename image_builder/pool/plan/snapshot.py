@@ -23,7 +23,7 @@ from image_builder.text import short_list
 
 Json = Mapping[str, Any]
 
-_ID = re.compile(
+SCALE_SET_ID = re.compile(
     r"/subscriptions/(?P<subscription>[0-9a-f-]{36})/resourceGroups/(?P<group>[\w.()-]{1,90})"
     r"/providers/Microsoft\.Compute/virtualMachineScaleSets/(?P<name>[\w.-]{1,64})",
     re.IGNORECASE | re.ASCII,
@@ -95,7 +95,7 @@ class Snapshot:
 def parse(text: str) -> ScaleSetId:
     """Return the scale set and pool in ``POOL=SCALE_SET_ID``; raises UsageError."""
     pool, _, name = text.partition("=")
-    match = _ID.fullmatch(name.rstrip("/"))
+    match = SCALE_SET_ID.fullmatch(name.rstrip("/"))
     if not match or not _POOL.fullmatch(pool):
         form = "POOL=/subscriptions/…/resourceGroups/…/providers/Microsoft.Compute/virtualMachineScaleSets/…"
         raise UsageError(

@@ -42,13 +42,13 @@ _LONGEST_GRACE = 14400
 # With the numbers of a set and a machine appended, it is a host name, which has at most 64 characters.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,49}", re.ASCII)
 
-_NETWORK = r"^/subscriptions/[0-9a-f-]{36}/resourceGroups/[\w.()-]{1,90}/providers/Microsoft\.Network"
+_NETWORK = r"(?i)^/subscriptions/[0-9a-f-]{36}/resourceGroups/[\w.()-]{1,90}/providers/Microsoft\.Network"
 Subnet = Annotated[str, StringConstraints(pattern=_NETWORK + r"/virtualNetworks/[\w.-]+/subnets/[\w.-]+$")]
 SecurityGroup = Annotated[str, StringConstraints(pattern=_NETWORK + r"/networkSecurityGroups/[\w.-]+$")]
 Identity = Annotated[
     str,
     StringConstraints(
-        pattern=r"^/subscriptions/[0-9a-f-]{36}/resourceGroups/[\w.()-]{1,90}"
+        pattern=r"(?i)^/subscriptions/[0-9a-f-]{36}/resourceGroups/[\w.()-]{1,90}"
         r"/providers/Microsoft\.ManagedIdentity/userAssignedIdentities/[\w-]+$"
     ),
 ]

@@ -1,4 +1,4 @@
-"""How a host moves from one state to another: all counts are kept up to date, and nothing else changes a state."""
+"""A host's moves from one state to another: all counts are kept up to date, and nothing else changes a state."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _open(progress: Progress, record: Opened) -> None:
         status.until = 0.0 if progress.plan.policy.mode == "verify" else min(status.until, longest)
         status.not_before = free if status.state == "joining" else min(status.not_before, free)
         status.idle_by = min(status.idle_by, record.at + progress.plan.policy.deadline("await"))
-        status.awaited = False
+        was_awaited, status.awaited = status.awaited, False
         if status.state == "draining":
             # It has our cordon and may be empty by now.
             set_empty(progress, status, empty=True)
@@ -156,8 +156,9 @@ def _open(progress: Progress, record: Opened) -> None:
             move(progress, name, "waiting")
         elif status.state == "verifying":
             move(progress, name, "joined")
-        elif status.state == "freeing":
-            move(progress, name, "settled")
+        elif status.state in ("freeing", "settled"):
+            # An awaited host is freed to work until it can be taken, not since it has ended.
+            move(progress, name, "waiting" if was_awaited else "settled")
         elif status.state == "restoring":
             move(progress, name, "broken")
         elif _is_retried(status.outcome, retry=record.retry):

@@ -1,4 +1,4 @@
-"""What becomes of a host of a roll after each step: it is drained, reimaged, verified and freed, or left as it was.
+"""A roll's decision about a host after each step: it is drained, reimaged, verified and freed, or left as it was.
 
 A host that never got the new image is freed, whatever happened. One that got it and isn't fine stays cordoned: only
 `restore` returns it to work. One that is busy for longer than its wave waits is freed too, and taken in the last wave
@@ -113,9 +113,13 @@ def after_free(progress: Progress, status: HostStatus, record: Result) -> None:
     outcome = record.outcome
     if not outcome.ok and outcome.kind in UNREACHED and again(progress, status, record.at, "settled"):
         return
-    if outcome.ok and status.awaited and not progress.stopped:
+    if outcome.ok and status.awaited:
+        # It worked on until it could be taken.
         status.awaited = False
-        move(progress, status.host.name, "ready")
+        if progress.stopped:
+            end(progress, status, ended("skipped", STOPPED), record.at)
+        else:
+            move(progress, status.host.name, "ready")
     elif outcome.ok and status.last and status.last.kind == "busy":
         set_empty(progress, status, empty=False)
         _defer(progress, status, record.at, status.last.detail, is_soon_again=False)

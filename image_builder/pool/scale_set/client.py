@@ -1,4 +1,4 @@
-"""What a rollout reads from a scale set and changes in it. Requests for instances always name them, and never all.
+"""A rollout's client for a scale set: what it reads and changes. Requests for instances always name them, never all.
 
 Each request that changes something is sent once. The model, tags and services are read before a request to change
 them, and again after an inconclusive response: if they aren't as they should be, the request is sent again. A request
@@ -67,6 +67,10 @@ class Answer:
     def is_refused(self) -> bool:
         """Return whether it is certain that nothing was done."""
         return 400 <= self.status < 500
+
+    @property
+    def is_throttled(self) -> bool:
+        return self.status == _THROTTLED
 
     @property
     def is_passing(self) -> bool:
@@ -179,7 +183,7 @@ class Client:
                     "\n".join([f"{present.id} is left alone:", *(f"  {problem}" for problem in problems)]),
                     hint="its model was not changed",
                 )
-            if present.image.lower() == version.lower():
+            if model.is_same_id(present.image, version):
                 return None
             if present.policy != before.policy:
                 raise PoolError(
@@ -230,13 +234,15 @@ class Client:
     ) -> None:
         """Suspend or resume services of a scale set, and wait until that is done; raises PoolError, FetchError.
 
-        ``states`` are the current states, if they were just read.
+        A service that somebody disabled can't be resumed, and is left alone. ``states`` are the current states, if they
+        were just read.
         """
         state = {"Suspend": "Suspended", "Resume": "Running"}[action]
+        over = (state,) if action == "Suspend" else (state, "NotRunning", None)
         problem, names = "", sorted(services)
         for attempt in range(_TRIES + 1):
             states = self.services(path) if states is None or attempt else states
-            if not (names := [service for service in names if states.get(service) != state]):
+            if not (names := [service for service in names if states.get(service) not in over]):
                 return
             if attempt == _TRIES:  # only to see what became of the last request
                 break

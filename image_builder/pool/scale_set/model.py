@@ -16,6 +16,11 @@ COMPUTE_API, GALLERY_API = "2025-04-01", "2024-03-03"
 _LATEST = "latest"
 
 
+def is_same_id(one: str, other: str) -> bool:
+    """Return whether two ids are the same: Resource Manager ignores their case, and may return another."""
+    return one.lower() == other.lower()
+
+
 @dataclass(frozen=True)
 class Version:
     """A gallery image version. ``regions`` are the states of its replication, by short region name.
@@ -89,7 +94,7 @@ class Instance:
         return self.state.lower() in ("succeeded", "failed")
 
     def runs(self, version: str) -> bool:
-        return self.image.lower() == version.lower()
+        return is_same_id(self.image, version)
 
 
 def scale_set(answer: Json) -> ScaleSet:

@@ -1,11 +1,11 @@
-"""Why a scale set must not be brought to a version: all reasons at once, before anything is changed."""
+"""The reasons why a scale set must not be brought to a version: all at once, before anything is changed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
 
-from image_builder.pool.scale_set.model import ScaleSet, Version
+from image_builder.pool.scale_set.model import ScaleSet, Version, is_same_id
 
 
 def policy_refusals(scale_set: ScaleSet, *, force_ephemeral: bool = False) -> list[str]:
@@ -29,6 +29,14 @@ def refusals(
     ]
 
 
+def retirement(version: Version, now: datetime) -> Iterator[str]:
+    """Yield why nothing may be brought to a version any more, however fit it was."""
+    if version.withdrawn:
+        yield f"version {version.name} was withdrawn: {version.withdrawn}"
+    if version.end_of_life and datetime.fromisoformat(version.end_of_life) <= now:
+        yield f"version {version.name} is past its end of life: {version.end_of_life}"
+
+
 def _policy(scale_set: ScaleSet, *, force_ephemeral: bool) -> Iterator[str]:
     if scale_set.is_flexible:
         yield "its orchestration mode is Flexible: only Uniform scale sets are reimaged in place"
@@ -49,10 +57,7 @@ def _unfit(version: Version, scale_set: ScaleSet, now: datetime) -> Iterator[str
     state = version.regions.get(scale_set.location, "not replicated")
     if state != "Completed":
         yield f"version {version.name} isn't in {scale_set.location}: {state}"
-    if version.withdrawn:
-        yield f"version {version.name} was withdrawn: {version.withdrawn}"
-    if version.end_of_life and datetime.fromisoformat(version.end_of_life) <= now:
-        yield f"version {version.name} is past its end of life: {version.end_of_life}"
+    yield from retirement(version, now)
     if not version.build:
         yield f"version {version.name} names no build: a node that runs it couldn't be recognized"
     if scale_set.disk_gib is not None and (version.disk_gib or 0) > scale_set.disk_gib:
@@ -68,6 +73,6 @@ def _differences(present: Version | None, target: Version) -> Iterator[str]:
     if present.generation != target.generation:
         yield f"version {target.name} is of generation {target.generation}, its machines of {present.generation}"
     # For example, images that differ only in kernel arguments: a build's id is that of its tree.
-    if present.build and present.build == target.build and present.id.lower() != target.id.lower():
+    if present.build and present.build == target.build and not is_same_id(present.id, target.id):
         both = f"versions {target.name} and {present.name} are of the same build"
         yield f"{both}: a node couldn't tell which one it runs"

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Literal, Protocol
 
 from image_builder.errors import PoolError
-from image_builder.pool.scale_set.client import Client, claim_of
-from image_builder.pool.scale_set.model import Instance, ScaleSet, Version
+from image_builder.pool.scale_set.client import Answer, Client, claim_of
+from image_builder.pool.scale_set.model import Instance, ScaleSet, Version, is_same_id
 from image_builder.pool.scale_set.records import (
     Accepted,
     Model,
@@ -109,6 +109,9 @@ class Drive:
     listed_at: float = -math.inf
     # Instances with an upgrade sent by another process, which this one hasn't waited for yet.
     inherited: set[str] = field(default_factory=set)
+    # Instances that are sent by themselves, and those that met a conflict since one was accepted.
+    singles: set[str] = field(default_factory=set)
+    conflicted: set[str] = field(default_factory=set)
     taking: threading.Lock = field(default_factory=threading.Lock)
     changing: threading.Lock = field(default_factory=threading.Lock)
     taken: list[float] = field(default_factory=list)
@@ -116,15 +119,24 @@ class Drive:
     def __post_init__(self) -> None:
         self.upgrades = Upgrades(self.gather)
 
-    def gather(self) -> None:
+    def gather(self, first: Member) -> None:
         """Wait for instances that are nearly ready, so that they join the same upgrade."""
         look, now = self.patience.look, self.client.now()
-        self.wait(max(look, self.upgraded_at + _APART * look - now))
+        self.wait(look if first.is_single else max(look, self.upgraded_at + _APART * look - now))
         self.upgraded_at = self.client.now()
 
     def append(self, record: Record) -> None:
         self.journal.append(record)
         self.records.append(record)
+
+    def single_out(self, numbers: set[str], answer: Answer) -> None:
+        """Note who is sent by itself, since one may be why all were refused; after a conflict only if it lasts."""
+        if answer.is_accepted:
+            self.singles -= numbers
+            self.conflicted -= numbers
+        elif answer.is_refused and not answer.is_throttled:
+            self.singles |= numbers & self.conflicted if answer.is_passing else numbers
+            self.conflicted |= numbers
 
     def settle(self, number: str, outcome: Result, detail: str) -> Settled:
         """Journal what became of the last request for an instance."""
@@ -266,7 +278,7 @@ def roll_instance(
         history = settled_requests(drive, number, node)
         if history and history[-1].settled and history[-1].settled.outcome == "unknown":
             return Ending("unknown", history[-1].settled.detail)
-        history = [request for request in history if request.sent.version == version.id]
+        history = [request for request in history if is_same_id(request.sent.version, version.id)]
         last = history[-1] if history else None
         if ending := _ending(history, drive.patience):
             return ending
@@ -291,7 +303,7 @@ def roll_instance(
         is_refused = bool(last and last.settled and last.settled.outcome == "refused")
         if is_late and last and last.settled and is_refused:
             return Ending("failed", f"refused: {last.settled.detail}")
-        member = Member(instance, version, reading, busy, works, is_single=is_refused)
+        member = Member(instance, version, reading, busy, works, is_single=number in drive.singles)
         if step == "upgrade":
             with drive.upgrades.joined(member, partial(send, drive, step)):
                 settled_requests(drive, number, node)
@@ -370,7 +382,7 @@ def _lost(history: Iterable[Request], verb: Verb) -> int:
 
 def _require_model(drive: Drive, version: Version) -> None:
     """Raise PoolError if the model of a scale set names another version."""
-    if drive.client.scale_set(drive.path).image.lower() != version.id.lower():
+    if not is_same_id(drive.client.scale_set(drive.path).image, version.id):
         raise PoolError(f"the model of {drive.path} doesn't name {version.name}", hint="nothing was sent")
 
 
@@ -404,6 +416,7 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
         answer = client.restart(drive.path, numbers[0])
     else:
         answer = client.reimage(drive.path, numbers[0], force_ephemeral=drive.force_ephemeral)
+    drive.single_out(set(numbers), answer)
     for number in numbers:
         if answer.is_accepted:
             drive.append(
@@ -414,7 +427,7 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
             is_passing = answer.is_passing or len(numbers) > 1
             drive.settle(number, "refused" if is_passing else "failed", answer.problem)
     if answer.is_refused:
-        client.wait(answer.wait)
+        drive.wait(answer.wait)
 
 
 def _idle(members: Sequence[Member]) -> list[Member]:

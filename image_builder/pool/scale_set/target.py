@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from image_builder.gallery import statement as statements
 from image_builder.pool.plan.model import Host, Target
 from image_builder.pool.scale_set.client import Client
 from image_builder.pool.scale_set.model import Version
-from image_builder.pool.scale_set.refusals import refusals
+from image_builder.pool.scale_set.refusals import refusals, retirement
 from image_builder.text import short_list
 
 
@@ -46,14 +46,16 @@ def read_target(
             statement = prove(target)
         except ImageBuilderError as error:
             problems.append(Problem("", "--to", error.message))
-    before: dict[str, str] = {}
+    before, now = dict[str, str](), datetime.now(UTC)
     for path in sorted({*more, *(host.scale_set_id for host in hosts if host.scale_set_id)}):
         scale_set = client.scale_set(path)
         before[path] = scale_set.image
         if target:
             present = client.version(scale_set.image) if scale_set.is_pinned else None
-            wrong = refusals(scale_set, present, target, datetime.now(UTC), force_ephemeral=force_ephemeral)
+            wrong = refusals(scale_set, present, target, now, force_ephemeral=force_ephemeral)
             problems += [Problem(path, "--to", reason) for reason in wrong]
+            for reason in retirement(present, now) if present else ():
+                warn(f"{reason}; `pool rollback` to it will be refused")
             if present and not present.is_protected:
                 warn(
                     f"{present.id} has no blockDeletionBeforeEndOfLife: if it is deleted there is no way back"
@@ -61,6 +63,27 @@ def read_target(
     if problems or target is None:
         raise DefinitionError(problems, hint="nothing was changed")
     return Target(version=target.id, build=target.build, before=before, statement=statement)
+
+
+def spelled_as_planned(hosts: Sequence[Host], target: Target) -> tuple[Host, ...]:
+    """Return hosts with the ids of their scale sets as a plan spells them: Resource Manager ignores their case."""
+    spellings = {path.lower(): path for path in target.before} | {path: path for path in target.before}
+
+    def spelled(host: Host) -> Host:
+        path = host.scale_set_id
+        return host.model_copy(
+            update={"scale_set_id": spellings.get(path) or spellings.get(path.lower(), path)}
+        )
+
+    return tuple(map(spelled, hosts))
+
+
+def require_planned_sets(hosts: Sequence[Host], target: Target) -> None:
+    """Raise DefinitionError for hosts of scale sets that a plan doesn't have."""
+    if others := [host.name for host in hosts if host.scale_set_id not in target.before]:
+        reason = f"the scale sets of these hosts aren't in the plan: {short_list(others)}"
+        cure = "leave them out of the inventory until this roll is over, then make another plan"
+        raise DefinitionError([Problem("", "pool_scale_set_id", f"{reason}; {cure}")])
 
 
 def require_proof(version: Version, envelope: bytes, key: Path) -> None:

@@ -29,7 +29,7 @@ class Member:
     """An instance that a request will name, as it was read, and its node.
 
     ``busy`` is the last look: it returns why nothing may be sent, or an empty string; before that, ``works`` asks the
-    node itself. An instance whose request was refused gets one of its own (``is_single``), since another instance may
+    node itself. An instance gets a request of its own (``is_single``) after a refusal for which another instance may
     be the reason. In the end, it has an ``ending`` (`busy`) or an ``error``, or its request was sent, or it has to be
     read again because it has changed.
     """
@@ -48,8 +48,8 @@ class Member:
 class Upgrades:
     """The upgrades of one scale set, for the threads of its instances."""
 
-    def __init__(self, gather: Callable[[], None] = lambda: None) -> None:
-        """``gather`` waits for other instances to arrive, before a request is sent for all that have."""
+    def __init__(self, gather: Callable[[Member], None] = lambda _: None) -> None:
+        """``gather`` lets a member wait for others to arrive, before a request is sent for all that have."""
         self._gather = gather
         self._turn = threading.Condition()
         self._waiting: list[Member] = []
@@ -91,7 +91,7 @@ class Upgrades:
     def _send(self, first: Member, send: Callable[[Sequence[Member]], None]) -> None:
         batch, error = [first], None
         try:
-            self._gather()
+            self._gather(first)
             with self._turn:
                 self._open = batch = self._chosen(first)
             send(list(batch))

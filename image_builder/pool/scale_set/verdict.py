@@ -1,4 +1,4 @@
-"""What became of a request to replace an instance's OS disk, judged by what Azure and the node report.
+"""The outcome of a request to replace an instance's OS disk, judged by what Azure and the node report.
 
 A response can be lost, and the process that waits for it killed. A missing response is never a reason to send a
 request again: only if an instance was read as untouched twice, a minute apart, did the request not reach it.

@@ -45,7 +45,7 @@ MEANINGS: Mapping[Class, str] = {
     "dropped": "the connection broke",
     "failed": "the host reports which phase failed",
     "unknown": "told to join, or to take another image; whether it did is unknown",
-    "skipped": "was never idle, or was cordoned by somebody else; left unchanged",
+    "skipped": "never idle, missing, kept by somebody else or a policy, or the run stopped; left unchanged",
 }
 _BAR = 240.0
 

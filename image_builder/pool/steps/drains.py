@@ -6,10 +6,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from image_builder.drain import event
 from image_builder.drain import run as drains
+from image_builder.drain.fence import is_denied
 from image_builder.drain.handover import Handover
 from image_builder.drain.ladder import PATIENCE
 from image_builder.drain.observe import Cordoned
@@ -18,7 +21,7 @@ from image_builder.drain.policy import Policy
 from image_builder.drain.run import Drain
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client as Kube
-from image_builder.node.net.kube import KubeError
+from image_builder.node.net.kube import KubeError, path_of_node
 from image_builder.node.net.retry import backoff
 from image_builder.pool.plan.model import OK, Outcome, Step, ended, failed
 from image_builder.pool.run.records import Emptied
@@ -228,9 +231,20 @@ class Drains:
 
     def _free_partners(self, kube: Kube, drain: Drain) -> None:
         """Free the hosts that a drain added because its gangs also run there. Raises KubeError."""
-        for name in drain.hosts:
-            if name not in self._asked:
+        for name in sorted(drain.partners - self._asked):
+            try:
                 drains.free(kube, name, self._name)
+            except KubeError as error:
+                if not is_denied(error):
+                    raise  # all are tried again
+                self._warn(kube, name, f"its cordon stays: {error.message} ({self._name})")
+
+    def _warn(self, kube: Kube, name: str, message: str) -> None:
+        """Post an Event on a host that isn't in the run, and so not in its report; nothing depends on it."""
+        with suppress(KubeError):
+            if node := kube.find(path_of_node(name)):
+                uid, now = node["metadata"]["uid"], time.time()
+                event.post(kube, event.event(name, uid, "CordonStays", message, now, kind="Warning"))
 
     def _fail(
         self, work: Iterable[tuple[Drain, dict[str, Key]]], handover: Handover, error: NodeError

@@ -1,4 +1,4 @@
-"""What a roll asks a node itself over SSH, whatever the cluster says: what it runs, and whether it is busy."""
+"""A roll's queries to a node itself over SSH, whatever the cluster says: what it runs, and whether it is busy."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from image_builder.pool.plan.plan import ROLL
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.records import Emptied
 from image_builder.pool.scale_set import records
-from image_builder.pool.scale_set.model import ScaleSet, Version
+from image_builder.pool.scale_set.model import ScaleSet, Version, is_same_id
 from image_builder.pool.scale_set.roll import IMAGE_REQUESTS, Drive, driving, roll_instance
 from image_builder.pool.scale_set.upgrades import Ending
 from image_builder.pool.scale_set.verdict import Node
@@ -71,6 +71,8 @@ class RollFleet(Fleet):
         # Contexts of the scale sets that are driven; closing it releases them.
         self._driven = ExitStack()
         self._threads = ThreadPoolExecutor(setup.at_once, thread_name_prefix="roll")
+        # Hosts that don't answer may hold all other threads until long after a host must be free.
+        self._freeing = ThreadPoolExecutor(setup.at_once, thread_name_prefix="free")
         self._local, self._connections = threading.local(), list[Kube]()
         self._drains = Drains(
             change.kube,
@@ -115,7 +117,8 @@ class RollFleet(Fleet):
             if self._change.target.undoes:
                 # Before the first host is drained, so that nothing new starts with the version being rolled back.
                 version = self._change.target.version
-                self._set_images({p: version for p, s in self._planned.items() if s.image != version})
+                others = [p for p, s in self._planned.items() if not is_same_id(s.image, version)]
+                self._set_images(dict.fromkeys(others, version))
                 self._changed |= self._planned.keys()
             super().__enter__()
         except BaseException:
@@ -139,7 +142,8 @@ class RollFleet(Fleet):
         for path, before in target.before.items():
             self._planned[path] = self._change.azure.scale_set(path)
             self._change.azure.require_free(self._planned[path], self._change.holder)
-            if (image := self._planned[path].image) not in (before, target.version):
+            image = self._planned[path].image
+            if not any(is_same_id(image, known) for known in (before, target.version)):
                 raise PoolError(f"the model of {path} names {image} since the plan", hint="make a new plan")
 
     def __exit__(
@@ -147,7 +151,8 @@ class RollFleet(Fleet):
     ) -> None:
         self._ending.set()
         self._drains.end()
-        self._threads.shutdown(cancel_futures=True)
+        for threads in (self._threads, self._freeing):
+            threads.shutdown(cancel_futures=True)
         for connection in self._connections:
             connection.close()
         try:
@@ -176,8 +181,9 @@ class RollFleet(Fleet):
             "free": self._free,
             "restore": self._restore,
         }
+        threads = self._freeing if step == "free" else self._threads
         for w, key in zip(work, keys, strict=True):
-            self._threads.submit(self._do, does[step], w.host, key)
+            threads.submit(self._do, does[step], w.host, key)
 
     def room(self, step: Step) -> int:
         # One thread looks at all awaited or drained hosts in turn.
@@ -212,8 +218,9 @@ class RollFleet(Fleet):
             # From now on nothing is sent for hosts that don't have the new version yet.
             self._is_turned = True
             last = {r.scale_set: r.after for r in self._journal.records if isinstance(r, records.Model)}
-        changed = [path for path, version in last.items() if version == self._change.target.version]
-        self._set_images({path: self._change.target.before[path] for path in changed})
+        target = self._change.target
+        changed = [path for path, version in last.items() if is_same_id(version, target.version)]
+        self._set_images({path: target.before[path] for path in changed})
         self._changed -= set(changed)
 
     def _set_images(self, versions: Mapping[str, str]) -> None:

@@ -26,7 +26,7 @@ description:
     - Fails with everything that is wrong, unless each module is for the kernel, of the version and of the flavour.
 options:
     source: {description: Product of the stage that built them; empty to only prove., type: str, default: ""}
-    kernel: {description: The kernel; empty for the only one that is installed., type: str, default: ""}
+    booted: {description: Whether to take the running kernel if several are installed., type: bool, default: false}
     driver: {description: The driver's version., type: str, required: true}
     flavour: {description: The modules' flavour., type: str, choices: [open, proprietary], required: true}
     signed: {description: Whether all must be signed., type: bool, default: false}
@@ -182,10 +182,10 @@ def write(path: Path, text: str, *, check: bool) -> bool:
     return True
 
 
-def chosen(installed: Sequence[str], asked: str) -> str:
-    """Return the kernel to look at; raises ValueError unless it is clear which."""
-    if asked:
-        return asked
+def chosen(installed: Sequence[str], running: str) -> str:
+    """Return the kernel to look at; raises ValueError unless it is the only one or the running one."""
+    if len(installed) > 1 and running in installed:
+        return running
     if len(installed) != 1:
         raise ValueError(f"one kernel is needed, there are {', '.join(installed) or 'none'}")
     return installed[0]
@@ -195,7 +195,7 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "source": {"type": "str", "default": ""},
-            "kernel": {"type": "str", "default": ""},
+            "booted": {"type": "bool", "default": False},
             "driver": {"type": "str", "required": True},
             "flavour": {"type": "str", "choices": ["open", "proprietary"], "required": True},
             "signed": {"type": "bool", "default": False},
@@ -212,7 +212,7 @@ def main() -> None:
 
     wanted: dict[str, Any] = module.params
     try:
-        kernel = chosen(kernels(ROOT), wanted["kernel"])
+        kernel = chosen(kernels(ROOT), os.uname().release if wanted["booted"] else "")
     except ValueError as error:
         module.fail_json(msg=str(error))
         raise  # not reached: that ends the program

@@ -130,13 +130,13 @@ _STRUCTURES: Mapping[str, Any] = {
     "BAR1MemoryInfo": _Bar1,
     "UtilizationRates": nvml.Utilization,
     "RowRemapperHistogram": nvml.RowHistogram,
+    "UnrepairableMemoryFlag_v1": nvml.UnrepairableMemory,
 }
 _VERSIONED: Mapping[str, tuple[Any, int]] = {
     "MemoryInfo_v2": (nvml.MemoryV2, 2),
     "MarginTemperature": (nvml.MarginTemperature, 1),
     "GpuFabricInfoV": (nvml.FabricInfo, 2),
     "SramEccErrorStatus": (nvml.SramStatus, 1),
-    "UnrepairableMemoryFlag_v1": (nvml.UnrepairableMemory, 1),
 }
 VERSIONS: Mapping[Any, int] = dict(_VERSIONED.values())
 # Functions, the choices for their numbers, and their outputs.

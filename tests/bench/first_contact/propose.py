@@ -1,4 +1,4 @@
-"""What the project gains from a first contact: recordings, floors, and a comparison of assumptions and observations.
+"""The proposal after a first contact: recordings, floors, and a comparison of assumptions and observations.
 
 Nothing in it identifies the machine: no serial number, no UUID. Nothing is changed in the project: a person reads
 the proposal, and copies what is right.

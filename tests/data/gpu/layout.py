@@ -1,5 +1,7 @@
 """Write ``nvml-layout.json``: what NVIDIA's own Python binding says of the structures and constants that we use.
 
+The binding is wrong about one of them: that one is as in NVIDIA's nvml.h.
+
 pip install --target /tmp/ml nvidia-ml-py==13.615.71 && PYTHONPATH=/tmp/ml:. python tests/data/gpu/layout.py
 """
 
@@ -7,11 +9,22 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Mapping
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-STRUCTURES = {
+
+class UnrepairableMemory(ctypes.Structure):
+    """nvmlUnrepairableMemoryStatus_v1_t of nvml.h (nvidia-nvml-dev 13.4.92). The binding has a version before the flag.
+
+    A driver writes the flag over such a version: see the recording ``h200-580.159.04``.
+    """
+
+    _fields_ = (("bUnrepairableMemory", ctypes.c_uint),)
+
+
+STRUCTURES: Mapping[str, str | type[ctypes.Structure]] = {
     "PciInfo": "nvmlPciInfo_t",
     "Memory": "c_nvmlMemory_t",
     "MemoryV2": "c_nvmlMemory_v2_t",
@@ -22,7 +35,7 @@ STRUCTURES = {
     "SramStatus": "c_nvmlEccSramErrorStatus_v1_t",
     "FabricInfo": "c_nvmlGpuFabricInfo_v2_t",
     "MarginTemperature": "c_nvmlMarginTemperature_v1_t",
-    "UnrepairableMemory": "c_nvmlUnrepairableMemory_v1_t",
+    "UnrepairableMemory": UnrepairableMemory,
     "Utilization": "c_nvmlUtilization_t",
 }
 CONSTANTS = (
@@ -56,7 +69,6 @@ CONSTANTS = (
     "nvmlEccSramErrorStatus_v1",
     "nvmlGpuFabricInfo_v2",
     "nvmlMarginTemperature_v1",
-    "nvmlUnrepairableMemory_v1",
     "nvmlClocksEventReasonHwSlowdown",
     "nvmlClocksEventReasonSwThermalSlowdown",
     "nvmlClocksEventReasonHwThermalSlowdown",
@@ -78,7 +90,8 @@ def main() -> None:
         "format": 1,
         "source": f"nvidia-ml-py {metadata.version('nvidia-ml-py')} (NVIDIA, BSD)",
         "structures": {
-            ours: layout(getattr(vendor, theirs_name)) for ours, theirs_name in STRUCTURES.items()
+            ours: layout(getattr(vendor, theirs) if isinstance(theirs, str) else theirs)
+            for ours, theirs in STRUCTURES.items()
         },
         "constants": {name: getattr(vendor, name) for name in constants},
     }

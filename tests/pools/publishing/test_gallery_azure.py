@@ -10,6 +10,7 @@ import itertools
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -340,6 +341,26 @@ def test_everything_that_is_in_the_way_is_said_at_once(
     for reason in ("clock is", "no region atlantis", "hyperVGeneration is V1, the image needs V2"):
         assert reason in caught.value.message
     assert publishing.cloud.changes() == []
+
+
+def test_a_certificate_that_the_definition_can_not_take_is_refused_before_the_upload(
+    publishing: Publishing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publishing.artefact = replace(publishing.artefact, certificate="QUJD")
+    features = [
+        {"name": "IsAcceleratedNetworkSupported", "value": "True"},
+        {"name": "DiskControllerTypes", "value": "SCSI,NVMe"},
+        {"name": "SecurityType", "value": "TrustedLaunch"},
+    ]
+    definition = publishing.cloud.arm.resources[publishing.cloud.target.definition.lower()]
+    definition.content["properties"]["features"] = features
+    monkeypatch.setitem(SETTINGS, "security_type", "TrustedLaunch")
+    with pytest.raises(PublishError, match="must be TrustedLaunchSupported"):
+        publishing()
+    assert publishing.cloud.changes() == []
+    features[2]["value"] = "TrustedLaunchSupported"
+    monkeypatch.setitem(SETTINGS, "security_type", "TrustedLaunchSupported")
+    publishing()
 
 
 def test_quota_that_is_used_up_is_named_by_region_before_anything_is_made(publishing: Publishing) -> None:

@@ -22,7 +22,7 @@ from image_builder.pool.show.report import report
 from tests.support.arm.kills import started
 from tests.support.arm.place import Place, write_build
 from tests.support.arm.publisher import Publisher
-from tests.unit.pool.simulation import Faults, make, simulate
+from tests.support.pools.simulated.rollouts import Faults, make, simulate
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 

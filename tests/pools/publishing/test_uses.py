@@ -1,4 +1,4 @@
-"""What uses a version, as Azure lists it; and that anything that can't be read never counts as unused."""
+"""The uses of a version, as Azure lists them; and that anything that can't be read never counts as unused."""
 
 from __future__ import annotations
 

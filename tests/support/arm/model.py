@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -64,20 +63,14 @@ def error(status: int, code: str, message: str, **headers: str) -> Answer:
 
 @dataclass
 class Resource:
-    """A resource and its previous content, which readers see for the next ``hidden`` reads."""
+    """A resource. Readers don't see it for the next ``hidden`` reads."""
 
     content: Json
     etag: int = 1
     hidden: int = 0
-    before: Json | None = None
 
     def seen(self) -> Json | None:
         if self.hidden:
             self.hidden -= 1
-            return self.before
+            return None
         return self.content
-
-    def change(self, content: Json, hidden: int) -> None:
-        self.before, self.content = copy.deepcopy(self.content), content
-        self.etag += 1
-        self.hidden = hidden

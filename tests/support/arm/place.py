@@ -24,7 +24,7 @@ from tests.support.arm.model import SUBSCRIPTION
 from tests.support.arm.pages import Store
 from tests.support.arm.service import Arm
 from tests.support.arm.serving import served
-from tests.unit.bake.manifests import manifest
+from tests.support.images.manifests import manifest
 
 MIB = 1 << 20
 SETTINGS: dict[str, Any] = {

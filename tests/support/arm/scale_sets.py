@@ -312,7 +312,8 @@ class ScaleSets:
 
     def _set_service(self, request: Request, group: SetState) -> Answer:
         body = request.body or {}
-        if body.get("serviceName") not in group.services or body.get("action") not in ("Resume", "Suspend"):
+        is_known = group.services.get(str(body.get("serviceName")), "NotRunning") != "NotRunning"
+        if not is_known or body.get("action") not in ("Resume", "Suspend"):
             return error(400, "InvalidParameter", "The value of parameter serviceName or action is invalid.")
         state = {"Resume": "Running", "Suspend": "Suspended"}[body["action"]]
 

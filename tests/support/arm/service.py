@@ -418,6 +418,8 @@ class Arm:
     def _patch_version(self, request: Request, resource: Resource) -> Answer:
         body = request.body or {}
         version = resource.content
+        if any(r["state"] == "Replicating" for r in version["properties"]["replicationStatus"]["summary"]):
+            return error(409, "Conflict", "The request failed due to conflict with a concurrent request.")
         properties = body.get("properties", {})
         targets = properties.get("publishingProfile", {}).get("targetRegions")
         if targets is not None and version["location"] not in [target["name"] for target in targets]:

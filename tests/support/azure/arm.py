@@ -138,8 +138,9 @@ class Cloud:
         if mode == "Uniform":
             self.items |= {f"{path}/virtualMachines": made, f"{path}/networkInterfaces": nics}
         else:
-            self.items[f"{GROUP}/providers/Microsoft.Compute/virtualMachines"] = made
-            self.items[f"{GROUP}/providers/Microsoft.Network/networkInterfaces"] = nics
+            for kind, items in (("Compute/virtualMachines", made), ("Network/networkInterfaces", nics)):
+                of_group = f"{GROUP}/providers/Microsoft.{kind}"
+                self.items[of_group] = (self.list(of_group) if of_group in self.items else []) + items
         return path
 
     def list(self, path: str) -> list[Json]:

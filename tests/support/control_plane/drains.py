@@ -90,7 +90,7 @@ class Fleet:
     def refusals(self, host: str) -> int:
         """Return how often a change to a Node was refused because the Node had changed since it was read."""
         return sum(
-            f"/nodes/{host}" in event["requestURI"] and event["responseStatus"]["code"] in fence.CHANGED
+            f"/nodes/{host}" in event["requestURI"] and event["responseStatus"]["code"] in (409, 422)
             for event in self.audit()
         )
 

@@ -86,6 +86,7 @@ kubelet_image_credential_providers:
     match_images: ["*.registry.test"]
     url: https://packages.test/provider
     sha256: {_sha256(PROVIDER)}
+kubelet_feature_gates: {{KubeletEnsureSecretPulledImages: true}}
 kubelet_image_credentials_policy: NeverVerifyAllowlistedImages
 kubelet_image_credentials_allowlist: [registry.test/team/*]
 """,

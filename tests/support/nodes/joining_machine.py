@@ -36,6 +36,7 @@ class World:
     asked_imds: list[str]
     asked_api: list[str]
     api_server: joins.Server
+    tls: ssl.SSLContext
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.ca = directory, joins.authority()
@@ -58,6 +59,8 @@ class World:
         self.ready, self.approves = "True", True
         # Whether the kubelet's certificate has expired; it requests another as soon as it is restarted.
         self.expired = False
+        # How many requests with the kubelet's certificate are still rejected, though it hasn't expired.
+        self.rejections = 0
         self.posted: list[dict[str, Any]] = []
         self.stop = threading.Event()
 
@@ -81,7 +84,9 @@ class World:
                 return 403, {}, b""
             self.posted.append(json.loads(body))
             return self.broker() if "document" in self.posted[-1] else self.nonce()
-        is_known = bool(who) and not self.expired
+        is_known = bool(who) and not self.expired and not self.rejections
+        if who and self.rejections:
+            self.rejections -= 1
         if not is_known and headers.get("Authorization") != f"Bearer {joins.TOKEN}":
             return joins.answer({"kind": "Status", "message": "Unauthorized", "code": 401}, 401)
         if path == "/version":
@@ -212,10 +217,10 @@ def served(
     addresses on which the metadata service and the kubelet listen.
     """
     made = World(directory)
-    context = tls(joins.issued(made.ca, "kube-apiserver", days), made.ca, directory)
+    made.tls = tls(joins.issued(made.ca, "kube-apiserver", days), made.ca, directory)
     with (
         joins.serving(joins.as_imds(made.imds), address=imds) as platform,
-        joins.serving(made.api, context) as api,
+        joins.serving(made.api, made.tls) as api,
         joins.serving(made.healthz, address=healthz) as health,
     ):
         made.imds_port, made.api_port, made.healthz_port = platform.port, api.port, health.port

@@ -27,8 +27,9 @@ from image_builder.node import mounts
 from image_builder.system import cgroups, namespace, process
 from tests.support.images import programs
 from tests.support.registries.pulls import wait_until
+from tests.support.roles.container_runtime import render
+from tests.support.roles.kubelet import Rendered, containerd
 from tests.support.stores.seeds import DATA, Node, Result, ctr
-from tests.unit.roles.kubelet_renderings import Rendered, containerd
 
 # The versions in the directory named by IMAGE_BUILDER_PROGRAMS.
 VERSIONS = ("1.31.14", "1.35.6", "1.36.2")
@@ -40,6 +41,7 @@ _PROGRAM = "/usr/bin/kubelet"
 # Takes a root and a command. After pivot_root the old root is mounted on top of the new one, and is unmounted.
 _PIVOT = 'cd "$0" && pivot_root . . && umount --lazy . && exec "$@"'
 _NODE_IP = "198.18.0.1"
+_MIRROR = "mirror.test"
 _CRI_1 = '[plugins."io.containerd.grpc.v1.cri"]\n'
 # Warnings of a kubelet on a test machine, and why they aren't the rendering's fault.
 _EXPECTED = {
@@ -151,14 +153,22 @@ def _no_mounts_left(node: Node) -> Iterator[None]:
                 namespace.unmount(mount.target)
 
 
-def trust_registry(node: Node) -> None:
-    """Make the node's engine trust the CA of the lab's registry, as the role's mirrors do."""
-    folder = node.root.path / "etc/containerd/certs.d" / HOST
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(node.lab.endpoints[HOST].ca, folder / "ca.crt")
-    (folder / "hosts.toml").write_text(
-        f'server = "https://{HOST}"\nca = "/etc/containerd/certs.d/{HOST}/ca.crt"\n'
-    )
+def use_mirror(node: Node) -> None:
+    """Give the node a mirror of the lab's registry and the mirror's CA, as the role does.
+
+    It doesn't trust the registry itself, so a pull proves both. The lab's proxy is the mirror from then on.
+    """
+    lab, root = node.lab, node.root
+    mirror = lab.serve_proxy(_MIRROR)
+    mirror.tokens, lab.proxy = lab.proxy.tokens, mirror
+    lab.name(root)
+    authority = root.path / "usr/local/share/ca-certificates/container-runtime-mirror.crt"
+    shutil.copyfile(lab.endpoints[_MIRROR].ca, authority)
+    root.run(["update-ca-certificates"])
+    hosts = root.path / "etc/containerd/certs.d" / HOST / "hosts.toml"
+    hosts.parent.mkdir(parents=True, exist_ok=True)
+    item = {"registry": HOST, "mirrors": [{"url": f"https://{_MIRROR}"}]}
+    hosts.write_text(render("hosts.toml.j2", item=item))
 
 
 @dataclass
@@ -241,8 +251,10 @@ def kubelet(node: Node, path: Path, rendered: Rendered, **fields: Any) -> Iterat
         flags = [re.sub(r"\$\{\w+\}", "", flag) for flag in flags if not flag.startswith("$")]
         with process.background(node.root.argv([_PROGRAM, *flags]), log=log, stop_seconds=30) as daemon:
             running = Kubelet(node, manifests, log, daemon)
-            yield running
-            running.end_pods()
+            try:
+                yield running
+            finally:
+                running.end_pods()
 
 
 @contextmanager

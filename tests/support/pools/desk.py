@@ -1,4 +1,4 @@
-"""What an operator of a roll has at hand: an inventory, keys, and the facts of the new build."""
+"""The desk of a roll's operator: an inventory, keys, and the facts of the new build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout has left behind, on this end and on its hosts, according to the kernel, not the programs."""
+"""The traces of a rollout, on this end and on its hosts, according to the kernel, not the programs."""
 
 from __future__ import annotations
 

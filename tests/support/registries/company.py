@@ -83,10 +83,11 @@ def company(lab: Lab, *, token_seconds: float = 60.0) -> Iterator[Company]:
             "DOCKER_CONFIG": os.fspath(folder),
             "PATH": f"{folder}:{os.environ['PATH']}",
         }
-        with _environment(settings):
-            yield place
-        # It contains a password, and isn't a file of the product.
-        helper.unlink()
+        try:
+            with _environment(settings):
+                yield place
+        finally:  # it contains a password, and isn't a file of the product
+            helper.unlink()
 
 
 @contextmanager

@@ -56,8 +56,8 @@ from tests.support.registries.proxy import RegistryProxy
 ENGINES: Mapping[str, Any] = {"docker": docker_engine, "containerd": containerd_engine}
 # Engines newer than those in Debian's archive, as packages in the directory of programs.
 NEWER = {
-    "containerd_2": ("repository/containerd.io_2.*.deb",),
     "docker_28": ("repository/docker-ce_28.*.deb", "repository/containerd.io_2.*.deb"),
+    "containerd_2": ("repository/containerd.io_2.*.deb",),
 }
 PLATFORM = "linux/amd64"
 MB = 1_000_000
@@ -118,11 +118,11 @@ def isolated(
 def with_each_engine(
     scenario: Callable[..., object], worker: Workplace, engine: str, *words: str, seconds: float = 300
 ) -> Any:
-    """Return what ``isolated`` does; the first of ENGINES also starts the others, since a scenario mostly waits.
+    """Return what ``isolated`` does. A scenario mostly waits, so the first of ENGINES or NEWER also starts the others.
 
     A test's parameters are ordered so that the first engine runs before the others.
     """
-    first, *others = ENGINES
+    first, *others = ENGINES if engine in ENGINES else NEWER
 
     def key(name: str) -> tuple[str, ...]:
         return (name, scenario.__module__, scenario.__qualname__, *words)
@@ -140,18 +140,17 @@ def family(engine: str) -> str:
     return engine.partition("_")[0]
 
 
-def every_engine(*, nightly: bool = False) -> list[Any]:
+def every_engine(*, newest: bool = False) -> list[Any]:
     """Return the engines as parameters of a test; the newer ones are skipped if their packages are missing.
 
-    Docker 28 is nightly, and with ``nightly`` so are all newer ones.
+    Docker 28 is nightly. With ``newest``, it is the others that are nightly, if the newer ones are here.
     """
-    found: list[Any] = [pytest.param(name) for name in ENGINES]
-    for name, patterns in NEWER.items():
-        absent = not all(map(programs.find, patterns))
-        marks = [pytest.mark.skip(programs.ABSENT)] if absent else []
-        if nightly or name == "docker_28":
-            marks.append(pytest.mark.nightly)
-        found.append(pytest.param(name, marks=marks))
+    present = {name: all(map(programs.find, patterns)) for name, patterns in NEWER.items()}
+    nightly = set(ENGINES if all(present.values()) else NEWER) if newest else {"docker_28"}
+    found: list[Any] = []
+    for name in (*ENGINES, *NEWER):
+        marks = [] if present.get(name, True) else [pytest.mark.skip(programs.ABSENT)]
+        found.append(pytest.param(name, marks=[*marks, *([pytest.mark.nightly] if name in nightly else [])]))
     return found
 
 

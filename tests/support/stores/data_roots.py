@@ -1,4 +1,4 @@
-"""What a seed makes: a data root whose layers are links, and the agent's own state; and images to seed it from."""
+"""Data roots as a seed makes them: layers that are links, and the agent's own state; and images to seed them from."""
 
 from __future__ import annotations
 

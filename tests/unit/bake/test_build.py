@@ -1,4 +1,4 @@
-"""What a build reports when it ends."""
+"""The report of a build when it ends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,28 @@ from pathlib import Path
 import pytest
 
 from image_builder.bake import build as building
-from image_builder.bake.executor import Build
-from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
+from image_builder.bake.executor import Build, missing
+from image_builder.bake.lock.model import (
+    Lock,
+    LockedGroup,
+    LockedImage,
+    LockedLayer,
+    LockedPackage,
+    LockedSource,
+)
 from image_builder.bake.lock.resolve import remembered_lock
+from image_builder.bake.plan.model import Plan, StagePlan
 from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
 from image_builder.bake.pull.network import Endpoint
 from image_builder.bake.store import Store
+from image_builder.canonical import JSON
 from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
-from image_builder.definition.model import record_name
+from image_builder.definition.model import PreloadedImage, record_name
 from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import cgroups
+from image_builder.system.trees import remove_tree
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["--locked", "the last one made"])
@@ -61,7 +71,8 @@ def _fitting(definition: ImageDefinition, version: str) -> Lock:
     )
     needs = requirements(definition, extensions())
     groups = {n: LockedGroup(**g.question.model_dump(), packages=[package]) for n, g in needs.groups.items()}
-    return Lock(image="minimal", source_date_epoch=1, repositories={}, groups=groups)
+    sources = {n: LockedSource(suite=suite, version=version, files=[]) for n, suite in needs.sources.items()}
+    return Lock(image="minimal", source_date_epoch=1, repositories={}, groups=groups, sources=sources)
 
 
 def _version(definition: ImageDefinition, settings: Settings) -> str:
@@ -114,7 +125,9 @@ def _refuse(*_: object) -> bool:
     raise PermissionError
 
 
-def test_what_a_supplier_made_is_served_once_for_a_build(tmp_path: Path) -> None:
+def test_what_a_supplier_made_is_served_once_for_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     definition = load_inventory([REPO_ROOT / "inventories/lab"]).define("worker")
     lock = _fitting(definition, "1")
     settings = Settings(store=tmp_path / "store")
@@ -143,6 +156,70 @@ def test_what_a_supplier_made_is_served_once_for_a_build(tmp_path: Path) -> None
             assert endpoints["registry.lab.internal"].address == "127.1.2.3"
             assert supply.endpoints() is endpoints and served == ["begins"]
         assert served == ["begins", "ends"]
+        remove_tree(store.object(plan.stages[0].id))
+        made: list[str] = []
+        monkeypatch.setattr(building, "make", lambda _, todo: made.extend(stage.name for stage in todo))
+        with building.Supply(work, others) as supply:
+            supply.endpoints()  # the registry runs in the tools tree
+            assert made == ["tools"]
         minimal = _minimal(REPO_ROOT / "inventories/lab")
+        served.clear()
         with building.Supply(replace(work, definition=minimal), others) as supply:
-            assert supply.endpoints() == {} and served == ["begins", "ends"]
+            assert supply.endpoints() == {} and not served
+
+
+@pytest.mark.parametrize("lost", [None, "preload", "disk"])
+def test_what_a_publication_reads_is_made_again_if_the_store_lost_it(
+    tmp_path: Path, lost: str | None
+) -> None:
+    stages = [StagePlan("preload", "preload"), StagePlan("preload_docker", "preload", {"engine": "docker"})]
+    stages += [StagePlan(name, name) for name in ("preload_store", "seal", "verify", "disk", "convert")]
+    plan = Plan("worker", tuple(stages))
+    store = Store(tmp_path / "store")
+    store.prepare()
+    with store.staging() as staging:
+        for stage in stages:
+            if stage.name not in (lost, "preload_docker", "preload_store"):
+                (staging / stage.name / "product").mkdir(parents=True)
+                store.commit(stage, staging / stage.name, 1.0, {})
+    todo = missing(plan, store, building._goals(plan, extensions(), None))
+    assert [stage.name for stage in todo] == ([lost] if lost else [])
+
+
+def test_each_build_notes_the_images_that_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even a build that has nothing to pull."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(cgroups, "reap", lambda: None)
+    unlocked, unpulled = (
+        PreloadedImage.model_validate({"ref": f"registry.example/{name}:1", "required": False})
+        for name in ("unlocked", "unpulled")
+    )
+    worker = load_inventory([REPO_ROOT / "inventories/lab"]).define("worker")
+    definition = replace(worker, preload=(unlocked, unpulled))
+    layer = LockedLayer(digest=f"sha256:{'1' * 64}", size=1, diff_id=f"sha256:{'1' * 64}")
+    digests = dict.fromkeys(("digest", "manifest", "config"), layer.digest)
+    image = LockedImage(ref=unpulled.ref, platform="linux/amd64", layers=[layer], **digests)
+    lock = _fitting(definition, "1").model_copy(update={"images": [image], "left_out": [unlocked.ref]})
+    settings = Settings(store=tmp_path / "store", output=tmp_path / "output")
+    store = Store(settings.store)
+    store.prepare()
+    lock.save(remembered_lock(settings, definition.record_name))
+    plan = resolve(definition, lock, REPO_ROOT, extensions())
+    facts: dict[str, dict[str, JSON]] = {
+        "tools": {},
+        "preload": {"left_out": {unpulled.ref: "its registry answered 503"}},
+    }
+    with store.staging() as staging:
+        for name, known in facts.items():
+            (staging / name / "product").mkdir(parents=True)
+            store.commit(plan.stage(name), staging / name, 1.0, known)
+    notes: list[str] = []
+    monitor = Monitor()
+    monkeypatch.setattr(monitor, "note", notes.append)
+    building.build(definition, settings, monitor, extensions(), stop_after="tools")
+    assert [note for note in notes if "left out" in note] == [
+        f"left out, it is not required: {unlocked.ref}: the lock has no digest for it",
+        f"left out, it is not required: {unpulled.ref}: its registry answered 503",
+    ]

@@ -1,10 +1,11 @@
-"""What a stage is given, which stages run at the same time, and what happens to the others when one fails."""
+"""Stages at work: what each is given, which run at the same time, and what happens to the others when one fails."""
 
 from __future__ import annotations
 
 import errno
 import threading
-import time
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,13 @@ from image_builder.bake.stages import StageContext
 from image_builder.bake.stages.layer import run as layer
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
+from image_builder.cli import failure
 from image_builder.cli.command import extensions
-from image_builder.errors import CommandError, PullError, StageError, VerifyError
+from image_builder.errors import CommandError, ImageBuilderError, PullError, StageError, VerifyError
 from image_builder.events import Monitor
 from image_builder.settings import Settings
 from image_builder.system import process
+from image_builder.system.trees import code_digests, named_digests
 from image_builder.verify.stage import run as verify
 
 _SOURCE: dict[str, Any] = {
@@ -57,10 +60,11 @@ def store(tmp_path: Path) -> Store:
 def _work(store: Store, staging: Path) -> Build:
     lock: Any = SimpleNamespace(
         groups={},
+        repositories={"debian": None},
         sources={"kubernetes": SimpleNamespace(files=[LockedFile(**_SOURCE)])},
         archives=[LockedArchive(url="https://example.invalid/a.tar", sha256="a" * 64)],
     )
-    definition: Any = SimpleNamespace(name="worker")
+    definition: Any = SimpleNamespace(name="worker", place_of=lambda _: "")
     settings, all_kinds = Settings(store=store.path), kinds(extensions())
     return Build(definition, lock, settings, store, Monitor(), staging, all_kinds)
 
@@ -76,6 +80,9 @@ def test_a_preload_takes_over_from_a_sound_one_alone(store: Store) -> None:
         state.mkdir(parents=True)
         (state / "layer").write_text("files of a layer")
         store.commit(before, staging / "object", 1.0, {})
+    for name, record in (("a" * 64, "{"), ("b" * 64, '{"name": "preload"}'), ("c" * 64, "{}")):
+        store.object(name).mkdir()
+        (store.object(name) / "meta.json").write_text(record)
     with store.staging() as staging:
         # The archives of the engine's layer are in that layer's tree; none were fetched for the pull.
         assert _given(store, _preload("sha256:1", "sha256:2"), staging).previous == store.product(before.id)
@@ -100,6 +107,58 @@ def test_a_stage_gets_links_to_its_own_locked_files(store: Store, stage: StagePl
         assert {path.name for path in files.iterdir()} == names if files else not names
         for path in files.iterdir() if files else ():
             assert path.stat().st_nlink == 2
+
+
+@pytest.mark.parametrize(("cached", "used"), [(False, {"debian"}), (True, set())])
+def test_a_mirror_is_used_only_for_what_the_store_lacks(
+    store: Store, monkeypatch: pytest.MonkeyPatch, cached: bool, used: set[str]
+) -> None:
+    def addresses(*arguments: object) -> dict[str, str]:
+        assert arguments[-1] == used
+        return {"debian": ""}
+
+    monkeypatch.setattr(executor, "addresses", addresses)
+    monkeypatch.setattr(executor, "fetch", lambda *_: None)
+    if cached:
+        (store.path / "files" / _SOURCE["sha256"]).touch()
+    with store.staging() as staging:
+        executor.fetch_locked(_work(store, staging), [StagePlan("kubelet_build", "go")])
+
+
+@pytest.mark.parametrize("edited", [None, "image_builder/own.py", "roles/r/tasks/main.yml", "gone.yml"])
+def test_a_stage_whose_sources_change_while_it_runs_is_not_committed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: str | None
+) -> None:
+    """Its id covers the files as they were before; comments in the program's own code don't count."""
+    root, project = tmp_path / "program", tmp_path / "project"
+    program = root / "image_builder/own.py"
+    read = {"roles/r/tasks/main.yml": root / "roles/r/tasks/main.yml", "gone.yml": project / "gone.yml"}
+    for path in (program, *read.values()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("1\n")
+    code = code_digests(root, [program]) | named_digests(read)
+    stage = StagePlan("verify", "verify", code=code, places=read)
+
+    def run(_: StageContext) -> dict[str, JSON]:
+        program.write_text("2\n" if edited == "image_builder/own.py" else "# The same.\n1\n")
+        if edited == "roles/r/tasks/main.yml":
+            read[edited].write_text("# Sent with its comments.\n1\n")
+        if edited == "gone.yml":
+            read[edited].unlink()
+        return {}
+
+    monkeypatch.setattr(verify, "run", run)
+    with store.staging() as staging:
+        work = _work(store, staging)
+        work = replace(work, settings=replace(work.settings, repo_root=root))
+        if not edited:
+            _run_stage(work, stage)
+            assert store.has(stage.id)
+            return
+        with pytest.raises(StageError, match=f"changed while the stage ran: {edited}$") as failed:
+            _run_stage(work, stage)
+    assert failed.value.hint == "run the build again"
+    assert store.ids() == []
 
 
 def test_checks_that_fail_leave_their_reports(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +212,13 @@ def test_one_may_enter_what_a_play_left(
         ),
         (PullError("images that can't be pulled:\n  r/a:1: unexpected EOF"), 15),
         (OSError(errno.ENOSPC, "No space left on device"), 6),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 6),
+        # As mkfs.erofs words its errors (``preload_store``).
+        (ImageBuilderError("mkfs.erofs: erofs: failed to write: [Error 122] Disk quota exceeded"), 6),
+        (CommandError("exit status 2: tar", tail="tar: usr/x: Cannot write: Disk quota exceeded"), 6),
+        # The sandbox has these directories in memory.
+        (CommandError("exit status 1: cp", tail="cp: error writing '/tmp/x': No space left on device"), 10),
+        (VerifyError("a check failed: no space left on device"), 12),
         (OSError(errno.EIO, "Input/output error"), 10),
     ],
 )
@@ -169,6 +235,8 @@ def test_a_disk_that_was_full_and_has_room_again_is_the_cause(
         _run_stage(_work(store, staging), StagePlan("verify", "verify"))
     assert failed.value.exit_code == code
     assert ("store gc" in (failed.value.hint or "")) == (code == 6)
+    if isinstance(error, CommandError):
+        assert error.tail in failure.text(failed.value)
 
 
 def test_a_pull_runs_beside_the_layers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,16 +278,19 @@ def test_a_program_compiles_and_images_are_pulled_at_the_same_time(
 def test_what_fails_beside_the_layers_ends_the_bake_before_the_next_one(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed, ran = threading.Event(), []
+    failed, ran, set_exception = threading.Event(), [], Future.set_exception
+
+    def fail(future: Future[None], error: BaseException | None) -> None:
+        set_exception(future, error)
+        failed.set()
 
     def run(_: Build, stage: StagePlan) -> None:
         ran.append(stage.name)
         if stage.name == "kubelet_build":
-            failed.set()
             raise StageError(stage.name, CommandError("the compiler failed"))
         assert failed.wait(30)
-        time.sleep(0.1)  # until the pool has noticed it
 
+    monkeypatch.setattr(Future, "set_exception", fail)
     monkeypatch.setattr(executor, "_run_stage", run)
     compiled, layers = StagePlan("kubelet_build", "go"), [StagePlan(n, "layer") for n in ("system", "node")]
     seal = StagePlan("seal", "seal", lowers=(compiled.id, *(stage.id for stage in layers)))

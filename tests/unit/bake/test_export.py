@@ -1,20 +1,24 @@
-"""What an export contains of a build, and which index counts as an export."""
+"""The contents of a build's export, and the indexes that count as an export."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from image_builder.bake import export as exporting
+from image_builder.bake import space
 from image_builder.bake.export import INDEX, export, read_index, required, take_over
 from image_builder.bake.store import Store
 from image_builder.canonical import digest
-from image_builder.errors import StoreError, UsageError
+from image_builder.errors import CommandError, SpaceError, StoreError, UsageError
 from image_builder.events import Monitor
 from image_builder.settings import Settings
+from image_builder.system import process
 
 EMPTY: dict[str, Any] = {"format": 1, "objects": [], "downloads": [], "images": {}}
 
@@ -131,3 +135,80 @@ def test_a_directory_of_something_else_is_not_written_to(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="is no export, it has letter"):
         export([], tmp_path / "home", settings, {}, Monitor())
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["letter"]
+
+
+def test_a_full_disk_ends_an_export_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(argv: Sequence[str | Path], **_: object) -> None:
+        Path(argv[argv.index("--file") + 1]).write_text("half of it")
+        raise CommandError("tar failed", tail="tar: write error")
+
+    store = Store(tmp_path / "store")
+    store.prepare()
+    monkeypatch.setattr(store, "check", lambda _: None)
+    monkeypatch.setattr(process, "run", run)
+    (tmp_path / "objects").mkdir()
+    with pytest.raises(CommandError, match="tar failed"):
+        exporting._pack(store, "0" * 64, 1, tmp_path)
+    monkeypatch.setattr(space, "shortage", lambda path: f"No space left on the filesystem of {path}")
+    with pytest.raises(SpaceError, match=f"filesystem of {tmp_path}:") as raised:
+        exporting._pack(store, "0" * 64, 1, tmp_path)
+    assert raised.value.hint
+    assert not any((tmp_path / "objects").iterdir()), "the half archive takes no space"
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_file_is_no_place_for_an_export(tmp_path: Path, place: str) -> None:
+    settings = Settings(store=tmp_path / "store")
+    Store(settings.store).prepare()
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=f"{place} is no directory") as raised:
+        export([], tmp_path / place, settings, {}, Monitor())
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize("exported", ["", "sound"], ids=["new", "sound there"])
+@pytest.mark.parametrize("sound", [True, False])
+def test_damaged_downloads_are_not_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exported: str, sound: bool
+) -> None:
+    store = Store(tmp_path / "store")
+    store.prepare()
+    contents = {"sound": b"package", "damaged": b"PACKAGE"}
+    name = hashlib.sha256(contents["sound"]).hexdigest()
+    (store.path / "debs" / name).write_bytes(contents["sound" if sound else "damaged"])
+    (tmp_path / "downloads").mkdir()
+    target = tmp_path / "downloads" / name
+    if exported:
+        target.write_bytes(contents[exported])
+    notes: list[str] = []
+    monitor = Monitor()
+    monkeypatch.setattr(monitor, "note", notes.append)
+    listed, copied = exporting._copy_downloads([name], store, tmp_path, monitor)
+    kept = sound or exported == "sound"
+    assert [download.sha256 for download in listed] == [name] * kept
+    assert copied == ([] if exported == "sound" else listed)
+    assert [path for path in (tmp_path / "downloads").iterdir() if path != target] == []
+    assert not kept or target.read_bytes() == contents["sound"]
+    assert [name in note and "store verify" in note for note in notes] == [True] * (not kept)
+
+
+@pytest.mark.parametrize("exported", [b"package", b"packag"], ids=["sound", "damaged"])
+def test_a_download_cut_short_does_not_replace_a_sound_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exported: bytes
+) -> None:
+    store = Store(tmp_path / "store")
+    store.prepare()
+    name = hashlib.sha256(b"package").hexdigest()
+    (store.path / "debs" / name).write_bytes(b"pack")
+    target = tmp_path / "downloads" / name
+    target.parent.mkdir()
+    target.write_bytes(exported)
+    notes: list[str] = []
+    monitor = Monitor()
+    monkeypatch.setattr(monitor, "note", notes.append)
+    listed, copied = exporting._copy_downloads([name], store, tmp_path, monitor)
+    sound = exported == b"package"
+    assert [(download.sha256, download.bytes) for download in listed] == [(name, 7)] * sound
+    assert copied == [] and list(target.parent.iterdir()) == [target]
+    assert target.read_bytes() == exported
+    assert len(notes) == 1 and "store verify" in notes[0]

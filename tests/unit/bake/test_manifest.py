@@ -14,7 +14,7 @@ from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.manifest import Package
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
 from image_builder.errors import PublishError
-from tests.unit.bake.manifests import manifest
+from tests.support.images.manifests import manifest
 
 SCHEMA = Path(__file__).resolve().parents[3] / manifests.SCHEMA_PATH
 MADE = manifest({"worker.raw": b"disk"})

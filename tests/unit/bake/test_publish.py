@@ -7,7 +7,9 @@ import errno
 import fcntl
 import json
 import os
-import time
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,18 @@ import pytest
 
 from image_builder.bake import manifest as manifests
 from image_builder.bake import publish
-from image_builder.bake.lock.model import DEBIAN, Lock, LockedGroup
+from image_builder.bake.lock.model import DEBIAN, Lock, LockedGroup, LockedImage
 from image_builder.bake.plan.model import Plan, StagePlan
 from image_builder.bake.publish import Publication, publish_files
 from image_builder.bake.store import Store
 from image_builder.bake.verification import passed_verification
-from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk
-from image_builder.errors import PublishError, SpaceError
+from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk, PreloadedImage
+from image_builder.errors import PublishError, SpaceError, StoreError
 from image_builder.events import Monitor
 from image_builder.node import files
 from image_builder.settings import Settings
 from image_builder.system import sparse
-from tests.unit.bake.manifests import BUILD_ID, DOCUMENTS, artefact, manifest, write
+from tests.support.images.manifests import BUILD_ID, DOCUMENTS, artefact, manifest, write
 
 FILES = {"worker.raw": b"disk" * 1000, "worker.vhd": b"disk" * 1000 + b"footer"}
 
@@ -112,30 +114,39 @@ def test_other_formats_of_the_same_build_replace_it_in_one_step(output: Path) ->
     os.close(held)
 
 
-class _Slow(Monitor):
-    """A monitor that takes its time with every file, and remembers which were started."""
+@pytest.fixture
+def cancelled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event that is set when a pool has been told to end, but not yet waited for."""
+    event, shutdown = threading.Event(), ThreadPoolExecutor.shutdown
 
-    def __init__(self) -> None:
-        self.begun: list[str] = []
+    def told(pool: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        shutdown(pool, wait=False, cancel_futures=cancel_futures)
+        event.set()
+        shutdown(pool, wait=wait)
 
-    def stage_doing(self, stage: str, what: str) -> None:  # noqa: ARG002
-        self.begun.append(what)
-        time.sleep(0.3)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", told)
+    return event
 
 
-def test_after_a_failure_no_other_file_is_begun(output: Path) -> None:
+def test_after_a_failure_no_other_file_is_begun(output: Path, cancelled: threading.Event) -> None:
     files = {f"worker{number}.raw": bytes(1000) for number in range(6)}
     source = write(output.parent / "source", files)
     (source / "worker0.raw").unlink()
-    monitor = _Slow()
+    begun: list[str] = []
+
+    class Recorder(Monitor):
+        def stage_doing(self, stage: str, what: str) -> None:  # noqa: ARG002
+            begun.append(what)
+            assert len(begun) < 3 or cancelled.wait(30)
+
     with pytest.raises(PublishError, match=r"worker0\.raw"):
-        publish_files(manifest(files), source, DOCUMENTS, output, monitor)
+        publish_files(manifest(files), source, DOCUMENTS, output, Recorder())
     # Two at a time: the failed file, the one next to it, and what the two threads took before the failure was known.
-    assert len(monitor.begun) <= 4
+    assert len(begun) <= 4
     assert _names(output / "worker") == []
 
 
-def test_a_copy_under_way_ends_with_a_failure(output: Path) -> None:
+def test_a_copy_under_way_ends_with_a_failure(output: Path, cancelled: threading.Event) -> None:
     files = {"worker.raw": b"disk" * (8 << 20), "worker.vhd": b"x"}
     source = write(output.parent / "source", files)
     (source / "worker.vhd").unlink()
@@ -144,7 +155,7 @@ def test_a_copy_under_way_ends_with_a_failure(output: Path) -> None:
     class Recorder(Monitor):
         def stage_progress(self, stage: str, done: int, total: int, unit: str) -> None:  # noqa: ARG002
             told.append(done)
-            time.sleep(0.3)
+            assert len(told) < 2 or cancelled.wait(30)
 
     with pytest.raises(PublishError, match=r"worker\.vhd"):
         publish_files(manifest(files), source, DOCUMENTS, output, Recorder())
@@ -299,6 +310,50 @@ def test_what_an_operator_ought_to_know_of_a_lock_is_in_the_manifest(tmp_path: P
     path = publish.publish(definition, lock, plan, store, settings, stages, Monitor())
     told = manifests.load((path / "manifest.json").read_bytes())
     assert told.warnings == ("trixie was locked without its security updates: the mirror in use has none",)
+
+
+def test_images_that_the_lock_left_out_are_in_the_manifest(tmp_path: Path) -> None:
+    definition, lock, plan, store, settings, stages = _built(tmp_path)
+    images = [{"ref": f"r.example/{n}:1", "digest": "d", "platform": "p", "pin": False} for n in "ab"]
+    preload = StagePlan("preload", "preload", {"images": images})
+    engine = dict.fromkeys(("name", "version", "binary"), "docker") | {"binary_sha256": "0" * 64}
+    facts = {"engine": engine, "images": ["r.example/a:1"], "left_out": {"r.example/b:1": "it answered 503"}}
+    _commit(store, preload, {"pulls.json": b"{}"}, facts)
+    preloads = tuple(
+        PreloadedImage.model_validate({"ref": f"r.example/{n}:1", "required": n == "a"}) for n in "abc"
+    )
+    definition = replace(definition, preload=preloads)
+    packed = StagePlan("preload_store", "preload_store", inputs={"docker": preload.id})
+    _commit(store, packed, {"tree/opt/preload/store.json": b'{"images": [{"ref": "r.example/a:1"}]}'}, {})
+    plan = Plan("worker", (*plan.stages, preload, packed))
+    digests = dict.fromkeys(("digest", "manifest", "config"), f"sha256:{'1' * 64}")
+    locked = [LockedImage(ref=f"r.example/{n}:1", platform="p", layers=[], **digests) for n in "ab"]
+    lock = lock.model_copy(update={"images": locked, "left_out": ["r.example/c:1"]})
+    path = publish.publish(definition, lock, plan, store, settings, stages, Monitor())
+    preloaded = manifests.load((path / "manifest.json").read_bytes()).preload
+    assert preloaded and preloaded.left_out == {
+        "r.example/b:1": "it answered 503",
+        "r.example/c:1": "the lock has no digest for it",
+    }
+    document = {"images": [{"ref": f"r.example/{n}:1"} for n in "ab"]}
+    (store.product(packed.id) / "tree/opt/preload/store.json").write_text(json.dumps(document))
+    with pytest.raises(StoreError) as failed:  # what the disk has, if the store had lost the preload
+        publish.publish(definition, lock, plan, store, settings, stages, Monitor())
+    assert failed.value.hint and failed.value.hint.endswith(f"rm -r {store.object(packed.id)}")
+
+
+def test_images_that_were_all_left_out_are_warnings_in_the_manifest(tmp_path: Path) -> None:
+    """Without any image, there is no preload stage."""
+    definition, lock, plan, store, settings, stages = _built(tmp_path)
+    preloads = (PreloadedImage.model_validate({"ref": "r.example/a:1", "required": False}),)
+    definition = replace(definition, preload=preloads)
+    lock = lock.model_copy(update={"left_out": ["r.example/a:1"]})
+    path = publish.publish(definition, lock, plan, store, settings, stages, Monitor())
+    published = manifests.load((path / "manifest.json").read_bytes())
+    assert published.preload is None
+    assert published.warnings == (
+        "left out, it is not required: r.example/a:1: the lock has no digest for it",
+    )
 
 
 def test_a_failed_verification_is_never_published(tmp_path: Path) -> None:

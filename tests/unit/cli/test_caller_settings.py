@@ -1,4 +1,4 @@
-"""Which of the caller's settings for Ansible are kept: the location of a password, and nothing else."""
+"""The caller's settings for Ansible that are kept: the location of a password, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a CI service is shown: errors as its own commands, and a Markdown page that is red where something failed."""
+"""The output for a CI service: errors as its own commands, and a Markdown page that is red where something failed."""
 
 from __future__ import annotations
 

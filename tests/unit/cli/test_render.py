@@ -134,6 +134,10 @@ def test_columns_are_aligned_and_never_cut() -> None:
     assert columns([]) == ""
 
 
+def test_a_cell_is_no_row_of_its_own_and_controls_no_terminal() -> None:
+    assert columns([("a", "b\nc"), ("d\x1b[2J", "e")]) == "a      b\ufffdc\nd\ufffd[2J  e"
+
+
 def _pulls(done: int, what: str = "1/5 layers") -> list[Part]:
     return [Part("registry.example/large:1", done, 800_000_000, what)]
 

@@ -1,4 +1,4 @@
-"""How often a caller may send requests; and a queue: each node once, not too many at a time, failed ones ever later."""
+"""A caller's rate limit; and a queue: each node once, not too many at a time, failed ones ever later."""
 
 from __future__ import annotations
 

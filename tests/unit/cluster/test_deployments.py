@@ -1,4 +1,4 @@
-"""What the documentation says to run in a cluster has no more rights on its machine than it needs."""
+"""The documented deployments in a cluster: none has more rights on its machine than it needs."""
 
 from __future__ import annotations
 

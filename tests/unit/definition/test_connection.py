@@ -1,4 +1,4 @@
-"""How hosts are connected to: which of Ansible's variables count, and what is refused."""
+"""The connection to hosts: which of Ansible's variables count, and what is refused."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from image_builder.bake.lock.model import DEBIAN, SECURITY
 from image_builder.definition import needs
 from tests.unit.definition.conftest import Load, lines
 
@@ -25,6 +26,8 @@ GOOD = {
         ({"suites": ["/"], "components": []}, None),
         ({"suites": ["/"]}, "a flat one"),
         ({"components": []}, "needs components"),
+        ({"name": DEBIAN}, "`debian` is Debian's own"),
+        ({"name": SECURITY}, "`debian-security` is Debian's own"),
         ({"uris": ["https://canary@apt.example/x"]}, "https://apt.example/x has credentials"),
         ({"uris": ["https://robot:canary@apt.example/x"]}, "https://apt.example/x has credentials"),
     ],

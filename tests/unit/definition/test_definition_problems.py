@@ -118,6 +118,15 @@ def lines(inventory: Inventory) -> list[str]:
             id="secure boot of a tar",
         ),
         pytest.param(
+            "image_secure_boot: true\nimage_gallery:\n"
+            "  {subscription: 8d10da13-8125-4ba9-a717-bf7490507b3d, resource_group: images, gallery: nodes,\n"
+            "  definition: worker, regions: [{name: westus3}],\n"
+            "  security_type: Standard}\n",
+            "group_vars/workers.yml:2  image_gallery: image_secure_boot needs another security_type "
+            "than Standard",
+            id="secure boot without Trusted Launch",
+        ),
+        pytest.param(
             "image_formats: [vhd]\nimage_disk: {root_size_mib: 2000000}\n",
             "group_vars/workers.yml:2  image_disk: a VHD for Azure holds at most 1047552 MiB",
             id="too large for Azure",

@@ -1,4 +1,4 @@
-"""Which variables a layer can read."""
+"""The variables that a layer can read."""
 
 from __future__ import annotations
 

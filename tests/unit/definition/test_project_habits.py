@@ -94,6 +94,16 @@ def test_a_list_that_depends_on_an_included_file_is_refused(project: Path) -> No
     assert found.startswith(f"{ROLE}/vars/debian.yml:1 __site_banner_names: vars/main.yml sets it, too")
 
 
+@pytest.mark.parametrize(
+    "file", [f"{ROLE}/vars/.#main.yml", f"{ROLE}/tasks/.#main.yml", "checks/.#test_a.py"]
+)
+def test_a_file_may_be_open_in_an_editor(project: Path, file: str) -> None:
+    """Emacs locks a file with unsaved changes by a link beside it that leads nowhere."""
+    (project / file).parent.mkdir(exist_ok=True)
+    (project / file).symlink_to("me@host.1:2")
+    assert problems(project) == []
+
+
 def test_a_list_that_a_lookup_makes_is_not_taken_for_a_secret(project: Path) -> None:
     write(project, f"{ROLE}/vars/main.yml", "__site_banner_packages: [\"{{ lookup('env', 'TOOL') }}\"]\n")
     reason = "node: made by the lookup `env`, known only to a play"

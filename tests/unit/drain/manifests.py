@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# The API server's message, with status 422, about a JSON patch of which an operation fails.
+PATCH_FAILED = "PATCH /api/v1/nodes/gpu-1: 422 the server rejected our request due to an error in our request"
+
 
 def pod_object(name: str = "a", *, owner: str = "ReplicaSet", **parts: Any) -> dict[str, Any]:
     """Return a Pod with a controller of kind ``owner``, if not empty; ``parts`` go where the API has them."""

@@ -1,4 +1,4 @@
-"""What the API server's answer to an eviction means."""
+"""The meaning of the API server's answer to an eviction."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def test_a_namespace_that_is_deleted_is_waited_for() -> None:
 
 @pytest.mark.parametrize(
     ("status", "message"),
-    [(403, 'admission webhook "a.example.com" denied the request'), (500, "failed calling webhook")],
+    [
+        *((status, 'admission webhook "a.example.com" denied the request') for status in (400, 403, 422)),
+        (500, "failed calling webhook"),
+    ],
 )
 def test_a_webhook_that_refuses_or_fails_holds_up_its_pod_alone(status: int, message: str) -> None:
     refused = reply(KubeError(f"POST /x: {status} {message}", status))

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from image_builder.drain.fence import CORDON, SCALE_DOWN, Record, cordon, record_of, recordon, uncordon
-from tests.unit.drain.manifests import node_object
+from image_builder.drain.fence import (
+    CORDON,
+    SCALE_DOWN,
+    Record,
+    cordon,
+    free,
+    is_denied,
+    record_of,
+    recordon,
+    uncordon,
+)
+from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.net.kubeconfig import Access, Pem
+from tests.unit.drain.manifests import PATCH_FAILED, node_object
 
 OURS = Record("roll-7", 1000.0)
 
@@ -15,7 +29,17 @@ def test_a_record_is_read_as_it_was_written() -> None:
     assert record_of(node_object({CORDON: record.text()})) == record
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"run": "a", "since": "NaN", "scale_down": null}', "1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "1", "[" * 100_000),
+        *(
+            f'{{"run": "a", "since": {since}, "scale_down": null, "was_unschedulable": true}}'
+            for since in ('"NaN"', "1e300", "-1", "1" + "0" * 400, "9" * 5000)
+        ),
+    ],
+    ids=range(10),
+)
 def test_what_is_no_record(text: str) -> None:
     assert record_of(node_object({CORDON: text})) is None
 
@@ -59,3 +83,40 @@ def test_a_cordon_from_before_stays() -> None:
 
 def test_nothing_of_others_is_touched() -> None:
     assert uncordon(node_object({SCALE_DOWN: "true"}, cordoned=True)) == []
+
+
+class Server(Client):
+    """A Node with our cordon, whose patches are refused in turn."""
+
+    def __init__(self, *refusals: KubeError) -> None:
+        super().__init__(Access("https://lab", Pem(text="")))
+        self.refusals = list(refusals)
+
+    def request(self, method: str, *_: Any) -> dict[str, Any]:
+        if method == "PATCH" and self.refusals:
+            raise self.refusals.pop(0)
+        return node_object({CORDON: OURS.text()}, cordoned=True)
+
+
+def test_a_node_that_changes_meanwhile_is_read_again() -> None:
+    server = Server(KubeError(PATCH_FAILED, 422), KubeError("the object has been modified", 409))
+    assert free(server, "gpu-1", "roll-7") == "uid-1"
+    assert not server.refusals
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "nodes \"gpu-1\" is forbidden: ValidatingAdmissionPolicy 'p' with binding 'p' denied request: no",
+        'admission webhook "nodes.example.com" denied the request: no',
+        'Node "gpu-1" is invalid: spec.taints[0].effect: Required value',
+    ],
+)
+def test_a_denial_is_no_change(message: str) -> None:
+    with pytest.raises(KubeError, match=message.partition(":")[0]):
+        free(Server(KubeError(f"PATCH /api/v1/nodes/gpu-1: 422 {message}", 422)), "gpu-1", "roll-7")
+
+
+def test_a_proxys_refusal_is_no_denial() -> None:
+    """It has no Status object, so the status line is all that is known."""
+    assert not is_denied(KubeError("PATCH /api/v1/nodes/gpu-1: 403 Forbidden", 403))

@@ -1,4 +1,4 @@
-"""Which pods belong together."""
+"""Gangs: pods that belong together."""
 
 from __future__ import annotations
 

@@ -52,6 +52,16 @@ def test_those_whose_jobs_end_first_are_cordoned_while_they_work(server: Server)
     assert list(awaited.turn()) == []
 
 
+def test_who_may_not_be_cordoned_is_awaited_without(server: Server) -> None:
+    server.denied = {"gpu-3"}
+    awaited = handover(server, max_fenced=1)
+    # The next one takes its place.
+    assert list(awaited.turn()) == [] and cordoned(server) == []
+    assert list(awaited.turn()) == [] and cordoned(server) == ["gpu-2"]
+    server.pods["gpu-3"] = []
+    assert list(awaited.turn()) == [Due("gpu-3")]
+
+
 def test_who_is_idle_is_told_and_not_cordoned(server: Server) -> None:
     awaited = handover(server, max_fenced=0)
     server.pods["gpu-2"] = []

@@ -39,7 +39,15 @@ def test_an_entry_is_read_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", '{"since": NaN, "node": "", "reason": "", "detail": ""}', "[" * 9999]
+    "text",
+    [
+        *("", "{}", "[]", "[" * 9999),
+        *(
+            f'{{"since": {since}, "node": "", "reason": "", "detail": ""}}'
+            for since in ("NaN", "1e300", "-1", "1" + "0" * 400)
+        ),
+    ],
+    ids=range(8),
 )
 def test_a_malformed_entry_is_none(text: str) -> None:
     assert hosts.parse({"data": {"A": text, BAD.name: BAD.text()}}) == {BAD.name: BAD}

@@ -1,4 +1,4 @@
-"""What a Job adds to what is known about its pods; how Nodes with many readers are read."""
+"""The facts that a Job adds to its pods; how Nodes with many readers are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pod means for the drain of its host."""
+"""The meaning of a pod for the drain of its host."""
 
 from __future__ import annotations
 

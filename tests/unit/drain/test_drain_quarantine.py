@@ -62,15 +62,21 @@ def test_nothing_is_sent_for_a_node_without_a_mark() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", json.dumps({"condition": "c"}), RECORD.text().replace("reboot", "explode")]
+    "text",
+    [
+        *("", "[]", "{", "[" * 100_000, json.dumps({"condition": "c"})),
+        RECORD.text().replace("reboot", "explode"),
+        *(RECORD.text().replace("1800000000.0", since) for since in ("NaN", "1e300", "-1", "1" + "0" * 400)),
+    ],
+    ids=range(10),
 )
 def test_a_broken_record_is_none(text: str) -> None:
     assert quarantine.record_of(node_object({MARK: text})) is None
 
 
-def test_a_record_from_before_requests_were_sent_is_understood() -> None:
+def test_a_record_from_before_requests_were_sent_and_hosts_named_is_understood() -> None:
     values = json.loads(replace(RECORD, stage="asked").text())
-    old = {name: value for name, value in values.items() if not name.startswith("sent_")}
+    old = {name: value for name, value in values.items() if name != "host" and not name.startswith("sent_")}
     assert quarantine.record_of(node_object({MARK: json.dumps(old)})) == replace(RECORD, stage="asked")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from image_builder.drain.ask import CHECKPOINT
 from image_builder.drain.fence import CORDON, Record
+from image_builder.drain.pods import Pod
 from image_builder.drain.policy import Policy
 from image_builder.drain.run import Drain
 from image_builder.node.net.kube import JSON_PATCH, Client, KubeError
@@ -28,6 +29,9 @@ class Server(Client):
         self.pods: Pods = {}
         self.evicted: list[str] = []
         self.events: list[str] = []
+        # Nodes whose changes an admission policy denies.
+        self.denied: set[str] = set()
+        self.denial, self.words = 422, "a policy denied request"
 
     def request(self, method: str, path: str, body: Any = None, content_type: str = "") -> dict[str, Any]:
         if method == "POST":
@@ -38,6 +42,8 @@ class Server(Client):
         name = path.rpartition("/")[2]
         if name not in self.nodes:
             raise KubeError("not found", 404)
+        if body and name in self.denied:
+            raise KubeError(f'nodes "{name}" is forbidden: {self.words}', self.denial)
         node = self.nodes[name]
         for step in body or ():
             *_, place = step["path"].split("/")
@@ -143,6 +149,104 @@ def test_who_insists_takes_no_credit_for_a_cordon_that_a_person_took_away(server
     drain(server, Clock(), insist=True).turn()
     assert server.nodes["gpu-1"]["spec"]["unschedulable"]
     assert '"was_unschedulable": false' in server.nodes["gpu-1"]["metadata"]["annotations"][CORDON]
+
+
+@pytest.mark.parametrize("denial", [403, 422])
+def test_a_node_whose_cordon_is_denied_is_skipped_and_others_are_not(server: Server, denial: int) -> None:
+    clock = Clock()
+    server.denial = denial
+    other = node_object({"a": "b"})
+    server.nodes["gpu-2"] = {**other, "metadata": {**other["metadata"], "name": "gpu-2"}}
+    work = drain(server, clock)
+    work.add(["gpu-2"])
+    server.denied = {"gpu-1"}
+    work.turn()
+    clock.now += 31
+    work.turn()
+    assert (work.outcomes["gpu-1"].state, work.outcomes["gpu-2"].state) == ("skipped", "empty")
+    assert "denied" in work.outcomes["gpu-1"].reason
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        'User "roll" cannot patch resource "nodes" in API group ""',
+        # Its admission plugins don't have all objects yet.
+        "not yet ready to handle request",
+    ],
+)
+def test_a_missing_right_or_a_server_that_has_just_started_is_not_a_denial_of_one_node(
+    server: Server, words: str
+) -> None:
+    work = drain(server, Clock())
+    server.denied, server.denial, server.words = {"gpu-1"}, 403, words
+    with pytest.raises(KubeError, match=words):
+        work.turn()
+    assert work.open_hosts == ["gpu-1"]
+
+
+def test_a_gang_of_which_one_host_is_denied_is_freed_as_a_whole(server: Server) -> None:
+    server.nodes["gpu-2"] = node_object({"a": "b"})
+    server.pods = {
+        host: [pod_object(f"of-{host}", owner="Job", spec={"nodeName": host})] for host in ("gpu-1", "gpu-2")
+    }
+    server.denied = {"gpu-2"}
+    work = drain(server, Clock())
+    work.add(["gpu-2"])
+    work.turn()
+    work.turn()
+    assert {outcome.state for outcome in work.outcomes.values()} == {"skipped"} and not work.open_hosts
+    assert not server.nodes["gpu-1"]["spec"].get("unschedulable")
+
+
+def test_nothing_of_a_gang_is_evicted_once_asking_one_of_its_pods_is_denied(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another drain has cordoned its hosts so long ago that pods are due to be asked and evicted at once."""
+    names = ("gpu-1", "gpu-2")
+    server.nodes = {
+        name: node_object({CORDON: Record("manual", 900.0).text()}, cordoned=True) for name in names
+    }
+    server.pods = {name: [pod_object(f"of-{name}", owner="Job", spec={"nodeName": name})] for name in names}
+
+    def ask(_client: Client, pod: Pod, *_: object) -> None:
+        if pod.host == "gpu-1":
+            raise KubeError("a policy denied request", 422)
+
+    monkeypatch.setattr("image_builder.drain.run.ask", ask)
+    work = drain(server, Clock(), mode="evict", checkpoint_seconds=60.0)
+    work.add(names)
+    work.turn()
+    work.turn()
+    assert {outcome.state for outcome in work.outcomes.values()} == {"skipped"} and server.evicted == []
+    assert work.outcomes["gpu-2"].reason == "it shares a gang with gpu-1: a policy denied request"
+
+
+def test_a_cordon_that_is_denied_to_be_removed_stays_and_is_told(server: Server) -> None:
+    clock = Clock()
+    server.pods["gpu-1"] = [pod_object()]
+    work = drain(server, clock, max_wait_seconds=60.0)
+    work.turn()
+    server.denied = {"gpu-1"}
+    clock.now += 61
+    work.turn()
+    assert 'its cordon stays: nodes "gpu-1" is forbidden' in work.outcomes["gpu-1"].reason
+    other = drain(server, clock, max_wait_seconds=600.0)
+    other.turn()
+    other.release()
+    assert other.outcomes["gpu-1"].reason.startswith("the drain was interrupted; its cordon stays")
+
+
+def test_a_denied_cordon_of_a_node_that_registers_again_ends_its_drain(server: Server) -> None:
+    clock = Clock()
+    server.pods["gpu-1"] = [pod_object()]
+    work = drain(server, clock)
+    work.turn()
+    again = node_object({"a": "b"})
+    server.nodes["gpu-1"] = {**again, "metadata": {**again["metadata"], "uid": "uid-9"}}
+    server.denied = {"gpu-1"}
+    work.turn()
+    assert work.outcomes["gpu-1"].state == "skipped" and "denied" in work.outcomes["gpu-1"].reason
 
 
 def test_an_eviction_is_asked_for_once_until_it_is_time_again(server: Server) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from image_builder.drain.taint import TAINT, bar, is_barred, lift
 from image_builder.node.net.kube import KubeError
+from tests.unit.drain.manifests import PATCH_FAILED
 
 OTHER = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}
 OURS = {"key": TAINT, "value": "roll-7", "effect": "NoExecute"}
@@ -17,12 +18,16 @@ OURS = {"key": TAINT, "value": "roll-7", "effect": "NoExecute"}
 class Server:
     """A Node, changed by JSON patches as on an API server; ``meanwhile`` changes it before the first one."""
 
-    def __init__(self, *taints: dict[str, str], meanwhile: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *taints: dict[str, str], meanwhile: dict[str, str] | None = None, loses: bool = False
+    ) -> None:
         self.document: dict[str, Any] = {"metadata": {"uid": "1"}, "spec": {}}
         if taints:
             self.document["spec"]["taints"] = list(taints)
         self.meanwhile = meanwhile
         self.patches, self.reads = 0, 0
+        # The first answer is lost, and the client sends the patch again.
+        self.loses = loses
 
     def find(self, _path: str) -> dict[str, Any]:
         self.reads += 1
@@ -43,9 +48,6 @@ class Server:
                     self._require(taints == step["value"])
                 case "add", "":
                     taints = step["value"]
-                case "add", "/-":
-                    self._require(taints is not None)
-                    taints.append(step["value"])
                 case "test", place:
                     number = int(place.removeprefix("/"))
                     self._require(number < len(taints or ()) and taints[number] == step["value"])
@@ -53,14 +55,28 @@ class Server:
                     del taints[int(place.removeprefix("/"))]
                 case other:
                     raise AssertionError(other)
+        if len({(taint["key"], taint["effect"]) for taint in taints or ()}) < len(taints or ()):
+            raise KubeError(
+                "spec.taints[1]: Duplicate value: taints must be unique by key and effect pair", 422
+            )
         # An empty list isn't kept.
         self.document["spec"] = {"taints": taints} if taints else {}
+        if self.loses:
+            self.loses = False
+            return self.request(_method, _path, patch, _kind)
         return copy.deepcopy(self.document)
 
     @staticmethod
     def _require(holds: bool) -> None:
         if not holds:
-            raise KubeError("the server rejected our request", status=422)
+            raise KubeError(PATCH_FAILED, status=422)
+
+
+@pytest.mark.parametrize("others", [(), (OTHER,)])
+def test_a_patch_that_is_sent_twice_adds_it_once(others: tuple[dict[str, str], ...]) -> None:
+    server = Server(*others, loses=True)
+    assert bar(server, "gpu-17", "roll-7")  # type: ignore[arg-type]
+    assert server.document["spec"]["taints"] == [*others, OURS]
 
 
 @pytest.mark.parametrize("others", [(), (OTHER,)])

@@ -1,4 +1,4 @@
-"""What is reported about the pods that keep a host busy."""
+"""The report on the pods that keep a host busy."""
 
 from __future__ import annotations
 

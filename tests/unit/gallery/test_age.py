@@ -1,4 +1,4 @@
-"""How old machines' images are, and what is wrong with them."""
+"""The age of machines' images, and what is wrong with them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from image_builder.gallery import artefact
 from image_builder.gallery.artefact import Artefact
 from image_builder.lab import certificate
 from tests.support.arm.place import MIB, suite, write_build
-from tests.unit.bake.manifests import manifest
+from tests.support.images.manifests import manifest
 
 Damage = Callable[[Path, Path], object]
 

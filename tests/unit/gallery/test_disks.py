@@ -1,4 +1,4 @@
-"""Which disks of a resource group are a definition's uploads; one that can't be judged is an error."""
+"""The disks of a resource group that are a definition's uploads; one that can't be judged is an error."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from image_builder.gallery.proof import require
 from image_builder.gallery.versions import Version
 from image_builder.pool.run.records import Opened
 from image_builder.pool.show.report import report
-from tests.unit.pool.simulation import Faults, make, simulate
+from tests.support.pools.simulated.rollouts import Faults, make, simulate
 
 BUILD = "ab" * 32
 VERSION = Version("2026.1125.0", BUILD[:12], False, "", "", "Succeeded", {})

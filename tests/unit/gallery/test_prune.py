@@ -1,4 +1,4 @@
-"""What keeps a version from being deleted: any single reason is enough, and without one it is unused."""
+"""Reasons not to delete a version: any single one is enough, and without one it is unused."""
 
 from __future__ import annotations
 

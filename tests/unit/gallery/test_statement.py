@@ -63,6 +63,16 @@ def test_a_signature_without_the_name_of_its_key_counts(built: Artefact, keys: t
     verified(json.dumps(envelope).encode(), keys[1])
 
 
+def test_what_is_read_is_what_was_verified(built: Artefact, keys: tuple[Path, Path]) -> None:
+    """DSSE also permits URL-safe base64, whose characters a lenient decoder drops."""
+    content = {**statement(built), "note": "~~~???>>>"}
+    envelope = json.loads(sign(content, str(keys[0])))
+    standard = envelope["payload"]
+    envelope["payload"] = standard.translate(str.maketrans("+/", "-_"))
+    assert envelope["payload"] != standard
+    assert verified(json.dumps(envelope).encode(), keys[1]) == content
+
+
 def test_every_changed_byte_of_the_payload_or_the_signature_is_refused(
     built: Artefact, keys: tuple[Path, Path]
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the health rules share: the defaults, and findings as rows to compare."""
+"""The common parts of the tests of the health rules: the defaults, and findings as rows to compare."""
 
 from __future__ import annotations
 

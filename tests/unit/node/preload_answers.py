@@ -1,4 +1,4 @@
-"""What the tests of ``node-agent preload`` share: one image, and a list of it."""
+"""The common parts of the tests of ``node-agent preload``: one image, and a list of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which disks are local, on /sys and /dev trees like those of Azure's machines."""
+"""The local disks, on /sys and /dev trees like those of Azure's machines."""
 
 from __future__ import annotations
 

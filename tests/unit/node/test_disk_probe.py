@@ -1,4 +1,4 @@
-"""What is on a disk that is or was ours: tables of names, signatures and superblocks."""
+"""The content of a disk that is or was ours: tables of names, signatures and superblocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which authority is trusted: one like those of clusters, on a Python like that of nodes."""
+"""The trusted authority: one like those of clusters, on a Python like that of nodes."""
 
 from __future__ import annotations
 

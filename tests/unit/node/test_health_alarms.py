@@ -1,4 +1,4 @@
-"""When a finding counts, when Kubernetes is told, and what is remembered: decisions without a clock."""
+"""Alarms: when a finding counts, when Kubernetes is told, and what is remembered. Decisions without a clock."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Node:
         looked = {"check": found} if could_look else {}
         self.alarms = alarms.step(self.alarms, looked, self.now, self.now, self.settings)
         current = report.condition(alarms.counting(self.alarms), "boot", "")
-        if report.due(self.reported, current, "", self.now):
+        if report.due(self.reported, current, "", "", self.now):
             self.patches += 1
-            self.reported = report.after_success(current, "")
+            self.reported = report.after_success(current, "", "", "")
         return alarms.state(self.alarms)
 
 
@@ -114,7 +114,7 @@ def test_settings_weigh_findings() -> None:
     for _ in range(3):
         node.look(WARNING, AT_ONCE)
     assert [one.finding.code for one in alarms.counting(node.alarms)] == ["network.api"]
-    assert node.reported == report.Reported("False", "NetworkApi")
+    assert node.reported == report.Reported("False", "NetworkApi", codes=("network.api",))
 
 
 def test_disabled_check_takes_its_alarms_along() -> None:

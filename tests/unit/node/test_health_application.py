@@ -1,4 +1,4 @@
-"""What Azure's extension is told: from a node's documents, from one query to the next, and while jobs run."""
+"""The answers to Azure's extension: from a node's documents, from one query to the next, and while jobs run."""
 
 from __future__ import annotations
 
@@ -85,6 +85,27 @@ NODES: dict[str, tuple[dict[str, Any], State, str]] = {
         {"provision": {**JOINED, "state": "failed", "code": 62, "phase": "credentials"}},
         "Unhealthy",
         "62 in phase credentials",
+    ),
+    "it could not join for what the gate holds": (
+        {
+            "preflight": {**PASSED, "state": "failed", "code": "gpu.kat-int", "action": "none"},
+            "provision": {**JOINED, "state": "failed", "code": 94, "phase": "ready"},
+        },
+        "Unknown",
+        "gpu.kat-int",
+    ),
+    "it has not joined again since it passed": (
+        {"provision": {**JOINED, "state": "failed", "code": 52, "phase": "gpu"}},
+        "Initializing",
+        "not joined",
+    ),
+    "the join knows of a preflight that this image does not make": (
+        {
+            "expected": frozenset({"provision", "health"}),
+            "provision": {**JOINED, "state": "failed", "code": 51, "phase": "gpu"},
+        },
+        "Unhealthy",
+        "51 in phase gpu",
     ),
     "nobody looked": ({"health": None}, "Initializing", "no health check"),
     "the last look is old": ({"health": {**LOOKED, "time": NOW - 301}}, "Unknown", "301 s ago"),

@@ -1,4 +1,4 @@
-"""What a look finds in the kernel log: which lines mean trouble, and how severe it is."""
+"""A look's findings in the kernel log: which lines mean trouble, and how severe it is."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ LINES = {
         "gpu.sxid",
         "20034 0000:c1:00",
     ),
+    "NVRM: Xid (PCI:0008:01:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)": (
+        "gpu.xid",
+        "154 0008:01:00",
+    ),
     "NVRM: Xid (PCI:0000:01:00): 32, Channel ID 00000000 intr 00004000": ("gpu.xid", "32 0000:01:00"),
 }
 HARMLESS = (
@@ -44,6 +48,7 @@ HARMLESS = (
     "nvme nvme0: 4/0/0 default/read/poll queues",
     "SGI XFS with ACLs, security attributes, no debug enabled",
     "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  570.158.01  Release Build",
+    "NVRM: Xid (PCI:0008:01:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)",
     # NVSwitches log such lines at every boot.
     "nvidia-nvswitch3: SXid (PCI:0000:0a:00.0): 22013, Non-fatal, Link 55 Minion Link DLREQ interrupt",
     "nvidia-nvswitch3: SXid (PCI:0000:0a:00.0): 22013, Severity 0 Engine instance 55 Sub-engine instance 00",

@@ -1,8 +1,11 @@
-"""What a look reports to others: the condition in Kubernetes, and the metrics."""
+"""A look's report to others: the condition in Kubernetes, and the metrics."""
 
 from __future__ import annotations
 
-from image_builder.node.health import report
+import json
+from pathlib import Path
+
+from image_builder.node.health import memory, report
 from image_builder.node.health.alarms import Alarm
 from image_builder.node.health.model import Finding, Sample
 
@@ -20,10 +23,54 @@ def test_condition_names_the_worst_and_fits() -> None:
 
 def test_api_server_that_doesn_t_listen_is_asked_later_and_later() -> None:
     reported, current = report.Reported(), report.Condition("False", "X", "")
-    assert report.due(reported, current, "", 0.0)
+    assert report.due(reported, current, "", "", 0.0)
     reported = report.after_failure(reported, 0.0, 50.0)
-    assert not report.due(reported, current, "", 49.0) and report.due(reported, current, "", 50.0)
-    assert reported.failures == 1 and report.after_success(current, "").failures == 0
+    assert not report.due(reported, current, "", "", 49.0) and report.due(reported, current, "", "", 50.0)
+    assert reported.failures == 1 and report.after_success(current, "", "", "").failures == 0
+
+
+def _failed(*codes: str) -> report.Condition:
+    """Return the condition of a node with these findings, each on two devices."""
+    findings = [Finding(code, subject, "fail", "x") for code in codes for subject in ("a", "b")]
+    counting = [Alarm("check", finding, 1, 0.0, (0.0,), 1.0) for finding in findings]
+    return report.condition(counting, "b" * 36, "")
+
+
+def test_each_code_that_comes_or_goes_is_reported_once() -> None:
+    """The gate may ignore the first one, so it must learn of the others."""
+    clock, both = _failed("clock.off"), _failed("clock.off", "gpu.lost")
+    assert clock.reason == both.reason and both.codes == ("clock.off", "gpu.lost")
+    for before, now in ((clock, both), (both, clock)):
+        reported = report.after_success(before, "", "", "")
+        assert report.due(reported, now, "", "", 0.0) and not report.due(reported, before, "", "", 0.0)
+
+
+def test_only_another_code_or_status_gets_a_new_time() -> None:
+    """The gate takes out a node that a person admitted if its condition is younger than that."""
+    clock, both, none = _failed("clock.off"), _failed("clock.off", "gpu.lost"), report.condition([], "b", "")
+    for before, now, expected in (
+        (both, both, "old"),
+        (both, clock, "old"),
+        (clock, both, "new"),
+        (clock, none, "new"),
+        (none, none, "old"),
+        (none, clock, "new"),
+    ):
+        assert report.since(report.after_success(before, "", "", "old"), now, "new") == expected
+    assert report.since(report.after_success(both, "", "", ""), both, "new") == "new"
+
+
+def test_what_an_earlier_agent_remembers_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "health-state.json"
+    for now in (_failed("clock.off"), report.condition([], "b", "")):
+        saved = memory.as_json(memory.Memory("b", reported=report.after_success(now, "", "", "")))
+        path.write_text(json.dumps(saved))
+        assert not report.due(memory.load(path, "b")[0].reported, now, "", "", 0.0)
+        del saved["reported"]["codes"]
+        path.write_text(json.dumps(saved))
+        found, trouble = memory.load(path, "b")
+        assert trouble == "" and found.reported.status == now.status
+        assert report.due(found.reported, now, "", "", 0.0) == bool(now.codes)
 
 
 def test_metrics_are_prometheus_text() -> None:

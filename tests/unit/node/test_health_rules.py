@@ -85,6 +85,7 @@ HEALTHY = Gpu(0, uuid="GPU-1", pci="0001:00:00", ecc_volatile_uncorrected=0, nvl
         ({"ecc_volatile_uncorrected": 1}, "gpu.ecc", "reboot"),
         ({"sram_threshold_exceeded": True}, "gpu.sram", "replace"),
         ({"remap_failure": True}, "gpu.remap-failure", "replace"),
+        ({"unrepairable_memory": True}, "gpu.remap-unrepairable", "replace"),
         ({"remap_pending": True}, "gpu.remap-pending", "reboot"),
         ({"retired_pending": True}, "gpu.remap-pending", "reboot"),
         ({"inforom_valid": False}, "gpu.inforom", "replace"),
@@ -99,6 +100,11 @@ def test_gpu(changes: dict[str, Any], code: str, action: str) -> None:
     assert gpu.rule(Nvml(count=1, gpus=(HEALTHY,)), 1, best) == []
     found = gpu.rule(Nvml(count=1, gpus=(replace(HEALTHY, **changes),)), 1, best)
     assert [(one.code, one.action, one.severity) for one in found] == [(code, action, "fail")]
+
+
+def test_links_that_mig_switches_off_are_not_down() -> None:
+    parted = replace(HEALTHY, nvlinks=(False,) * 18, mig_current=True)
+    assert gpu.rule(Nvml(count=1, gpus=(parted,)), 1, {"GPU-1": 18}) == []
 
 
 def test_gpu_that_can_t_say_is_neither_good_nor_bad() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import ssl
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +13,15 @@ import jsonschema
 import pytest
 
 from image_builder.node.errors import NodeError
-from image_builder.node.join import schema
+from image_builder.node.join import credentials, schema
 from image_builder.node.join.codes import JoinError
 from image_builder.node.join.config import MOST_BYTES, Taint, json_schema, parse, problems
 from image_builder.node.join.credentials import Token as BootstrapToken
 from image_builder.node.join.credentials import check_clock, check_life, from_custom_data, parse_broker
 from image_builder.node.join.settings import Settings
 from image_builder.node.join.settings import parse as parse_settings
+from image_builder.node.net.fetch import Response
+from image_builder.node.net.retry import Deadline
 from tests.support.nodes import joins
 
 CA = joins.authority().certificate
@@ -283,6 +287,33 @@ def test_an_expired_token_and_one_that_expires_too_soon() -> None:
         assert soon.value.number == 69
     check_life(BootstrapToken(joins.TOKEN, expires=1061), 60, now=1000)
     check_life(BootstrapToken(joins.TOKEN), 60, now=1000)
+
+
+# OpenSSL's code, and how far the server's clock is ahead of ours (None: it isn't known).
+CERTIFICATES: dict[str, tuple[int, float | None, int, str]] = {
+    "has expired": (10, 10.0, 67, "is not valid now: refused"),
+    "will be valid": (9, -10.0, 67, "is not valid now: refused"),
+    "has expired, by nobody knows whose clock": (10, None, 67, "is not valid now: refused"),
+    "has expired by our clock": (10, -86400.0, 66, "ahead of the API server's"),
+    "is of another CA": (20, 10.0, 65, "is not signed by this CA: refused"),
+}
+
+
+@pytest.mark.parametrize(("verify_code", "ahead", "number", "words"), CERTIFICATES.values(), ids=CERTIFICATES)
+def test_a_certificate_that_can_not_be_verified(
+    monkeypatch: pytest.MonkeyPatch, verify_code: int, ahead: float | None, number: int, words: str
+) -> None:
+    def ask(_url: str, authority: str | None, *_: object, **__: object) -> Response:
+        if authority is None and ahead is not None:
+            return Response(200, b"", date=time.time() + ahead)
+        error = ssl.SSLCertVerificationError("refused")
+        error.verify_code, error.verify_message = verify_code, "refused"
+        raise error
+
+    monkeypatch.setattr(credentials, "ask", ask)
+    with pytest.raises(JoinError, match=words) as refused:
+        credentials.prove(parse(_text(joins.document(CA))), joins.TOKEN, 60, Deadline.after(60))
+    assert refused.value.number == number
 
 
 def test_a_clock_that_is_off_by_a_day() -> None:

@@ -1,4 +1,4 @@
-"""When nodes join: spread evenly, each always at the same moment."""
+"""The moments at which nodes join: spread evenly, each node always at the same one."""
 
 from __future__ import annotations
 

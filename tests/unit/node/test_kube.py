@@ -1,4 +1,4 @@
-"""What a node sends. How an API server handles it is tested in tests/gpu/test_gate.py."""
+"""A node's requests. How an API server handles them is tested in tests/gpu/test_gate.py."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from image_builder.node.errors import NodeError
-from image_builder.node.net.kubeconfig import Pem, load, parse, read_yaml
+from image_builder.node.net.kubeconfig import Pem, has_expired, load, parse, read_yaml
 from tests.support.control_plane.pki import Authority
+from tests.support.nodes import joins
 
 AUTHORITY = Authority()
 
@@ -83,6 +85,15 @@ def test_json_and_whose_certificate_it_is() -> None:
     assert read_yaml(yaml.safe_dump(json.loads(made))) == json.loads(made)
 
 
+@pytest.mark.parametrize("days", [30, 100 * 365])  # its end is a UTCTime or a GeneralizedTime
+def test_when_a_certificate_has_expired(days: int) -> None:
+    certificate = joins.issued(joins.authority(), "system:node:n", (-1, days)).certificate
+    now = datetime.now(UTC)
+    assert not has_expired(certificate, now + timedelta(days=days, minutes=-1))
+    assert has_expired(certificate, now + timedelta(days=days, minutes=1))
+    assert not has_expired("damaged", now)
+
+
 def test_a_damaged_certificate_is_nobodys(tmp_path: Path) -> None:
     (tmp_path / "pem").write_text("-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n")
     text = KUBELET.replace("/var/lib/kubelet/pki/kubelet-client-current.pem", str(tmp_path / "pem"))
@@ -110,9 +121,19 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, old: str, new: str, w
     assert error.value.code == "kube.config"
 
 
-_WORDS = st.text("abcdefgh-_./:0123456789", min_size=1, max_size=12).filter(
-    lambda w: not w.startswith("-") and not w.endswith(":") and yaml.safe_load(f"k: {w}") == {"k": w}
-)
+def _is_word(text: str) -> bool:
+    """Return whether a text is a word to YAML, which takes ``1_0`` for a number and ``0b`` for a faulty one."""
+    try:
+        return (
+            not text.startswith("-")
+            and not text.endswith(":")
+            and yaml.safe_load(f"k: {text}") == {"k": text}
+        )
+    except ValueError:
+        return False
+
+
+_WORDS = st.text("abcdefgh-_./:0123456789", min_size=1, max_size=12).filter(_is_word)
 _TREES = st.recursive(
     _WORDS,
     lambda inner: (

@@ -1,16 +1,17 @@
-"""What ``node-agent preflight`` does with a verdict, and in which order; tests/gpu runs real programs."""
+"""The steps of ``node-agent preflight`` after a verdict, and their order; tests/gpu runs real programs."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from image_builder.node import child
+from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import KubeError
 from image_builder.node.preflight import command, model, report, smoke
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check, Verdict
@@ -139,6 +140,52 @@ def unsettled(places: command.Places, *checks: Check) -> None:
     verdict = Verdict(INCONCLUSIVE, checks[0].code, checks[0].reason)
     told = model.document(verdict, checks, boot_id=BOOT, image_build="one", started="then", seconds=1)
     (places.run / model.FILE).write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize("repeat", [command.run, command.again])
+@pytest.mark.parametrize(("boot", "nonce"), [(BOOT, "0123456789abcdef"), (BOOT.replace("1", "0"), "")])
+def test_a_verdict_after_a_retest_keeps_its_number(
+    places: command.Places,
+    monkeypatch: pytest.MonkeyPatch,
+    tests: list[str],
+    repeat: Callable[[command.Places], int],
+    boot: str,
+    nonce: str,
+) -> None:
+    """Or the gate would take the re-test for unanswered, and count it as failed."""
+    monkeypatch.setattr(report, "connect", lambda *_: (Api({"taints": [TAINT]}), "n"))
+    unsettled(places, BUSY)
+    before = json.loads((places.run / model.FILE).read_bytes())
+    (places.run / model.FILE).write_text(
+        json.dumps({**before, "boot_id": boot, "retest": "0123456789abcdef"})
+    )
+    if repeat is command.again and not nonce:
+        with pytest.raises(NodeError, match="the verdict is of boot"):
+            repeat(places)
+        return
+    assert repeat(places) == 0 and tests and verdict_of(places) == (PASSED, "")
+    found = json.loads((places.run / model.FILE).read_bytes())
+    assert model.retest_of(model.message(found)) == nonce
+
+
+def test_a_retests_number_survives_a_preflight_that_is_killed(
+    places: command.Places, monkeypatch: pytest.MonkeyPatch, tests: list[str]
+) -> None:
+    unsettled(places, BUSY)
+    before = json.loads((places.run / model.FILE).read_bytes())
+    (places.run / model.FILE).write_text(json.dumps({**before, "retest": "0123456789abcdef"}))
+
+    def killed(*_: object) -> Check:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(smoke, "run", killed)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                command.run(places)
+            assert not (places.run / model.FILE).exists()
+    assert command.run(places) == 0 and tests
+    assert json.loads((places.run / model.FILE).read_bytes())["retest"] == "0123456789abcdef"
 
 
 def verdict_of(places: command.Places) -> tuple[str, str]:

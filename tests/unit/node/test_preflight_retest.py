@@ -1,4 +1,4 @@
-"""When a node requests a re-test, and what it reports after one."""
+"""A node's re-test: when it requests one, and what it reports afterwards."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
-"""What the gpu_preflight role writes: the kubelet waits and is never stopped, and failed units are restarted."""
+"""The files of the gpu_preflight role: the kubelet waits and is never stopped, and failed units are restarted."""
 
 from __future__ import annotations
 
 import json
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.parsing.dataloader import DataLoader
-from ansible.template import Templar, generate_ansible_template_vars, trust_as_template
 
 from image_builder.node import status
 from image_builder.node.gpu import machine
@@ -18,35 +14,15 @@ from image_builder.node.gpu.settings import Settings as GpuSettings
 from image_builder.node.gpu.smoke import command as gpu
 from image_builder.node.preflight import model
 from image_builder.node.preflight.settings import Settings, parse
+from tests.support.roles import templates
 
-ROLE = Path(__file__).resolve().parents[3] / "roles" / "gpu_preflight"
-NODE_JOIN = ROLE.parent / "node_join"
+ROLE, NODE_JOIN = "gpu_preflight", "node_join"
 ADMITTED = f"test -e {status.DIRECTORY / model.ADMITTED}"
 
 
-@cache
-def role_file(role: Path, name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = DataLoader().load_from_file(str(role / name), trusted_as_template=True)
-    return loaded
-
-
-def templar(role: Path, **variables: Any) -> Templar:
-    """Return a templar with the role's defaults, ``variables`` and the role's vars, lowest precedence first."""
-    scope = {**role_file(role, "defaults/main.yml"), **variables, **role_file(role, "vars/main.yml")}
-    return Templar(DataLoader(), scope)
-
-
-def rendered(name: str, role: Path = ROLE, **variables: Any) -> str:
-    source = role / "templates" / name
-    engine = templar(role, **variables)
-    extra = generate_ansible_template_vars(name, str(source))
-    engine.available_variables = {**engine.available_variables, **extra}
-    return str(engine.template(trust_as_template(source.read_text()), overrides={"trim_blocks": True}))
-
-
-def unit(name: str, role: Path = ROLE, **variables: Any) -> list[str]:
+def unit(name: str, role: str = ROLE, **variables: Any) -> list[str]:
     """Return the statements of a unit file."""
-    lines = rendered(name, role, **variables).splitlines()
+    lines = templates.render(role, name, **variables).splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -56,16 +32,12 @@ def value(lines: list[str], name: str) -> str:
 
 
 def problems(**variables: Any) -> list[str]:
-    found: list[str] = json.loads(
-        str(
-            templar(ROLE, **variables).template(trust_as_template("{{ __gpu_preflight_problems | to_json }}"))
-        )
-    )
+    found: list[str] = templates.value(ROLE, "__gpu_preflight_problems", **variables)
     return found
 
 
 def test_agent_takes_what_the_role_writes() -> None:
-    assert parse(json.loads(rendered("preflight.json.j2"))) == Settings(engine="docker")
+    assert parse(json.loads(templates.render(ROLE, "preflight.json.j2"))) == Settings(engine="docker")
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -82,10 +54,26 @@ def test_kubelet_waits_for_a_file_and_requires_no_unit(hard: bool) -> None:
     assert words[0] == "/usr/bin/timeout" and 0 < int(words[1]) < 90, "longer than systemd lets it start"
 
 
+def test_kubelet_has_its_new_node_object_reported_to_without_waiting() -> None:
+    """The report comes after the kubelet: waiting for it would keep the kubelet from ever having started."""
+    (start,) = [line for line in unit("kubelet.conf.j2") if line.startswith("ExecStartPost=")]
+    words = start.removeprefix("ExecStartPost=").split()
+    assert words == ["-/usr/bin/systemctl", "--no-block", "start", "preflight-report.service"]
+    service = unit("preflight-report.service.j2")
+    assert "kubelet.service" in value(service, "After").split()
+    assert not [line for line in service if line.startswith(("RemainAfterExit", "Wants=", "Requires="))]
+    lines = unit("kubelet.conf.j2", gpu_preflight_kubeconfig="")
+    assert not [line for line in lines if line.startswith("ExecStartPost=")], "there is no such unit"
+
+
+def test_a_hung_test_does_not_hold_up_the_next() -> None:
+    assert int(value(unit("preflight-again.service.j2"), "TimeoutStopSec")) <= 5
+
+
 @pytest.mark.parametrize(
     ("name", "role"), [("preflight.service.j2", ROLE), ("node-join.service.j2", NODE_JOIN)]
 )
-def test_what_failed_is_started_again(name: str, role: Path) -> None:
+def test_what_failed_is_started_again(name: str, role: str) -> None:
     lines = unit(name, role)
     assert value(lines, "Restart") == "on-failure" and 10 <= int(value(lines, "RestartSec")) <= 300
     section = lines.index("[Service]")
@@ -102,8 +90,7 @@ def test_unsettled_boot_is_tested_again_after_2_5_15_and_30_minutes() -> None:
     service = unit("preflight-again.service.j2")
     assert value(service, "ConditionPathExists") == str(status.DIRECTORY / model.UNSETTLED)
     assert value(service, "ExecStart").endswith("node-agent preflight --again")
-    units = templar(ROLE).template(trust_as_template("{{ __gpu_preflight_units | to_json }}"))
-    assert "preflight-again.timer" in json.loads(str(units))
+    assert "preflight-again.timer" in templates.value(ROLE, "__gpu_preflight_units")
 
 
 def test_longest_test_of_the_gpus_ends_by_itself() -> None:
@@ -114,6 +101,11 @@ def test_longest_test_of_the_gpus_ends_by_itself() -> None:
     assert problems(gpu_preflight_gpu={"fabric_wait_seconds": 600})
     assert problems(gpu_preflight_gpu={"infiniband_wait_seconds": 181})
     assert not problems(gpu_preflight_gpu={"fabric_wait_seconds": 600}, gpu_preflight_gpu_seconds=1080)
+    without = {"fabric_wait_seconds": 0, "infiniband_wait_seconds": 0}  # GPUs themselves have a minute
+    settings = GpuSettings(fabric_wait_seconds=0, infiniband_wait_seconds=0)
+    assert gpu.longest_seconds(settings) == 330 + machine.PLATFORM_SECONDS + 90 + 60
+    assert problems(gpu_preflight_gpu=without, gpu_preflight_gpu_seconds=539)
+    assert not problems(gpu_preflight_gpu=without, gpu_preflight_gpu_seconds=540)
 
 
 @pytest.mark.parametrize("name", ["preflight.service.j2", "preflight-again.service.j2"])

@@ -1,4 +1,4 @@
-"""What the role may write; everything wrong is reported at once."""
+"""The settings that the role may write; everything wrong is reported at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``node-agent preload`` reports, as far as it needs no engine."""
+"""The report of ``node-agent preload``, as far as it needs no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How containerd's answers are read: recorded from 1.7.24 on Debian 13; 1.6 on Debian 12 writes the same."""
+"""The reading of containerd's answers: recorded from 1.7.24 on Debian 13; 1.6 on Debian 12 writes the same."""
 
 from __future__ import annotations
 

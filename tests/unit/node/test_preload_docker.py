@@ -1,4 +1,4 @@
-"""How Docker's answers are read: recorded from Docker 26.1 on Debian 13; 20.10 writes the same."""
+"""The reading of Docker's answers: recorded from Docker 26.1 on Debian 13; 20.10 writes the same."""
 
 from __future__ import annotations
 

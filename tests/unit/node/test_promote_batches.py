@@ -1,4 +1,4 @@
-"""When copies are made durable and exchanged, what stops the other copies, and which link is deleted."""
+"""Batches of copies: when they are made durable and exchanged, what stops the others, which link is deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``node-agent promote`` does when there is nothing to promote (an actual promotion: tests/disk)."""
+"""The effect of ``node-agent promote`` when there is nothing to promote (an actual promotion: tests/disk)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a big file gets holes, and trees too deep for any path."""
+"""Copies: where a big file gets holes, the order of the files, and trees too deep for any path."""
 
 from __future__ import annotations
 
@@ -42,6 +42,25 @@ def test_what_is_written_at_its_place_is_the_same_file() -> None:
             found[start:end] = data[start:end]
             assert data[start:end].strip(b"\0")
         assert bytes(found) == data
+
+
+def _in_order(folder: Path) -> list[int]:
+    """Return the sizes of the files below a directory in the order of the inodes, directory by directory."""
+    entries = sorted(folder.iterdir(), key=lambda path: path.stat().st_ino)
+    below = [size for path in entries if path.is_dir() for size in _in_order(path)]
+    return [path.stat().st_size for path in entries if path.is_file()] + below
+
+
+def test_files_are_read_in_the_order_of_their_inodes(tmp_path: Path) -> None:
+    """The size of each file tells which it is; a directory counts as one block."""
+    chance, source = random.Random(5), tmp_path / "source"
+    for number in chance.sample(range(1, 60), 59):
+        folder = source / f"d{number % 4}" / f"e{number % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{chance.random()}").write_bytes(b"x" * number)
+    costs: list[int] = []
+    copy_tree(source, tmp_path / "copy", costs.append)
+    assert [cost - BLOCK for cost in costs if cost > BLOCK] == _in_order(source)
 
 
 def _open_below(folder: int, name: str) -> int:

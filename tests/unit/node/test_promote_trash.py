@@ -1,4 +1,4 @@
-"""What the seed set aside is deleted completely, whatever containers had made of it."""
+"""The trash that the seed set aside: deleted completely, whatever containers had made of it."""
 
 from __future__ import annotations
 

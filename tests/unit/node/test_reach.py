@@ -24,6 +24,18 @@ def test_a_task_that_is_late_has_no_result_and_is_left_behind() -> None:
         release.set()
 
 
+def test_a_task_whose_thread_can_not_start_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, is_full = threading.Thread.start, iter([True, False])
+
+    def limited(thread: threading.Thread) -> None:
+        if next(is_full):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    assert reach.together({"too many": lambda: True, "done": lambda: True}, 60) == {"done": True}
+
+
 @pytest.mark.parametrize(
     ("text", "is_one"),
     [

@@ -1,4 +1,4 @@
-"""How long a node waits before it retries, and when it gives up."""
+"""A node's retries: how long it waits before each, and when it gives up."""
 
 from __future__ import annotations
 

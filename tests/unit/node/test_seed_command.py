@@ -1,4 +1,4 @@
-"""Which engine is trusted with a seed, and what is reported about one (an actual seed: tests/disk)."""
+"""The engine that is trusted with a seed, and the report about a seed (an actual one: tests/disk)."""
 
 from __future__ import annotations
 

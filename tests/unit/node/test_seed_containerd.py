@@ -1,4 +1,4 @@
-"""What a blank containerd root gets from the store."""
+"""The contents that a blank containerd root gets from the store."""
 
 from __future__ import annotations
 

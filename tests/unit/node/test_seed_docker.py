@@ -1,4 +1,4 @@
-"""What a Docker data root, blank or in use, gets from the store."""
+"""The contents that a Docker data root, blank or in use, gets from the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the seed writes has the engine's modes, whatever umask it runs under."""
+"""The modes of the files that the seed writes: the engine's, whatever umask it runs under."""
 
 from __future__ import annotations
 

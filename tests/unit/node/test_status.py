@@ -1,4 +1,4 @@
-"""What is reported about a node: to programs, and to the kubelet."""
+"""The reports about a node: to programs, and to the kubelet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run stops, and when a wave is over: the limits themselves, and one host on either side of them."""
+"""The limits at which a run stops or a wave is over, and one host on either side of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from image_builder.pool.plan.policy import Policy
 from image_builder.pool.run import budgets, rolling
 from image_builder.pool.run.progress import begin
 from image_builder.pool.run.state import Progress, State
-from tests.unit.pool import rolls
-from tests.unit.pool.simulation import make
+from tests.support.pools.simulated import rolls
+from tests.support.pools.simulated.rollouts import make
 
 NOW = 10_000.0
 BROKEN = Outcome(kind="failed", phase="disk", code=31)

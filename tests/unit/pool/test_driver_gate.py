@@ -15,7 +15,7 @@ from image_builder.pool.run.progress import apply, begin
 from image_builder.pool.run.records import Gated, Intent, Opened, Record, Result
 from image_builder.pool.steps.control_plane import Unwatched
 from image_builder.pool.steps.fleet import Fleet, Setup
-from tests.unit.pool.simulation import START, Faults, World, make
+from tests.support.pools.simulated.rollouts import START, Faults, World, make
 from tests.unit.pool.test_fleet import setup
 
 __all__ = ["setup"]

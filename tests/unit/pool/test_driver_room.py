@@ -6,7 +6,7 @@ import pytest
 
 from image_builder.pool.plan.policy import Deadlines, Policy
 from image_builder.pool.run.records import Intent
-from tests.unit.pool.simulation import Faults, World, make, simulate
+from tests.support.pools.simulated.rollouts import Faults, World, make, simulate
 
 # A probe takes 0.3 s in the simulation, a verification 8 s: in one round either is done, in two it isn't.
 ONE_ROUND = Deadlines(probe=0.5, bootstrap=900, verify=10)

@@ -6,9 +6,9 @@ import pytest
 
 from image_builder.errors import UsageError
 from image_builder.pool.evictions import jobs, require_confirmation
+from tests.support.pools.simulated.rolls import plan
 from tests.unit.drain.manifests import pod_object
 from tests.unit.drain.test_drain_run import Server
-from tests.unit.pool.rolls import plan
 
 DEADLINE = "2026-01-02T00:00:00Z"
 

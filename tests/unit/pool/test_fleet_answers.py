@@ -1,4 +1,4 @@
-"""What hosts answer, and what Ansible and OpenSSH say about them, as one class for each host."""
+"""The answers of hosts, and what Ansible and OpenSSH say about them, as one class for each host."""
 
 from __future__ import annotations
 

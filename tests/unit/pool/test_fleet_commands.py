@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -20,13 +21,15 @@ from image_builder.definition import load_inventory
 from image_builder.pool import rollout
 from image_builder.pool.plan import plan as plans
 from image_builder.pool.rollout import Stop
-from image_builder.pool.run.journal import journal_of, open_journal
-from image_builder.pool.run.records import Opened, Stopped
+from image_builder.pool.run.journal import journal_of, open_journal, requests_of
+from image_builder.pool.run.records import Intent, Opened, Stopped
+from image_builder.pool.run.rolling import STOPPED
 from image_builder.pool.steps import ansible
 from image_builder.pool.steps.suite import FACTS
 from image_builder.settings import REPO_ROOT
 from image_builder.verify.runner import definition_facts
 from tests.support.nodes import joins
+from tests.support.pools.simulated import rolls
 
 HOSTS = """
 all:
@@ -203,6 +206,24 @@ def test_a_run_is_begun_once_and_resumed_with_its_own_journal(place: Place) -> N
     assert "is the journal of another plan" in call(*resume)[2]
 
 
+def test_a_roll_is_not_resumed_without_the_journal_of_its_requests(place: Place) -> None:
+    """It might reimage hosts twice. Before the first reimage that journal isn't missed."""
+    rolled = rolls.plan(2)
+    plans.save(rolled, place.plan)
+    resume = ("resume", str(place.plan), "-i", str(place.hosts), *place.access())
+    missing = f"journal: {requests_of(place.plan)} is missing"
+    with open_journal(journal_of(place.plan)) as journal:
+        journal.append(Opened(at=1.0, plan=rolled.digest))
+    assert missing not in call(*resume)[2]
+    with open_journal(journal_of(place.plan)) as journal:
+        journal.append(Intent(at=2.0, step="reimage", hosts=(rolled.hosts[0].name,)))
+    status, _, err = call(*resume)
+    assert status == errors.DefinitionError.exit_code
+    assert missing in err and f"pool abort --run {rolled.run}" in err
+    requests_of(place.plan).touch()
+    assert missing not in call(*resume)[2]
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
@@ -287,8 +308,14 @@ def test_a_run_that_stops_already_is_not_asked_again(place: Place) -> None:
 
 
 def test_who_failed_is_taken_up_again_by_retry_alone() -> None:
-    assert pool_run_commands._hint({"ok": 1, "failed": 1}).endswith("pool resume PLAN --retry")
-    assert pool_run_commands._hint({"ok": 1, "unknown": 1, "not started": 1}).endswith("pool resume PLAN")
+    def hint(details: Mapping[str, str], **counts: int) -> str:
+        return pool_run_commands._hint({"counts": {"ok": 1, **counts}, "skipped": details})
+
+    assert hint({}, failed=1).endswith("pool resume PLAN --retry")
+    assert hint({}, unknown=1, waiting=1).endswith("pool resume PLAN")
+    # Those that a stop left as they were are taken up again by every resume.
+    assert hint({"a": STOPPED}, skipped=1).endswith("pool resume PLAN")
+    assert hint({"a": STOPPED, "b": "a pod runs"}, skipped=2).endswith("pool resume PLAN --retry")
 
 
 def test_the_second_signal_ends_what_the_first_one_asked_to_stop() -> None:

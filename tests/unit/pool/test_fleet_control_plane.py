@@ -1,4 +1,4 @@
-"""What an API server reports about itself, as a reading for the gate."""
+"""An API server's report about itself, as a reading for the gate."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ from image_builder.pool.run.state import Progress
 from image_builder.pool.show import report
 from image_builder.pool.show.view import STATES, look, slowest, wave_quantiles
 from image_builder.text import human_seconds
-from tests.unit.pool import rolls
-from tests.unit.pool.simulation import START, Faults, World, make, simulate
-from tests.unit.pool.test_simulation import FAULTS, WIDE
+from tests.support.pools.simulated import rolls
+from tests.support.pools.simulated.rollouts import BAD_DAY, START, WIDE, Faults, World, make, simulate
 
 
 def _drive(faults: Faults, changed: Callable[[Progress, World], None], hosts: int = 400) -> Progress:
@@ -66,7 +65,7 @@ def test_every_host_is_counted_once_after_every_record() -> None:
         assert sum(wave.counts["failed"] for wave in view.waves) == progress.failed == view.failed
         assert sum(view.signatures.values()) == progress.failed
 
-    assert _drive(FAULTS, check).failed > 5
+    assert _drive(BAD_DAY, check).failed > 5
 
 
 def test_quantiles_are_those_of_the_wave() -> None:
@@ -167,7 +166,7 @@ def test_a_plain_log_tells_each_wave_once_and_every_kind_of_failure() -> None:
             world[:] = [now]
             table.changed(progress)
 
-        progress = _drive(FAULTS, changed)
+        progress = _drive(BAD_DAY, changed)
     assert isinstance(console.file, io.StringIO)
     texts = [line[9:] for line in console.file.getvalue().splitlines()]
     names = [wave.wave.name for wave in progress.waves]
@@ -300,7 +299,7 @@ def test_a_reader_that_goes_away_is_no_end_of_the_run(live: bool) -> None:
             os.close(reading)
             with pytest.raises(BrokenPipeError):
                 os.write(writing, b"x")
-            ended = report.state(_drive(FAULTS, lambda progress, _: table.changed(progress)), running=False)
+            ended = report.state(_drive(BAD_DAY, lambda progress, _: table.changed(progress)), running=False)
         ended += ", and shown to its end"
     assert ended == "finished, and shown to its end"
 
@@ -335,7 +334,7 @@ def test_it_is_drawn_while_the_state_changes() -> None:
     thread = threading.Thread(target=draw)
     thread.start()
     try:
-        _drive(FAULTS, lambda progress, _: table.changed(progress))
+        _drive(BAD_DAY, lambda progress, _: table.changed(progress))
     finally:
         over.set()
         thread.join()

@@ -1,4 +1,4 @@
-"""What a node says about itself over SSH: its image, and whether it is at work."""
+"""A node's answers about itself over SSH: its image, and whether it is at work."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from image_builder.pool.plan import plan as plans
 from image_builder.pool.plan.model import CLASSES, failed
 from image_builder.pool.run.journal import journal_of, open_journal
 from image_builder.pool.run.records import Opened, Record
-from tests.unit.pool.simulation import Faults, make, simulate
+from tests.support.pools.simulated.rollouts import Faults, make, simulate
 
 HOSTS = """
 all:

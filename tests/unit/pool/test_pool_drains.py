@@ -151,4 +151,18 @@ def test_what_ends_its_thread_is_told() -> None:
 def _drained_by(cluster: Cluster) -> None:
     with at_work(cluster, Reports(), deadline=0.0) as drains:
         drains.add([(HOSTS[0], "drain", 1)])
-        drains.drop(HOSTS[0])
+        drains._thread.join(30)
+
+
+def test_a_partner_whose_cordon_may_not_be_removed_fails_no_drain_and_has_an_event() -> None:
+    cluster, reports = Cluster(), Reports()
+    with at_work(cluster, reports, deadline=0.0, whole_gangs=True) as drains:
+        drains.add([(HOSTS[0], "drain", 1)])
+        while not cluster.evicted:
+            time.sleep(0.01)
+        cluster.denied = {HOSTS[1]}
+        assert reports.get(timeout=30)[1].kind == "ok"
+        cluster.nodes["gpu-3"], cluster.pods["gpu-3"] = node_object({"a": "b"}), []
+        drains.add([("gpu-3", "drain", 1)])
+        assert reports.get(timeout=30)[1].kind == "ok"
+    assert cluster.events.count("CordonStays") == 1

@@ -70,6 +70,13 @@ def test_who_is_off_is_left_out_and_named(write: Write) -> None:
     assert len(running.hosts) == 4 and running.warnings == []
 
 
+def test_an_id_that_no_scale_set_can_have_is_refused(write: Write) -> None:
+    ids = GOOD.replace("pool_capacity: 2}", 'pool_capacity: 2, pool_scale_set_id: "gpu-0"}')
+    assert _problems(write, ids, "cpu") == [
+        "hosts.yml pool_scale_set_id: isn't a scale set's id in Resource Manager: `gpu-0`: cpu-0, cpu-1"
+    ]
+
+
 def test_a_pool_in_which_nobody_is_on_is_refused(write: Write) -> None:
     off = GOOD.replace("pool_capacity: 2}", "pool_capacity: 2, pool_power_state: deallocated}")
     assert _problems(write, off, "cpu") == [

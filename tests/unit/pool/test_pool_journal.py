@@ -30,7 +30,7 @@ from image_builder.pool.run.records import (
     must_last,
 )
 from image_builder.system.journal import parse
-from tests.unit.pool.simulation import make, make_hosts
+from tests.support.pools.simulated.rollouts import make, make_hosts
 
 PLAN: Plan = make(9)
 RECORDS: list[Record] = [

@@ -11,7 +11,7 @@ from image_builder.errors import DefinitionError
 from image_builder.pool.plan import plan as plans
 from image_builder.pool.plan.plan import PlannedFrom, compare, stale
 from image_builder.pool.plan.policy import Policy
-from tests.unit.pool.simulation import make, make_hosts
+from tests.support.pools.simulated.rollouts import make, make_hosts
 
 
 def test_the_same_input_gives_the_same_bytes() -> None:

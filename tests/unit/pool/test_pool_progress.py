@@ -16,7 +16,7 @@ from image_builder.pool.run.records import Began, Intent, Opened, Record, Result
 from image_builder.pool.run.resume import reconcile
 from image_builder.pool.run.state import RUNNING, HostStatus, Progress
 from image_builder.pool.show import report
-from tests.unit.pool.simulation import Faults, make, make_hosts, simulate
+from tests.support.pools.simulated.rollouts import Faults, make, make_hosts, simulate
 
 PLAN = make(9, Policy(retries=1, retry_seconds=10.0))
 NAME = PLAN.waves[0].hosts[0]

@@ -171,6 +171,12 @@ def test_the_command_writes_a_file_for_each_host_and_nothing_where_one_is_wrong(
     assert done.exit_code == 0
     assert json.loads(done.stdout)["configurations"] == 2
     assert sorted(file.name for file in out.iterdir()) == ["a-0.json", "a-1.json"]
+    for pool, total in (
+        ("pool_a", "2 hosts, 2 different configurations"),
+        ("pool_b", "1 host, 1 configuration"),
+    ):
+        done = CliRunner().invoke(pool_commands.app, [*call[:-1], pool])
+        assert done.stdout.endswith(f"\n{total}, in {out}\n")
     path.write_text(GOOD.replace("join_generation: 3", "join_generation: x"))
     out = tmp_path / "other"
     done = CliRunner().invoke(pool_commands.app, [*call[:4], str(out), "pool_b"])

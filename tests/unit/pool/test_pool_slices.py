@@ -17,7 +17,7 @@ from image_builder.pool.reach.hostkeys import known_as
 from image_builder.pool.steps import ansible, worker_guard
 from image_builder.pool.steps import slice as slice_
 from tests.support.nodes import joins
-from tests.unit.pool.simulation import make
+from tests.support.pools.simulated.rollouts import make
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,17 @@ def test_a_set_is_one_placement_group_where_there_is_infiniband(
     assert capacities(MachineModel("vmss_h100_a", "i", "s", "", machines, azure)) == sets
 
 
+def test_ids_are_those_that_azure_prints_whatever_their_case() -> None:
+    group = GROUP.replace("resourceGroups", "resourcegroups")
+    ids = {
+        "subnet": f"{group}/providers/microsoft.network/virtualnetworks/net/subnets/gpu",
+        "security_group": f"{group}/providers/microsoft.network/networksecuritygroups/g",
+        "identities": [f"{group}/providers/Microsoft.ManagedIdentity/userAssignedIdentities/node"],
+    }
+    azure = PoolAzure.model_validate_json(json.dumps({**AZURE, **ids}))
+    assert azure.model_dump(mode="json", include=set(ids)) == ids
+
+
 def test_a_pool_without_any_machine_yet_has_a_template(tmp_path: Path) -> None:
     more = {"pool_image": "worker_h100", "pool_vm_size": "Standard_ND96isr_H100_v5", "pool_zone": "3"}
     groups = {"vmss_h100_b": {"vars": {**more, "pool_capacity": 4, "pool_azure": AZURE}}}

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from image_builder.pool.plan.model import Host, at_least, at_most, ended, failed, quantile
 from image_builder.pool.plan.policy import MAX_SLICE, Policy
 from image_builder.pool.plan.waves import join_delays, plan_waves
-from tests.unit.pool.simulation import make_hosts
+from tests.support.pools.simulated.rollouts import make_hosts
 
 _SHARES = st.one_of(
     st.integers(0, 900).map(str), st.decimals(0, 100, places=2, allow_nan=False).map(lambda d: f"{d:.2f}%")

@@ -25,9 +25,8 @@ from image_builder.pool.run.state import Progress
 from image_builder.pool.show.html import MEANINGS, page
 from image_builder.pool.show.report import report
 from image_builder.pool.show.timeline import LABELS, WIDTH, Timeline, axis, timeline
-from tests.unit.pool.report_runs import HOSTILE, deadline_run, hostile_run, large_run
-from tests.unit.pool.simulation import Faults, World, make, simulate
-from tests.unit.pool.test_simulation import FAULTS, WIDE
+from tests.support.pools.simulated.report_runs import HOSTILE, deadline_run, hostile_run, large_run
+from tests.support.pools.simulated.rollouts import BAD_DAY, WIDE, Faults, World, make, simulate
 
 _VOID = {"meta", "link", "input"}
 
@@ -77,7 +76,7 @@ def _page(progress: Progress, records: list[Record], *, running: bool = False) -
 @pytest.fixture(scope="module")
 def bad_day() -> tuple[Progress, list[Record]]:
     """Return a run of 1,500 hosts: 2 % fail and 0.5 % hang, tokens expire, and the control plane is throttled."""
-    progress, _, records = simulate(make(1500, WIDE), FAULTS)
+    progress, _, records = simulate(make(1500, WIDE), BAD_DAY)
     return progress, records
 
 

@@ -13,10 +13,9 @@ from image_builder.pool.run.records import Opened, Record, Stopped
 from image_builder.pool.run.state import Progress
 from image_builder.pool.show.junit import junit
 from image_builder.pool.show.report import report
-from tests.unit.pool import rolls
-from tests.unit.pool.report_runs import deadline_run
-from tests.unit.pool.simulation import START, Faults, make, simulate
-from tests.unit.pool.test_simulation import FAULTS, WIDE
+from tests.support.pools.simulated import rolls
+from tests.support.pools.simulated.report_runs import deadline_run
+from tests.support.pools.simulated.rollouts import BAD_DAY, START, WIDE, Faults, make, simulate
 
 
 def _document(progress: Progress, records: list[Record], *, running: bool = False) -> Element:
@@ -29,7 +28,7 @@ def _cases(root: Element) -> list[Element]:
 
 def test_each_wave_is_a_suite_and_each_host_a_case() -> None:
     plan = make(400, WIDE)
-    progress, _, records = simulate(plan, FAULTS)
+    progress, _, records = simulate(plan, BAD_DAY)
     root = _document(progress, records)
     assert root.tag == "testsuites"
     suites = root.findall("testsuite")
@@ -41,7 +40,7 @@ def test_each_wave_is_a_suite_and_each_host_a_case() -> None:
 
 
 def test_totals_are_those_of_the_cases() -> None:
-    progress, _, records = simulate(make(400, WIDE), FAULTS)
+    progress, _, records = simulate(make(400, WIDE), BAD_DAY)
     root = _document(progress, records)
     assert (root.get("tests"), root.get("failures")) == ("401", str(progress.failed))
     for suite in root.findall("testsuite"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from image_builder.pool.show.report import report, text
-from tests.unit.pool.report_runs import hostile_run
+from tests.support.pools.simulated.report_runs import hostile_run
 
 
 def test_names_and_phases_lose_what_steers_a_terminal() -> None:

@@ -9,8 +9,8 @@ import pytest
 from image_builder.pool.plan.policy import Roll
 from image_builder.pool.show.report import counts
 from tests.bench.roll_days import measure, requests_of_hosts, table
-from tests.unit.pool.days import Days
-from tests.unit.pool.rolls import plan, roll
+from tests.support.pools.simulated.days import Days
+from tests.support.pools.simulated.rolls import plan, roll
 
 HOSTS = 400
 

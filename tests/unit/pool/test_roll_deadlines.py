@@ -15,8 +15,8 @@ from image_builder.pool.run.driver import run
 from image_builder.pool.run.progress import begin, replay
 from image_builder.pool.run.records import Opened, Record
 from image_builder.pool.show import report as reports
-from tests.unit.pool.rolls import BUSY, NEW, OLD, World, check_end, mixed_jobs, plan, roll
-from tests.unit.pool.simulation import START
+from tests.support.pools.simulated.rollouts import START
+from tests.support.pools.simulated.rolls import BUSY, NEW, OLD, World, check_end, mixed_jobs, plan, roll
 
 DAY = 86400.0
 CALM = GateLimits(interval_seconds=1800.0)

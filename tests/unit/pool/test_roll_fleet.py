@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from image_builder.drain.policy import Policy
-from image_builder.pool.plan.model import Host
+from image_builder.errors import DefinitionError
+from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Pool
+from image_builder.pool.plan.plan import PlannedFrom, make_plan
+from image_builder.pool.plan.policy import Policy as RollPolicy
+from image_builder.pool.plan.policy import Roll
+from image_builder.pool.rollout import Options, _inventory
+from image_builder.pool.run.driver import Work
 from image_builder.pool.scale_set.client import Client
+from image_builder.pool.scale_set.records import Model
 from image_builder.pool.scale_set.roll import Patience
 from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.scale_set.verdict import Node
@@ -20,7 +29,7 @@ from image_builder.pool.steps.fleet import Change, Setup
 from image_builder.pool.steps.roll import RollFleet
 from tests.support.arm.direct import Direct
 from tests.support.arm.fleet import BUILDS, NEW, OLD, Fleet, fleet
-from tests.unit.pool.test_fleet import setup
+from tests.unit.pool.test_fleet import only, setup
 from tests.unit.pool.test_scale_set_target import hosts
 
 __all__ = ["setup"]
@@ -41,12 +50,24 @@ class Empty:
 
 @contextmanager
 def rolled(
-    setup: Setup, machines: Fleet, folder: Path, *, force_ephemeral: bool = False
+    setup: Setup,
+    machines: Fleet,
+    folder: Path,
+    *,
+    force_ephemeral: bool = False,
+    model: str = "",
+    undoes: str = "",
 ) -> Iterator[tuple[RollFleet, list[Host]]]:
-    """Yield the fleet of a roll that has begun, with none of its hosts in work, and the hosts."""
+    """Yield the fleet of a roll that has begun, with none of its hosts in work, and the hosts.
+
+    ``model`` is the version that the scale set's model names since the plan, if it has changed.
+    """
     client, planned = Client(Direct(machines.arm)), hosts(machines)
+    target = read_target(client, planned, NEW, force_ephemeral=force_ephemeral)
+    if model:
+        machines.group.profile["storageProfile"]["imageReference"]["id"] = model
     change = Change(
-        target=read_target(client, planned, NEW, force_ephemeral=force_ephemeral),
+        target=target.model_copy(update={"undoes": undoes}),
         run="roll-1",
         holder="roll-1",
         kube=Empty,  # type: ignore[arg-type]  # all that a Lease asks of one
@@ -70,6 +91,23 @@ def test_only_ephemeral_disks_are_forced(
         machines.group.profile["storageProfile"]["osDisk"]["diffDiskSettings"] = {"option": "Local"}
     with rolled(setup, machines, tmp_path, force_ephemeral=force) as (state, _):
         assert state._drive(machines.path).force_ephemeral is is_ephemeral
+
+
+def test_a_roll_whose_version_another_tool_spells_in_another_case_resumes_and_turns_back(
+    setup: Setup, tmp_path: Path
+) -> None:
+    machines = fleet(1)
+    with rolled(setup, machines, tmp_path, model=NEW.upper()) as (state, _):
+        state._journal.append(Model(at=1, scale_set=machines.path, before=OLD, after=NEW.upper()))
+        state.turn()
+    assert machines.group.image == OLD
+
+
+def test_a_rollback_leaves_a_model_that_names_its_version_in_another_case(
+    setup: Setup, tmp_path: Path
+) -> None:
+    with rolled(setup, fleet(1), tmp_path, model=NEW.upper(), undoes="roll-0") as (state, _):
+        assert not any(isinstance(record, Model) for record in state._journal.records)
 
 
 def test_instances_beside_the_plan_are_found_with_their_versions(setup: Setup, tmp_path: Path) -> None:
@@ -100,3 +138,59 @@ def test_a_restore_that_was_given_up_sends_nothing(
         state.give_up(*key)
         outcome, _ = state._restore(host, key)
     assert (outcome.kind, machine.reimages, machine.version) == ("busy", 0, NEW)
+
+
+def test_a_host_is_freed_while_others_hold_all_threads(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    def silent(*_: object) -> tuple[Outcome, Joined]:
+        over.wait(5)
+        return OK, "no"
+
+    with rolled(replace(setup, at_once=1), fleet(2), tmp_path) as (state, (first, second)):
+        monkeypatch.setattr(state, "_look", silent)
+        monkeypatch.setattr(state, "_free", lambda *_: (OK, "unknown"))
+        state.begin("probe", [Work(first, 1)])
+        state.begin("free", [Work(second, 1)])
+        try:
+            assert only(state).host == second.name
+        finally:
+            over.set()
+
+
+def _inventory_file(folder: Path, machines: Fleet, scale_sets: Mapping[str, str]) -> Path:
+    """Write an inventory of these machines; ``scale_sets`` are the ids of their scale sets, by host."""
+    ids = {f"gpu-{machine.id}": machine.vm_id for machine in machines.group.machines.values()}
+    variables = [
+        f"        {name}: {{pool_image: worker, pool_vm_size: size, pool_vm_id: {ids.get(name, name)},"
+        f" pool_scale_set_id: {path}, pool_instance_id: '{name[-1]}'}}\n"
+        for name, path in scale_sets.items()
+    ]
+    file = folder / "hosts.yml"
+    file.write_text("all:\n  children:\n    gpu:\n      hosts:\n" + "".join(variables))
+    return file
+
+
+def test_a_resumed_roll_refuses_hosts_of_scale_sets_that_its_plan_lacks(setup: Setup, tmp_path: Path) -> None:
+    """They would be drained before anything else shows it. Resource Manager ignores the case of ids."""
+    machines = fleet(2)
+    names = {"gpu-0": machines.path.upper(), "gpu-1": machines.path}
+    file, planned = _inventory_file(tmp_path, machines, names), hosts(machines)
+    target = read_target(Client(Direct(machines.arm)), planned, NEW)
+    source, pools = PlannedFrom(paths=(str(file),), digest="d"), [Pool(name="gpu", scale_sets=())]
+    plan = make_plan(source, pools, planned, RollPolicy(mode="roll", roll=Roll()), target=target)
+    options = Options(tmp_path / "plan.json", setup.access, tmp_path, is_resumed=True)
+    for is_resumed in (True, False):
+        present = _inventory(options._replace(is_resumed=is_resumed), plan).hosts
+        assert {host.scale_set_id for host in present} == {machines.path}
+    _inventory_file(
+        tmp_path, machines, names | {"gpu-2": f"{machines.path}-b", "gpu-3": f"{machines.path}-c"}
+    )
+    with pytest.raises(DefinitionError, match=r"aren't in the plan: gpu-2, gpu-3"):
+        _inventory(options, plan)
+    # A first run finds that its plan is older.
+    assert len(_inventory(options._replace(is_resumed=False), plan).hosts) == 4
+    undone = plan.model_copy(update={"target": target.model_copy(update={"undoes": "roll-1"})})
+    assert len(_inventory(options, undone).hosts) == 2

@@ -11,7 +11,7 @@ from image_builder.pool.plan.inventory import Fleet as Inventory
 from image_builder.pool.plan.model import OK, Host, Outcome, ended, failed
 from image_builder.pool.plan.plan import Plan, PlannedFrom, make_plan, parse, render
 from image_builder.pool.plan.policy import Policy, Roll
-from image_builder.pool.rollback import Rollback, plan_rollback
+from image_builder.pool.rollback import Rollback, _way_back, plan_rollback
 from image_builder.pool.run.progress import replay
 from image_builder.pool.run.records import Began, Intent, Opened, Record, Result
 from image_builder.pool.run.state import Progress
@@ -105,6 +105,17 @@ def test_who_is_another_machine_or_has_another_version_is_left_out_and_named() -
     assert set(omitted) == {"gpu-1", "gpu-2", "gpu-3"} and omitted["gpu-1"] == "it has another version"
 
 
+def test_the_case_of_ids_does_not_matter() -> None:
+    machines = fleet(6)
+    progress = _ran(_roll(machines), machines, {"gpu-0": OK})
+    present = [
+        host.model_copy(update={"scale_set_id": host.scale_set_id.upper()}) for host in hosts(machines)
+    ]
+    plan, omitted = _back(progress, machines, present, to=OLD.upper())
+    assert [(host.name, host.scale_set_id) for host in plan.hosts] == [("gpu-0", machines.path)]
+    assert not omitted
+
+
 @pytest.mark.parametrize(
     ("properties", "reason"),
     [
@@ -156,6 +167,23 @@ def test_scale_sets_that_had_several_versions_go_back_one_plan_each() -> None:
     with pytest.raises(UsageError, match=r"named .*1\.7\.0 before"):
         _back(progress, machines, to=f"{OLD}.0")
     assert len(_back(progress, machines, to=OLD).plan.hosts) == 2
+
+
+def test_scale_sets_may_have_spelled_a_version_differently() -> None:
+    machines = fleet(2)
+    plan = _roll(machines)
+    assert plan.target
+    other = f"{machines.path}-b"
+    first, second = hosts(machines)
+    second = second.model_copy(update={"scale_set_id": other})
+    target = plan.target.model_copy(update={"before": {machines.path: OLD, other: OLD.upper()}})
+    for to in ("", OLD, OLD.upper()):
+        version, sets = _way_back(target, [first, second], to)
+        assert version.lower() == OLD.lower() and sets == [machines.path, other]
+    # One that named the new version already has nothing to go back to.
+    target = plan.target.model_copy(update={"before": {machines.path: NEW.upper()}})
+    with pytest.raises(DefinitionError, match="didn't name another version"):
+        _way_back(target, [first], "")
 
 
 def test_a_driver_that_was_killed_has_to_be_ended_first() -> None:

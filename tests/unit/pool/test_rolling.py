@@ -6,14 +6,16 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from image_builder.cli.pool import run as commands
 from image_builder.errors import PoolError
-from image_builder.pool.plan.model import OK
+from image_builder.pool.plan.model import OK, ended
+from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.policy import GateLimits, Policy, Roll, WaveDrain
+from image_builder.pool.plan.waves import rest_wave
 from image_builder.pool.run.driver import run
 from image_builder.pool.run.progress import apply, begin, replay
 from image_builder.pool.run.records import (
@@ -24,13 +26,15 @@ from image_builder.pool.run.records import (
     Opened,
     Passed,
     Record,
+    Rested,
     Result,
     Stopped,
     Turned,
 )
 from image_builder.pool.show import report as reports
 from image_builder.pool.show.view import look
-from tests.unit.pool.rolls import (
+from tests.support.pools.simulated.rollouts import START
+from tests.support.pools.simulated.rolls import (
     BOOT,
     BUSY,
     LATE,
@@ -44,7 +48,6 @@ from tests.unit.pool.rolls import (
     plan,
     roll,
 )
-from tests.unit.pool.simulation import START
 
 FATES: list[Fate] = [
     "well",
@@ -375,7 +378,15 @@ def test_whatever_happens_and_whenever_the_driver_is_killed(
     assert replay(rolled, records).hosts == progress.hosts
 
 
+# Killed while a host is freed that was idle, since no more hosts may be unavailable: it didn't get the new image.
+_FREED_IDLE: list[Fate] = [
+    "preflight" if n in {2, 10, 23} else "never back" if n in {0, 9, 19, 20, 21} else "well"
+    for n in range(24)
+]
+
+
 @settings(max_examples=8, deadline=None)
+@example(seed=434, share=0.8203125, fates=_FREED_IDLE)
 @given(
     seed=st.integers(0, 1000), share=st.floats(0.0, 1.0), fates=st.lists(st.sampled_from(FATES), min_size=24)
 )
@@ -437,20 +448,46 @@ def test_who_already_runs_the_version_is_freed() -> None:
     check_end(world, progress)
 
 
-def test_a_host_that_was_drained_when_the_driver_ended_keeps_its_place() -> None:
-    """It has our cordon, and it is unknown whether it is empty by now."""
-    rolled = plan(8)
-    name = rolled.waves[0].hosts[0]
-    records: list[Record] = [
+def _until_drained(rolled: Plan, name: str) -> list[Record]:
+    """Return a journal up to the drain of its first host."""
+    return [
         Opened(at=1, plan=rolled.digest),
         Began(at=1, wave=0),
         Intent(at=1, step="probe", hosts=(name,)),
         Result(at=2, host=name, step="probe", attempt=1, outcome=OK, joined="no"),
         Intent(at=2, step="drain", hosts=(name,)),
     ]
+
+
+def test_a_host_that_was_drained_when_the_driver_ended_keeps_its_place() -> None:
+    """It has our cordon, and it is unknown whether it is empty by now."""
+    rolled = plan(8)
+    name = rolled.waves[0].hosts[0]
+    records = _until_drained(rolled, name)
     assert replay(rolled, records).unavailable == 0
     progress = replay(rolled, [*records, Opened(at=3, plan=rolled.digest)])
     assert progress.hosts[name].state == "waiting" and progress.unavailable == 1
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_an_idle_host_that_could_not_be_freed_yet_is_probed_after_a_kill(*, is_stopped: bool) -> None:
+    """It was to work until there is room, or until the stopped run goes on: it still runs the previous image."""
+    rolled = plan(8)
+    name = rolled.waves[0].hosts[0]
+    records = [
+        *_until_drained(rolled, name),
+        Result(at=3, host=name, step="drain", attempt=1, outcome=ended("busy", BUSY)),
+        Rested(at=4, wave=rest_wave(len(rolled.waves), [name], rolled.policy, rolled.digest)),
+        Began(at=4, wave=len(rolled.waves)),
+        Intent(at=5, step="await", hosts=(name,)),
+        Result(at=6, host=name, step="await", attempt=1, outcome=OK),
+        *([Stopped(at=7, reason="SIGTERM", asked=True)] if is_stopped else []),
+        Intent(at=8, step="free", hosts=(name,)),
+        Result(at=9, host=name, step="free", attempt=1, outcome=ended("timeout")),
+    ]
+    assert replay(rolled, records).hosts[name].state == "settled"
+    progress = replay(rolled, [*records, Opened(at=10, plan=rolled.digest)])
+    assert progress.hosts[name].state == "waiting"
 
 
 def test_who_is_missing_before_a_roll_is_left_alone_and_counts() -> None:

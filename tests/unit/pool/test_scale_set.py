@@ -1,4 +1,4 @@
-"""What is read from a scale set, and what is sent to it: under If-Match, for named instances, never blindly twice."""
+"""Reads of a scale set, and requests to it: under If-Match, for named instances, never blindly twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process that resumes a run learns from its predecessor's journal."""
+"""A predecessor's journal, as the process that resumes its run reads it."""
 
 from __future__ import annotations
 

@@ -6,70 +6,25 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
 from image_builder.errors import PoolError
-from image_builder.pool.scale_set.client import HOLD_TAG, Client
-from image_builder.pool.scale_set.records import Accepted, Replacement, Settled, open_journal, read_journal
-from image_builder.pool.scale_set.roll import SERVICES, Patience, driving, roll_instance, send
+from image_builder.pool.scale_set.client import HOLD_TAG
+from image_builder.pool.scale_set.records import (
+    Accepted,
+    Replacement,
+    Settled,
+    open_journal,
+    read_journal,
+    suspended,
+)
+from image_builder.pool.scale_set.roll import driving, roll_instance, send
 from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
-from tests.support.arm.direct import Direct
-from tests.support.arm.fleet import BUILDS, NEW, OLD, Fleet, fleet
+from tests.support.arm.fleet import BUILDS, NEW, OLD
 from tests.support.arm.model import Answer, Fault, Request, error
-
-PATIENCE = Patience()
-
-
-class Clock:
-    """A clock whose time passes only when something waits."""
-
-    def __init__(self) -> None:
-        self.at = 1.8e9
-
-    def __call__(self) -> float:
-        return self.at
-
-    def wait(self, seconds: float) -> None:
-        self.at += max(seconds, 0.1)
-
-
-class Rolling:
-    """A fleet in simulated time, and a driver that may be started again and again."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.clock = Clock()
-        seconds = {"upgrade": 20.0, "reimage": 240.0, "service": 5.0}
-        self.fleet: Fleet = fleet(clock=self.clock, seconds=seconds, **settings)
-        self.client = Client(Direct(self.fleet.arm), self.clock.wait, self.clock)
-        self.journal = folder / "roll.jsonl"
-
-    def __call__(self, number: str = "1", vm_id: str = "") -> Ending:
-        path = self.fleet.path
-        with (
-            open_journal(self.journal) as journal,
-            driving(self.client, path, "run-1", journal, patience=PATIENCE) as drive,
-        ):
-            before = self.client.scale_set(path)
-            drive.set_image(before, NEW)
-            version = self.client.version(NEW)
-            assert version is not None
-            planned = vm_id or self.fleet.machine(number).vm_id
-            return roll_instance(drive, number, planned, version, self.fleet.node(number))
-
-    def replacements(self) -> list[str]:
-        return [record.verb for record in read_journal(self.journal) if isinstance(record, Replacement)]
-
-    def require_clean(self) -> None:
-        """Check what must hold in every ending."""
-        group = self.fleet.group
-        assert group.services == dict.fromkeys(SERVICES, "Running")
-        assert HOLD_TAG not in group.content["tags"]
-        # At most one POST for each intent (I3), and each names its instances (I4).
-        posts = self.fleet.posts("/manualupgrade") + self.fleet.posts("/reimage")
-        assert len(posts) <= len(self.replacements())
-        assert all(body["instanceIds"] == ["1"] for body in self.fleet.posts("/manualupgrade"))
+from tests.support.arm.rolling import PATIENCE, Rolling
 
 
 @pytest.fixture(params=[False, True], ids=["upgrade keeps the disk", "upgrade replaces the disk"])
@@ -166,6 +121,14 @@ def test_an_operation_that_fails_is_the_signature_of_the_failure(rolling: Rollin
     assert rolling() == Ending("failed", f"upgrade: {code}")
     assert rolling.replacements() == ["upgrade"]
     rolling.require_clean()
+
+
+def test_a_request_for_the_version_in_another_case_counts(rolling: Rolling) -> None:
+    rolling.fleet.scale_sets.failures["1"] = ["AllocationFailed"]
+    rolling()
+    rolling.journal.write_text(rolling.journal.read_text().replace(NEW, NEW.upper()))
+    assert rolling() == Ending("failed", "upgrade: AllocationFailed")
+    assert rolling.replacements() == ["upgrade"]
 
 
 def test_a_failure_whose_answer_was_lost_is_seen_at_the_instance(rolling: Rolling) -> None:
@@ -407,6 +370,23 @@ def test_services_that_others_suspended_stay_suspended(rolling: Rolling) -> None
         "AutomaticRepairs": "Suspended",
         "AutomaticZoneRebalancing": "Running",
     }
+
+
+@pytest.mark.parametrize("state", ["NotRunning", None])
+def test_a_service_that_another_disabled_meanwhile_keeps_no_scale_set_held(
+    rolling: Rolling, state: str | None
+) -> None:
+    services = rolling.fleet.group.services
+
+    def disabled(_request: Request) -> None:
+        if services.pop("AutomaticRepairs", "") and state:
+            services["AutomaticRepairs"] = state
+
+    rolling.fleet.arm.faults = [_in_upgrade(rolling, disabled)]
+    assert rolling() == Ending("ok")
+    assert (services.get("AutomaticRepairs"), services["AutomaticZoneRebalancing"]) == (state, "Running")
+    assert HOLD_TAG not in rolling.fleet.group.content["tags"]
+    assert suspended(read_journal(rolling.journal), rolling.fleet.path) == set()
 
 
 def test_a_scale_set_has_one_driver(rolling: Rolling) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from image_builder.errors import DefinitionError
+from image_builder.gallery.tags import WITHDRAWN_TAG
 from image_builder.pool.plan.model import Host
 from image_builder.pool.scale_set.client import Client
-from image_builder.pool.scale_set.target import read_target
+from image_builder.pool.scale_set.target import read_target, spelled_as_planned
 from tests.support.arm.direct import Direct
 from tests.support.arm.fleet import BUILDS, NEW, OLD, Fleet, fleet
+from tests.support.arm.model import Json
 
 
 def hosts(machines: Fleet, **changes: str) -> list[Host]:
@@ -36,6 +38,27 @@ def test_a_target_knows_the_way_back() -> None:
     assert target.before == {machines.path: OLD}
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tags": {WITHDRAWN_TAG: "it panics"}}, "was withdrawn: it panics"),
+        (
+            {"publishingProfile": {"endOfLifeDate": "2020-01-01T00:00:00Z"}},
+            "is past its end of life: 2020-01-01T00:00:00Z",
+        ),
+    ],
+)
+def test_a_way_back_that_a_rollback_would_refuse_is_warned_of(change: Json, reason: str) -> None:
+    machines, warnings = fleet(1), list[str]()
+    old = machines.arm.resources[OLD.lower()].content
+    old["properties"]["safetyProfile"] = {"blockDeletionBeforeEndOfLife": True}
+    read_target(Client(Direct(machines.arm)), hosts(machines), NEW, warn=warnings.append)
+    assert warnings == []
+    (old if "tags" in change else old["properties"]).update(change)
+    read_target(Client(Direct(machines.arm)), hosts(machines), NEW, warn=warnings.append)
+    assert warnings == [f"version 1.7.0 {reason}; `pool rollback` to it will be refused"]
+
+
 def test_everything_is_told_at_once() -> None:
     machines = fleet(2)
     machines.group.content["properties"]["upgradePolicy"]["mode"] = "Automatic"
@@ -60,3 +83,18 @@ def test_a_version_that_does_not_exist() -> None:
     machines = fleet(1)
     with pytest.raises(DefinitionError, match="there is no version"):
         read_target(Client(Direct(machines.arm)), hosts(machines), f"{NEW}.0")
+
+
+def test_ids_are_spelled_as_the_plan_does() -> None:
+    machines = fleet(1)
+    (host,) = hosts(machines)
+    target = read_target(Client(Direct(machines.arm)), [host], NEW)
+    upper = machines.path.upper()
+    present = [
+        host.model_copy(update={"scale_set_id": path}) for path in (upper, "/elsewhere", machines.path)
+    ]
+    spelled = [one.scale_set_id for one in spelled_as_planned(present, target)]
+    assert spelled == [machines.path, "/elsewhere", machines.path]
+    # A plan may have both spellings: its journal's records have the host's own.
+    both = target.model_copy(update={"before": {machines.path: OLD, upper: OLD}})
+    assert [one.scale_set_id for one in spelled_as_planned(present[::2], both)] == [upper, machines.path]

@@ -13,7 +13,7 @@ from image_builder.pool.run.driver import run
 from image_builder.pool.run.progress import apply, begin, replay
 from image_builder.pool.run.records import Intent, Opened, Record
 from image_builder.pool.run.state import Progress
-from tests.unit.pool.simulation import Faults, World, make, simulate
+from tests.support.pools.simulated.rollouts import Faults, World, make, simulate
 
 
 def taken_up(plan: Plan, world: World, records: list[Record], *, retry: bool = False) -> Progress:

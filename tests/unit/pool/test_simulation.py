@@ -17,17 +17,13 @@ from image_builder.pool.run.progress import apply, begin, replay
 from image_builder.pool.run.records import Gated, Intent, Passed, Record, Result
 from image_builder.pool.run.state import Progress
 from image_builder.pool.show import report as reports
-from tests.unit.pool.simulation import START, Faults, World, make, simulate
-
-# With 2.5 % failing, a budget of 2 % would stop the run, as it should.
-WIDE = Policy(wave_budget="7%", budget="5%")
-FAULTS = Faults(failures=0.02, hangs=0.005, token_gap=15.0, throttled=[(3000, 3200)])
+from tests.support.pools.simulated.rollouts import BAD_DAY, START, WIDE, Faults, World, make, simulate
 
 
 @pytest.fixture(scope="module")
 def bad_day() -> tuple[Progress, World, list[Record]]:
     """Return a run of 7,500 hosts: 2 % fail and 0.5 % hang, tokens expire, and the control plane is throttled."""
-    return simulate(make(7500, WIDE), FAULTS)
+    return simulate(make(7500, WIDE), BAD_DAY)
 
 
 def _overlap(moments: Sequence[float], seconds: float) -> int:
@@ -47,7 +43,7 @@ def test_every_host_ends_in_exactly_one_class(bad_day: tuple[Progress, World, li
     assert sum(counts[kind] for kind in CLASSES) == len(progress.hosts) == 7500
     for name, status in progress.hosts.items():
         assert status.outcome is not None
-        match FAULTS.fate(name):
+        match BAD_DAY.fate(name):
             case "well":
                 expected = "ok"
             case Outcome(phase="verify") if name not in world.sample:
@@ -72,7 +68,7 @@ def test_no_budget_is_exceeded(bad_day: tuple[Progress, World, list[Record]]) ->
 def test_none_joins_twice(bad_day: tuple[Progress, World, list[Record]]) -> None:
     progress, world, _ = bad_day
     assert set(world.joins.values()) == {1}
-    well = {n for n in progress.hosts if FAULTS.fate(n) == "well"}
+    well = {n for n in progress.hosts if BAD_DAY.fate(n) == "well"}
     assert well <= world.joins.keys()
 
 
@@ -124,7 +120,7 @@ def test_a_wave_begins_after_the_one_before_it_was_decided_and_soaked(
 
 def test_hosts_that_hang_hold_up_nobody(bad_day: tuple[Progress, World, list[Record]]) -> None:
     progress = bad_day[0]
-    hung = [n for n in progress.hosts if str(FAULTS.fate(n)).startswith("hangs")]
+    hung = [n for n in progress.hosts if str(BAD_DAY.fate(n)).startswith("hangs")]
     assert len(hung) > 20
     # Each of them takes its full 15 minutes; the run would take two hours longer if waves waited for that.
     for wave in progress.waves[3:]:

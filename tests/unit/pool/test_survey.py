@@ -24,9 +24,9 @@ from image_builder.pool.steps.survey import (
     missing_hosts,
     quarantined_hosts,
 )
+from tests.support.pools.simulated.rolls import plan
 from tests.unit.drain.manifests import pod_object
 from tests.unit.drain.test_drain_run import Server
-from tests.unit.pool.rolls import plan
 
 RUN = "roll-1"
 

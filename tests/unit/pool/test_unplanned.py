@@ -11,7 +11,7 @@ from image_builder.errors import PoolError
 from image_builder.pool.plan.model import Target
 from image_builder.pool.run.records import RECORD, Opened, Unplanned
 from image_builder.pool.show import report as reports
-from tests.unit.pool.rolls import Fate, World, plan, roll
+from tests.support.pools.simulated.rolls import Fate, World, plan, roll
 
 SET = "/subscriptions/s/resourceGroups/g/providers/Microsoft.Compute/virtualMachineScaleSets/gpu"
 

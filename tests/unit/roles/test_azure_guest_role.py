@@ -1,4 +1,4 @@
-"""What the role azure_guest does to a running machine."""
+"""The effect of the role azure_guest on a running machine."""
 
 from __future__ import annotations
 

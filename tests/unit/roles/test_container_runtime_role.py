@@ -1,4 +1,4 @@
-"""What the role container_runtime writes for every version it knows, and what it refuses.
+"""The files of the role container_runtime for every version it knows, and what it refuses.
 
 Golden files are the renderings with the role's defaults; ``pytest --update-golden`` rewrites them.
 tests/bake/test_container_runtime_versions.py shows the same files to the real programs.
@@ -16,8 +16,10 @@ import pytest
 import yaml
 
 from tests.support.images.declarations import CA
-from tests.unit.roles.container_runtime_renderings import ROLE, render, value
+from tests.support.roles.container_runtime import render, value
+from tests.support.roles.templates import ROLES
 
+ROLE = ROLES / "container_runtime"
 GOLDEN = Path(__file__).parents[1] / "golden" / "container_runtime"
 DOCKER = ("20.10", "23.0", "26.1", "28", "29")
 CONTAINERD = ("1.6", "1.7", "2.0", "2.1", "2.2.2", "2.2.4", "2.3")
@@ -51,7 +53,7 @@ def at_least(version: str, other: str) -> bool:
 
 
 MIRRORS: dict[str, list[dict[str, Any]]] = {
-    "docker.io": [{"url": "https://mirror.test:5000", "ca": "/etc/ssl/certs/lab.pem"}],
+    "docker.io": [{"url": "https://mirror.test:5000"}],
     "registry.test": [{"url": "http://10.0.0.1:5000", "skip_verify": True, "override_path": True}],
 }
 
@@ -251,12 +253,25 @@ def test_known_versions_are_the_promised_ones() -> None:
             ("only docker.io, not registry.test",),
         ),
         (
-            {"container_runtime_registry_mirrors": {"docker.io": MIRRORS["docker.io"]}},
-            ("Docker takes only a mirror's url, not ca:", "container_runtime_ca_certificates"),
+            {
+                "container_runtime_registry_mirrors": {
+                    "docker.io": [{"url": "https://a.test", "ca": "/a.pem"}]
+                }
+            },
+            ("declare a mirror's CA in container_runtime_ca_certificates",),
         ),
         (
             {"container_runtime_registry_mirrors": {"docker.io": MIRRORS["registry.test"]}},
-            ("not override_path, skip_verify:",),
+            ("docker takes only a mirror's url, not override_path, skip_verify",),
+        ),
+        (
+            {
+                "container_runtime_engine": "containerd",
+                "container_runtime_registry_mirrors": {
+                    "a.test": [{"url": "https://b.test", "capabilities": ["pull"]}]
+                },
+            },
+            ("containerd takes only a mirror's url, skip_verify, override_path, not capabilities",),
         ),
         ({"container_runtime_proxy": {"https": "http://a:b@proxy.test:3128"}}, ("has a password",)),
         ({"container_runtime_proxy": {"http": "proxy.test:3128"}}, ("like http://proxy.example:3128",)),
@@ -306,7 +321,7 @@ def test_cri_dockerd_that_extracts_in_peace(version: str) -> None:
 @pytest.mark.parametrize(
     ("engine", "mirror"),
     [
-        ("docker", {"url": "https://mirror.test", "ca": "", "skip_verify": False}),
+        ("docker", {"url": "https://mirror.test", "skip_verify": False}),
         ("containerd", MIRRORS["registry.test"][0]),
     ],
 )

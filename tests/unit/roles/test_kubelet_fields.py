@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.facts import SHARED, needs_facts
-from tests.unit.roles.kubelet_renderings import (
+from tests.support.roles.kubelet import (
     CRI_DOCKERD,
     KNOWN,
     Rendered,

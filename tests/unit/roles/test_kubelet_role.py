@@ -1,6 +1,6 @@
-"""What the role kubelet writes for every version it knows, and what it refuses.
+"""The files of the role kubelet for every version it knows, and what it refuses.
 
-Golden files are whole renderings (kubelet_renderings.py); ``pytest --update-golden`` rewrites them.
+Golden files are whole renderings (tests/support/roles/kubelet.py); ``pytest --update-golden`` rewrites them.
 tests/bake/test_kubelet_versions.py shows the same files to a real kubelet.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.unit.roles.kubelet_renderings import (
+from tests.support.roles.kubelet import (
     CRI_DOCKERD,
     KNOWN,
     PROVIDER,
@@ -122,11 +122,23 @@ def test_the_deprecated_pause_flag_is_for_a_runtime_that_does_not_pin(
     assert ("pod-infra-container-image" in rendered.flags) == has_flag
 
 
-@pytest.mark.parametrize("version", ["1.33", "1.36"])
-def test_who_may_use_a_preloaded_image_is_written(version: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "gates"),
+    [
+        ("1.33", {"KubeletEnsureSecretPulledImages": True}),
+        ("1.34", {"AllAlpha": True}),
+        ("1.35", {}),
+        ("1.35", {"KubeletEnsureSecretPulledImages": True, "AllBeta": False}),
+        ("1.36", {}),
+    ],
+)
+def test_who_may_use_a_preloaded_image_is_written(version: str, gates: dict[str, bool]) -> None:
     name = "imagePullCredentialsVerificationPolicy"
     assert name not in Rendered(containerd(version)).config
-    policy = {"kubelet_image_credentials_policy": "NeverVerifyAllowlistedImages"}
+    policy = {
+        "kubelet_image_credentials_policy": "NeverVerifyAllowlistedImages",
+        "kubelet_feature_gates": gates,
+    }
     images = ["registry.test/team/trainer", "registry.test:5000/base/*", "registry.test/*"]
     rendered = Rendered(containerd(version, **policy, kubelet_image_credentials_allowlist=images))
     assert rendered.problems == []
@@ -226,6 +238,12 @@ def test_dockershim_has_the_long_deadline_and_the_pause_image() -> None:
     assert flags["image-pull-progress-deadline"] == "45m"
     assert flags["pod-infra-container-image"] == "registry.test/pause:3.2"
     assert flags["container-runtime"] == "docker"
+
+
+def test_with_dockershim_any_number_of_log_files_will_do() -> None:
+    """Docker rotates them, so the number isn't written."""
+    rendered = Rendered(docker("1.20", kubelet_container_log_max_files=1))
+    assert rendered.problems == [] and "containerLogMaxFiles" not in rendered.config
 
 
 def test_the_kubelet_does_not_rotate_dockers_logs() -> None:
@@ -393,6 +411,36 @@ def test_argument_specs_have_the_defaults() -> None:
             "kubelet_image_credentials_policy: needs Kubernetes 1.33 or later, not 1.32",
         ),
         (
+            containerd("1.34", kubelet_image_credentials_policy="AlwaysVerify"),
+            "kubelet_image_credentials_policy: needs {KubeletEnsureSecretPulledImages: true} in kubelet_feature_gates,"
+            " which Kubernetes has on from 1.35 on",
+        ),
+        (
+            containerd(
+                "1.35",
+                kubelet_image_credentials_policy="AlwaysVerify",
+                kubelet_feature_gates={"KubeletEnsureSecretPulledImages": False},
+            ),
+            "kubelet_image_credentials_policy: needs {KubeletEnsureSecretPulledImages: true} in kubelet_feature_gates,"
+            " which Kubernetes has on from 1.35 on",
+        ),
+        (
+            containerd(
+                "1.35",
+                kubelet_image_credentials_policy="AlwaysVerify",
+                kubelet_feature_gates={"AllBeta": False},
+            ),
+            "kubelet_image_credentials_policy: needs {KubeletEnsureSecretPulledImages: true}",
+        ),
+        (
+            containerd("1.36", kubelet_image_gc_high_threshold_percent=101),
+            "kubelet_image_gc_high_threshold_percent: 101 is more than 100",
+        ),
+        (
+            containerd("1.36", kubelet_container_log_max_files=1),
+            "kubelet_container_log_max_files: 1, but the kubelet needs at least 2",
+        ),
+        (
             containerd("1.36", kubelet_image_credentials_allowlist=["registry.test/a"]),
             "kubelet_image_credentials_allowlist: only counts with",
         ),
@@ -425,3 +473,89 @@ def test_a_setting_that_can_not_work_is_refused(inventory: dict[str, Any], told:
     problems = Rendered(inventory).problems
     assert len(problems) == 1
     assert told in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "problems"),
+    [
+        (
+            {"kubelet_kube_reserved": {"cpu": 2, "memory": "16Gi"}},
+            ["kubelet_kube_reserved.cpu: 2 must be a quoted string"],
+        ),
+        (
+            {"kubelet_system_reserved": {"cpu": 0.5}, "kubelet_eviction_hard": {"memory.available": None}},
+            [
+                "kubelet_eviction_hard.memory.available: null must be a quoted string",
+                "kubelet_system_reserved.cpu: 0.5 must be a quoted string",
+            ],
+        ),
+        (
+            {"kubelet_register_with_taints": [TAINT, {**TAINT, "key": "a", "value": True}]},
+            ["kubelet_register_with_taints[1].value: true must be a quoted string"],
+        ),
+        (
+            {"kubelet_node_labels": {"node.test/gpu": True, "node.test/sku": "1"}},
+            ["kubelet_node_labels.node.test/gpu: true must be a quoted string"],
+        ),
+        (
+            {
+                "kubelet_container_log_max_size": 52428800,
+                "kubelet_image_maximum_gc_age": 3600,
+                "kubelet_image_minimum_gc_age": 120,
+            },
+            [
+                "kubelet_container_log_max_size: 52428800 must be a quoted string",
+                "kubelet_image_maximum_gc_age: 3600 must be a quoted string",
+                "kubelet_image_minimum_gc_age: 120 must be a quoted string",
+            ],
+        ),
+        (
+            {
+                "kubelet_config": {
+                    "cpuManagerPolicyOptions": {"full-pcpus-only": True},
+                    "evictionMaxPodGracePeriod": 60,
+                    "evictionSoft": {"memory.available": "2Gi"},
+                    "evictionSoftGracePeriod": {"memory.available": 30},
+                    "reservedSystemCPUs": 0,
+                }
+            },
+            [
+                "kubelet_config.cpuManagerPolicyOptions.full-pcpus-only: true must be a quoted string",
+                "kubelet_config.evictionSoftGracePeriod.memory.available: 30 must be a quoted string",
+                "kubelet_config.reservedSystemCPUs: 0 must be a quoted string",
+            ],
+        ),
+        (
+            {
+                "kubelet_image_credential_providers": [
+                    {**PROVIDER, "args": ["-v", 2], "env": [{"name": "A", "value": 1}]}
+                ]
+            },
+            [
+                "kubelet_image_credential_providers[0].args: 2 must be a quoted string",
+                "kubelet_image_credential_providers[0].env: 1 must be a quoted string",
+            ],
+        ),
+        (
+            {"kubelet_max_pods": "250", "kubelet_pod_pids_limit": 2.5},
+            [
+                'kubelet_max_pods: "250" must be an integer, not quoted',
+                "kubelet_pod_pids_limit: 2.5 must be an integer, not quoted",
+            ],
+        ),
+        (
+            {"kubelet_feature_gates": {"A": "true", "B": True}, "kubelet_seccomp_default": "no"},
+            [
+                'kubelet_seccomp_default: "no" must be true or false, not quoted',
+                'kubelet_feature_gates.A: "true" must be true or false, not quoted',
+            ],
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_refused(variables: dict[str, Any], problems: list[str]) -> None:
+    """The kubelet would exit: such a field can't be decoded."""
+    assert Rendered(containerd("1.36", **variables)).problems == problems
+
+
+def test_the_fields_that_are_strings_exist() -> None:
+    assert set(table("__kubelet_string_fields")) <= fields_of(KNOWN[-1])

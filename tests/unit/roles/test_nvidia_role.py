@@ -1,4 +1,4 @@
-"""What the role nvidia makes of the pool's sizes, what it refuses, and how it judges modules."""
+"""The role nvidia: what it makes of the pool's sizes, what it refuses, and how it judges modules."""
 
 from __future__ import annotations
 
@@ -244,7 +244,12 @@ def test_ubuntus_modules_are_not_built() -> None:
     assert ubuntu.evaluate("{{ __nvidia_build }}") == {}
     packages = ubuntu.evaluate("{{ __nvidia_packages }}")
     assert isinstance(packages, list)
-    assert "linux-modules-nvidia-580-server-open-azure=580.159.04-*" in packages
+    assert packages[:2] == [
+        "linux-modules-nvidia-580-server-open-azure",  # in its kernel's version
+        "nvidia-headless-no-dkms-580-server-open=580.159.04-*",
+    ]
+    held = ubuntu.evaluate("{{ __nvidia_held }}")
+    assert isinstance(held, list) and "linux-modules-nvidia-580-server-open-azure" in held
 
 
 def test_every_size_is_of_a_known_generation() -> None:
@@ -325,7 +330,17 @@ def test_one_kernel_is_clear_and_two_are_not() -> None:
     for installed in ([], ["6.1.0-49", "6.1.0-50"]):
         with pytest.raises(ValueError, match="one kernel is needed"):
             library().chosen(installed, "")
+    with pytest.raises(ValueError, match="one kernel is needed"):
+        library().chosen(["6.1.0-49", "6.1.0-50"], "6.1.0-48")
+    assert library().chosen(["6.1.0-50"], "6.1.0-48") == "6.1.0-50"
     assert library().chosen(["6.1.0-49", "6.1.0-50"], "6.1.0-50") == "6.1.0-50"
+
+
+def test_a_live_nodes_kernel_is_the_running_one() -> None:
+    """Ubuntu keeps the kernel of before an upgrade."""
+    tasks = yaml.safe_load((REPO / "roles/nvidia/tasks/install.yml").read_text(encoding="utf-8"))
+    (arguments,) = (task["nvidia_modules"] for task in tasks if "nvidia_modules" in task)
+    assert arguments["booted"] == "{{ target_booted }}"
 
 
 def test_leftovers_of_another_driver_and_keys_are_told(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What every role and layer has in common: its variables, its modules, what it may refer to."""
+"""The rules for every role and layer: its variables, its modules, what it may refer to."""
 
 from __future__ import annotations
 
@@ -253,6 +253,15 @@ def test_facts_of_the_baking_machine_are_not_used(role: Path) -> None:
             r"\bansible_(?:facts|kernel|hostname|distribution\w*|env)\b", path.read_text("utf-8")
         )
         assert not found, f"{path}: {found}"
+
+
+def test_repositories_are_written_alike() -> None:
+    """A role is complete without the others, so each has the template: they differ in the variable alone."""
+    templates = sorted((REPO / "roles").glob("*/templates/repository.sources.j2"))
+    texts = {
+        re.sub(r"\b[a-z_]+_repository\b", "item", path.read_text(encoding="utf-8")) for path in templates
+    }
+    assert len(templates) == 3 and len(texts) == 1, texts
 
 
 @pytest.mark.parametrize("path", LAYERS, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""How the suite processes a target's answers, tested without one: split, merged, narrowed down."""
+"""A target's answers as the suite processes them, tested without a target: split, merged, narrowed down."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def suite() -> Iterator[dict[str, ModuleType]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(os.fspath(SUITE))
         yield {
-            name: importlib.import_module(name) for name in ("answers", "cloud_config", "questions", "tree")
+            name: importlib.import_module(name)
+            for name in ("answers", "cloud_config", "preloaded", "questions", "tree")
         }
 
 
@@ -71,6 +72,17 @@ def test_the_first_of_two_configurations_wins(suite: dict[str, ModuleType]) -> N
     }
     assert merge(first, second) == {**first, "deep": {"x": 1, "y": {"z": 0, "w": 1}}, "new": {"m": 1}}
     assert first["deep"] == {"x": 1, "y": {"z": 0}}
+
+
+def test_modules_count_whether_they_are_built_in_or_not(suite: dict[str, ModuleType]) -> None:
+    folder = "/usr/lib/modules/6.12-amd64"
+    lists = {
+        f"{folder}/modules.dep": "kernel/drivers/md/dm-verity.ko.xz: kernel/drivers/md/dm-bufio.ko.xz\n",
+        f"{folder}/modules.builtin": "kernel/fs/erofs/erofs.ko\n",
+        "/usr/lib/modules/6.1/modules.dep": "",
+    }
+    modules = {"6.12-amd64": {"dm_verity", "erofs"}, "6.1": set()}
+    assert suite["preloaded"].kernel_modules(lists) == modules
 
 
 ODD = [

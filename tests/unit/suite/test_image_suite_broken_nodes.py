@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,8 +52,9 @@ def _result(answer: Answer) -> SimpleNamespace:
 def suite() -> Iterator[Callable[[str], ModuleType]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(os.fspath(SUITE))
-        patch.setattr(importlib.import_module("answers"), "files", lambda _: {})
-        patch.setattr(importlib.import_module("suite"), "files", lambda _: {})
+        for name in ("answers", "questions", "suite"):
+            patch.setattr(importlib.import_module(name), "files", lambda _: {})
+        patch.setattr(time, "sleep", lambda _: None)
         yield importlib.import_module
 
 
@@ -107,6 +109,8 @@ IMAGE = {
     "id": "sha256:aa",
     "diff_ids": ["sha256:1", "sha256:2"],
     "digest": "sha256:d",
+    "manifest": "sha256:m",
+    "pin": False,
 }
 LAYERS = {
     "cat /opt/preloaded_docker_images.json": json.dumps({"format": 1, "images": [IMAGE]}),
@@ -157,13 +161,37 @@ def archive_node(*, file: bool, listed: bool) -> dict[str, Answer]:
     }
 
 
-def status_node(source: str) -> dict[str, Answer]:
-    known = {"layers": {"broken": 0}, "images": [{"ref": IMAGE["ref"], "source": source}]}
+def manifest_node(mode: str, *layers: str) -> dict[str, Answer]:
+    manifest = {"images": [{**IMAGE, "mode": mode}], "layers": [{"diff_id": layer} for layer in layers]}
+    return {
+        "cat /opt/preload/store.json": json.dumps(manifest),
+        "cat /opt/preloaded_docker_images.json": json.dumps({"format": 1, "images": [IMAGE]}),
+    }
+
+
+def status_node(source: str, mode: str = "reference") -> dict[str, Answer]:
+    known = {"layers": {"broken": 0}, "images": [{"ref": IMAGE["ref"], "mode": mode, "source": source}]}
     return {"node-agent status --json": json.dumps(known)}
+
+
+def preload_node(state: str, code: str = "") -> dict[str, Answer]:
+    """Return a node whose preload loaded its one image."""
+    known = {
+        "state": state,
+        "code": code,
+        "problems": [],
+        "images": 1,
+        "loaded": {IMAGE["ref"]: "it was not there"},
+    }
+    return {
+        "systemctl show -p ActiveState,Result": "ActiveState=active\nResult=success\n",
+        "cat /run/node/status.json": json.dumps({"preload": known}),
+    }
 
 
 # What grep prints about the serial of a disk that only machines of `image-builder boot` have.
 LAB: dict[str, Answer] = {"/sys/block/*/serial": "/sys/block/vda/serial:image-builder-seed"}
+VXLAN = "udp UNCONN 0 0 0.0.0.0:8472 0.0.0.0:*"  # the kernel's own: ss lists no program
 
 
 def clock_node(synchronised: str) -> dict[str, Answer]:
@@ -190,8 +218,59 @@ def ports_node(*lines: str) -> dict[str, Answer]:
     return {"ss --no-header": "\n".join([sshd, *lines])}
 
 
-def listener(program: str) -> str:
-    return f'tcp LISTEN 0 5 0.0.0.0:10250 0.0.0.0:* users:(("{program}",pid=9,fd=3))'
+def listener(program: str, port: int = 10250) -> str:
+    return f'tcp LISTEN 0 5 0.0.0.0:{port} 0.0.0.0:* users:(("{program}",pid=9,fd=3))'
+
+
+def member_node(group: str) -> dict[str, Answer]:
+    ports = ports_node(listener("kubelet"), listener("kube-proxy", 10256), VXLAN)
+    return {**ports, "cat /proc/9/cgroup": f"0::/{group}\n"}
+
+
+# What `test -e` answers about a kubeconfig that the node has.
+MEMBER: dict[str, Answer] = {"test -e /etc/kubernetes/kubelet.conf": ""}
+CLUSTER = {"kubelet_mode": "cluster", "kubelet_kubeconfig": "/etc/kubernetes/kubelet.conf"}
+
+
+def unit_node(state: str = "active", restarts: int = 0) -> dict[str, Answer]:
+    return {"systemctl show": f"ActiveState={state}\nNRestarts={restarts}"}
+
+
+def restarted_node(kind: str, state: str) -> dict[str, Answer]:
+    unit = f"Id=node-join.service\nType={kind}\nActiveState={state}\nNRestarts=1\n"
+    return {"systemctl show": f"Id=ssh.service\nType=notify\nActiveState=active\nNRestarts=0\n\n{unit}"}
+
+
+def journal_node(*lines: str, start: str = "Linux version") -> dict[str, Answer]:
+    """Return a node on which grep finds these lines in the journal, and its start, unless that has been deleted."""
+    return {
+        f"--quiet --max-count=1 {start}": "",
+        "--quiet": (1, ""),
+        "journalctl": (0, "\n".join(lines)) if lines else (1, ""),
+        "boot_id": "b",
+        "systemd-detect-virt": "kvm",
+    }
+
+
+# As Linux 6.12 prints them.
+OUT_OF_MEMORY = (
+    "python3 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=968",
+    "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=cri-1.scope,mems_allowed=0,"
+    "oom_memcg={group},task_memcg={group},task=python3,pid=9,uid=0",
+    "Memory cgroup out of memory: Killed process 9 (python3) total-vm:1kB, anon-rss:1kB",
+)
+POD, SERVICE = (
+    [line.format(group=group) for line in OUT_OF_MEMORY] for group in ("/kubepods.slice/p", "/system.slice")
+)
+
+
+def cgroup_node(*mounts: str) -> dict[str, Answer]:
+    return {"cat /proc/mounts": "".join(f"none {mount} rw 0 0\n" for mount in ("/ ext4", *mounts))}
+
+
+def zombie_node(group: str) -> dict[str, Answer]:
+    """Return a node whose zombie's parent reaps nothing, as ps lists it."""
+    return {"ps -e": f"Ss 1 systemd 0::/init.scope\nZ 9 sh <defunct> 0::/{group}\n"}
 
 
 def capable_node(**attributes: str) -> dict[str, Answer]:
@@ -251,6 +330,23 @@ class Case:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
+WITHOUT_CLUSTER = {
+    "kubelet_mode": "standalone",
+    "container_runtime_engine": "docker",
+    "container_runtime_pause_image": "registry.test/pause:1",
+    "image_preload_archive": True,
+}
+DOCKER = {**WITHOUT_CLUSTER, **CLUSTER}
+
+
+def listed_node(*present: str, pin: bool) -> dict[str, Answer]:
+    """Return a node whose list has one image, and what Docker lists."""
+    return {
+        "cat /opt/preloaded_docker_images.json": json.dumps({"format": 1, "images": [{**IMAGE, "pin": pin}]}),
+        "docker image ls": "\n".join(present),
+    }
+
+
 CASES = (
     *(
         Case("test_kubelet", check, kubelet_node(), {"open by flags": kubelet_node(OPEN), **more}, KUBELET)
@@ -271,6 +367,34 @@ CASES = (
             "the API answers": {"systemctl show": "active", "10250": "200", "10255": "refused"},
             "a read-only port": {"systemctl show": "active", "10250": "401", "10255": "200"},
         },
+    ),
+    Case(
+        "test_kubelet_runs",
+        "test_kubelet_runs",
+        {**MEMBER, **unit_node()},
+        {
+            "stopped": {**MEMBER, **unit_node("inactive")},
+            "between two crashes": {**MEMBER, **unit_node("activating")},
+            "after a crash": {**MEMBER, **unit_node(restarts=1)},
+        },
+        CLUSTER,
+    ),
+    Case(
+        "test_kubelet_runs",
+        "test_kubelet_runs",
+        unit_node("inactive"),  # a machine that has not joined
+        {"a member": {**MEMBER, **unit_node("inactive")}},
+        CLUSTER,
+    ),
+    Case(
+        "test_kubelet_runs",
+        "test_kubelet_runs",
+        {**unit_node(), "/healthz": "ok"},
+        {
+            "stopped": {**unit_node("inactive"), "/healthz": "ok"},
+            "unhealthy": {**unit_node(), "/healthz": "no"},
+        },
+        {"kubelet_mode": "standalone"},
     ),
     Case(
         "test_container_runtime",
@@ -309,7 +433,7 @@ CASES = (
             "every layer is empty": {**LAYERS, "sha256sum": "e3b0 -\ne3b0 -\n"},
             "a layer is empty": {**LAYERS, "sha256sum": "22 -\ne3b0 -\n"},
         },
-        {"image_preload_archive": True},
+        WITHOUT_CLUSTER,
     ),
     Case(
         "test_preload",
@@ -319,7 +443,61 @@ CASES = (
             "a layer is empty": {**BARE_LAYERS, "sha256sum": "22 -\ne3b0 -\n"},
             "the store has no file": {**BARE_LAYERS, "/run/store-check/layers": "[]", "sha256sum": ""},
         },
-        {"image_preload_archive": False},
+        {**WITHOUT_CLUSTER, "image_preload_archive": False},
+    ),
+    *(
+        Case(
+            "test_preload",
+            check,
+            {**MEMBER, **listed_node(pin=False)},  # the kubelet deleted it
+            {
+                "a pinned one": {**MEMBER, **listed_node(pin=True)},
+                "no node of a cluster": listed_node(pin=False),
+                **more,
+            },
+            DOCKER,
+        )
+        for check, more in (
+            (
+                "test_preloaded_images_are_in_docker",
+                {"another": {**MEMBER, **listed_node("registry.test/app:1 sha256:bb", pin=False)}},
+            ),
+            ("test_preloaded_layers_are_in_docker", {}),
+            ("test_preloaded_images_run", {}),
+        )
+    ),
+    Case(
+        "test_preload_store",
+        "test_every_layer_is_somewhere",
+        {**MEMBER, **status_node("MISSING: 2 layers are nowhere"), **listed_node(pin=False)},
+        {
+            "a pinned one": {**MEMBER, **status_node("MISSING: 2 layers"), **listed_node(pin=True)},
+            "no node of a cluster": {**status_node("MISSING: 2 layers"), **listed_node(pin=False)},
+            "lost": {**MEMBER, **status_node("LOST: 2 layers"), **listed_node(pin=False)},
+        },
+        DOCKER,
+    ),
+    Case(
+        "test_preload",
+        "test_preload_succeeded",
+        {
+            **MEMBER,
+            **preload_node("degraded", "preload.fallback"),
+            **listed_node(pin=False),
+        },  # it was deleted
+        {
+            "a pinned one": {
+                **MEMBER,
+                **preload_node("degraded", "preload.fallback"),
+                **listed_node(pin=True),
+            },
+            "no node of a cluster": {
+                **preload_node("degraded", "preload.fallback"),
+                **listed_node(pin=False),
+            },
+            "failed": {**MEMBER, **preload_node("failed", "preload.fallback"), **listed_node(pin=False)},
+        },
+        DOCKER,
     ),
     Case(
         "test_preload_archive",
@@ -345,7 +523,24 @@ CASES = (
         "test_preload_store",
         "test_every_layer_is_somewhere",
         status_node("local disk"),
-        {"no layer of the image": status_node("nowhere")},
+        {
+            "no layer of the image": status_node("nowhere"),
+            "loaded, not seeded": status_node("archive"),
+        },
+        WITHOUT_CLUSTER,
+    ),
+    Case(
+        "test_preload_store",
+        "test_every_layer_is_somewhere",
+        status_node("archive", "archive"),
+        {"no layer of the archive's image": status_node("nowhere", "archive")},
+        WITHOUT_CLUSTER,
+    ),
+    Case(
+        "test_preload_store",
+        "test_store_lists_the_preloaded_images",
+        manifest_node("archive"),
+        {"a layer that the store should have": manifest_node("copy", "sha256:1")},
     ),
     Case(
         "test_preload_store",
@@ -424,16 +619,72 @@ CASES = (
     Case(
         "test_boot",
         "test_only_known_ports_are_open",
-        ports_node(listener("kubelet")),
-        {"another program on the kubelet's port": ports_node(listener("nc"))},
+        member_node("kubepods.slice/kubepods-besteffort.slice/cri-1.scope"),
+        {
+            "another program on the kubelet's port": ports_node(listener("nc")),
+            "another program of the host": member_node("system.slice/nc.service"),
+            "a server in the kernel": ports_node("tcp LISTEN 0 64 0.0.0.0:2049 0.0.0.0:*"),
+        },
         {"image_layers": ["kubernetes"], "kubelet_mode": "cluster"},
     ),
     Case(
         "test_boot",
         "test_only_known_ports_are_open",
         ports_node(),
-        {"the kubelet of a node without a cluster": ports_node(listener("kubelet"))},
+        {
+            "the kubelet of a node without a cluster": ports_node(listener("kubelet")),
+            "a tunnel of a node without a cluster": ports_node(VXLAN),
+        },
         {"image_layers": ["kubernetes"], "kubelet_mode": "standalone"},
+    ),
+    Case(
+        "test_boot",
+        "test_cgroup_v2",
+        # As Cilium and Calico mount it.
+        cgroup_node("/sys/fs/cgroup cgroup2", "/run/cilium/cgroupv2 cgroup2", "/run/calico/cgroup cgroup2"),
+        {
+            "an old one as well": cgroup_node("/sys/fs/cgroup cgroup2", "/run/cgroup1 cgroup"),
+            "an old one": cgroup_node("/sys/fs/cgroup/memory cgroup", "/sys/fs/cgroup/unified cgroup2"),
+            "elsewhere": cgroup_node("/run/calico/cgroup cgroup2"),
+        },
+    ),
+    Case(
+        "test_boot",
+        "test_no_unit_was_restarted",
+        {**MEMBER, **restarted_node("oneshot", "active")},
+        {
+            "still trying": {**MEMBER, **restarted_node("oneshot", "activating")},
+            "a daemon": {**MEMBER, **restarted_node("notify", "active")},
+            "no node of a cluster": restarted_node("oneshot", "active"),
+        },
+        CLUSTER,
+    ),
+    Case(
+        "test_boot",
+        "test_journal_has_no_trouble",
+        {**MEMBER, **journal_node(*POD, start=".")},  # of a node that has been up for long
+        {
+            "a panic": {**MEMBER, **journal_node(*POD, "Kernel panic - not syncing: x", start=".")},
+            "the node": {**MEMBER, **journal_node(*POD, "Out of memory: Killed process 9 (x)", start=".")},
+            "a service": {**MEMBER, **journal_node(*SERVICE, start=".")},
+            "no journal": {**MEMBER, **journal_node(start="nothing")},
+            "no grep": {**MEMBER, **journal_node(start="."), "journalctl": (2, "", "grep: no")},
+            "no node of a cluster": journal_node(*POD),
+        },
+        CLUSTER,
+    ),
+    Case(
+        "test_boot",
+        "test_journal_has_no_trouble",
+        journal_node(),
+        {"no start": journal_node(start="."), "a crash": journal_node("x[1]: segfault at 0")},
+        {"kubelet_mode": "standalone"},
+    ),
+    Case(
+        "test_boot",
+        "test_no_zombies",
+        zombie_node("kubepods.slice/kubepods-besteffort.slice/cri-1.scope"),
+        {"the host's": zombie_node("system.slice/mutation.service")},
     ),
     Case(
         "test_hygiene",
@@ -476,6 +727,57 @@ def test_a_sound_node_passes(case: Case, suite: Callable[[str], ModuleType]) -> 
 def test_a_broken_node_fails(case: Case, how: str, suite: Callable[[str], ModuleType]) -> None:
     with pytest.raises(AssertionError):
         _call(case, case.broken[how], suite)
+
+
+FACTS = {"image": "i", "build_id": "0" * 64, "variables": {}, "packages": []}
+
+
+def test_a_dead_mount_of_a_volume_fails_no_check(suite: Callable[[str], ModuleType]) -> None:
+    """find ends with 1 if it meets such a mount; findmnt without a path asks it for its size, and waits for ever."""
+    root = {"target": "/", "size": 1 << 30}
+    node = Node(
+        {
+            "'/var/lib/kubelet/plugins/*'": "".join(f"ff 644 0 0\0{9}\0/n/{n}\0\0" for n in range(1001)),
+            "find /": (1, "", "Transport endpoint is not connected"),
+            "--mountpoint /boot/efi": (1, ""),
+            "--mountpoint /": json.dumps({"filesystems": [{**root, "size": 1}, root]}),
+        }
+    )
+    assert "/n/1000" in suite("suite").list_tree(node, suite("suite").Facts(FACTS), booted=True)
+    assert suite("questions").mounted(node, "/") == root
+    with pytest.raises(AssertionError, match="nothing is mounted at /boot/efi"):
+        suite("questions").mounted(node, "/boot/efi")
+
+
+def test_the_console_s_patterns_mean_the_same_to_grep(suite: Callable[[str], ModuleType]) -> None:
+    trouble = suite("test_boot").TROUBLE
+    assert re.findall(r"\(\?|[*+?]\?|\\[^sSwb.|()[\]]", trouble) == []
+
+
+CALICOS_CHECKS = {
+    "test_only_known_suid_programs": ("ff 4755 0 0", "/opt/cni/bin/calico"),
+    "test_no_stray_files_in_usr": (
+        "ff 755 0 0",
+        "/usr/libexec/kubernetes/kubelet-plugins/volume/exec/nodeagent~uds/uds",
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CALICOS_CHECKS)
+def test_calicos_files_are_only_known_on_a_node_of_a_cluster(
+    check: str, suite: Callable[[str], ModuleType]
+) -> None:
+    status, path = CALICOS_CHECKS[check]
+    others = (("ff 644 0 0", f"/n/{number}") for number in range(1000))
+    printed = "".join(f"{status}\0{9}\0{path}\0\0" for status, path in (*others, (status, path)))
+    tree = suite("tree").Tree(printed.encode())
+    known = {"host": Node({**MEMBER, "cat /var/lib/dpkg/info": ""}), "tree": tree, "v": CLUSTER}
+    run = getattr(suite("test_hygiene"), check)
+    run(**{name: known[name] for name in inspect.signature(run).parameters})
+    for changed in ({"host": Node({"cat /var/lib/dpkg/info": ""})}, {"v": {"kubelet_mode": "standalone"}}):
+        other = known | changed
+        with pytest.raises(AssertionError, match=path):
+            run(**{name: other[name] for name in inspect.signature(run).parameters})
 
 
 def test_zeros_are_no_signed_boot_loader(suite: Callable[[str], ModuleType]) -> None:

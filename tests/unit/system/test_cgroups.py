@@ -1,4 +1,4 @@
-"""What a killed bake leaves in the control groups is removed when the next one starts, but nothing of a running one."""
+"""A killed bake's leftovers in the control groups: removed when the next one starts, but nothing of a running one."""
 
 from __future__ import annotations
 

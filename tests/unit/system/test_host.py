@@ -1,4 +1,4 @@
-"""What a host lacks is reported before anything on it is changed."""
+"""A host's missing requirements, which are reported before anything on it is changed."""
 
 from __future__ import annotations
 

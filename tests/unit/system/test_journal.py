@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,6 +32,21 @@ def test_records_that_must_last_are_synced(tmp_path: Path, monkeypatch: pytest.M
         journal.append(Sum(total=2))
         assert len(synced) == 1
     assert read_journal(tmp_path / "j", FORMAT) == [Sum(total=1), Sum(total=2)]
+
+
+def test_a_record_that_could_not_be_synced_is_not_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with open_journal(tmp_path / "j", FORMAT) as journal:
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fsync", fail)
+            with pytest.raises(OSError, match="Input/output"):
+                journal.append(Sum(total=2))
+        journal.append(Sum(total=3))
+    assert read_journal(tmp_path / "j", FORMAT) == [Sum(total=3)]
 
 
 def test_a_torn_line_is_taken_away_and_a_damaged_one_has_the_formats_hint(tmp_path: Path) -> None:

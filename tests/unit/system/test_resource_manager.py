@@ -1,4 +1,4 @@
-"""How an answer or error from Azure is reported, in one line and without its secrets."""
+"""The report of an answer or error from Azure, in one line and without its secrets."""
 
 from __future__ import annotations
 

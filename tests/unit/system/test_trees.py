@@ -1,4 +1,4 @@
-"""Which parts of a file and a role count in a digest."""
+"""The parts of a file and a role that count in a digest."""
 
 from __future__ import annotations
 
@@ -63,6 +63,38 @@ def test_a_linked_folder_counts_once(tmp_path: Path) -> None:
     (tmp_path / "role").mkdir()
     (tmp_path / "role/files").symlink_to("../shared")
     assert "role/files/ca.pem" in file_digests(tmp_path, [tmp_path / "role"])
+
+
+def test_a_second_link_to_a_folder_counts_in_a_role(tmp_path: Path) -> None:
+    (tmp_path / "playbooks/layers").mkdir(parents=True)
+    (tmp_path / "playbooks/layers/mine.yml").write_text("- hosts: images\n  roles: [mine]\n")
+    files = tmp_path / "roles/mine/files"
+    for version in ("v1", "v2"):
+        (files / version).mkdir(parents=True)
+        (files / version / "a.conf").write_text(version)
+    (tmp_path / "hosts.yml").write_text(INVENTORY)
+
+    def counted() -> dict[str, str]:
+        definition = load_inventory([tmp_path / "hosts.yml"], repo_root=tmp_path).define("worker")
+        return named_digests(layer_reading(definition, "mine").files)
+
+    plain = counted()
+    own = {f"roles/mine/files/{version}/a.conf" for version in ("v1", "v2")}
+    assert set(plain) == {"playbooks/layers/mine.yml", *own}
+    found = []
+    for target in ("v1", "v2", None):
+        for name in ("a", "b", "c"):
+            (files / name).unlink(missing_ok=True)
+            (files / name).symlink_to("v1" if name != "b" or not target else target)
+        if not target:
+            (files / "b").unlink()
+        found.append(counted())
+        assert plain.items() <= found[-1].items()  # other files count as they did
+    assert all(found[n] != found[n - 1] for n in range(3))
+    # Links may lead to files that only the image has, or nowhere.
+    for name, target in (("x.service", "/usr/lib/systemd/system/x.service"), ("loop.yml", "loop.yml")):
+        (files / name).symlink_to(target)
+        assert f"roles/mine/files/{name}" in counted()
 
 
 @pytest.mark.parametrize("name", ["README.md", "molecule/x.yml", "__pycache__/x", "a.pyc", "a.swp", "a~"])

@@ -1,4 +1,4 @@
-"""What the preload benchmark decides before and after it measures."""
+"""The preload benchmark's decisions before and after it measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a run took: read from its JUnit files, compared with its ceilings, recorded and shown."""
+"""The duration of a run: read from its JUnit files, compared with its ceilings, recorded and shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test file depends on, and which of its proofs count."""
+"""The dependencies of a test file, and which of its proofs count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which test file a lane takes next."""
+"""The test file that a lane takes next."""
 
 from __future__ import annotations
 

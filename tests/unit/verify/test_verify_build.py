@@ -11,7 +11,7 @@ from image_builder.errors import VerifyError
 from image_builder.events import Monitor
 from image_builder.settings import Settings
 from image_builder.verify.command import verify
-from tests.unit.bake.manifests import DOCUMENTS, manifest, write
+from tests.support.images.manifests import DOCUMENTS, manifest, write
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
             {**draft.code(KIND), **named_digests(reading.files)},
             draft.tree_ids,
             {stage.name: stage.id for stage in draft.stages if draft.kinds[stage.kind].layer == layer},
+            places=reading.files,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from image_builder.bake.lock.model import Image
+from image_builder.bake.lock.model import Image, Lock
 from image_builder.bake.lock.requirements import Requirements
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages.kind import Draft, Need, Sizes, StageKind
@@ -28,12 +28,18 @@ def images(draft: Draft) -> list[Image]:
         if locked is not None:
             mode = image.mode or draft.definition.preload_mode
             records.append(Image(**dict(locked), pin=image.pin, required=image.required, mode=mode))
-        elif image.ref not in draft.lock.left_out:
+        elif image.required or image.ref not in draft.lock.left_out:
             raise LockError(
                 f"the lock of {draft.definition.name} has no digest for {image.ref}",
                 hint="image-builder lock asks the registry",
             )
     return records
+
+
+def unlocked(definition: ImageDefinition, lock: Lock) -> dict[str, str]:
+    """Return the images that a build leaves out because its lock has no digest for them, each with that reason."""
+    reason = "the lock has no digest for it"
+    return {image.ref: reason for image in definition.preload if lock.locked_image(image.ref) is None}
 
 
 def engines(definition: ImageDefinition) -> list[str]:
@@ -51,7 +57,10 @@ def name_of(draft: Draft, engine: str) -> str:
 
 
 def _needs(definition: ImageDefinition) -> Requirements:
-    return Requirements(preload=tuple(image.ref for image in definition.preload))
+    return Requirements(
+        preload=tuple(image.ref for image in definition.preload),
+        optional=frozenset(image.ref for image in definition.preload if not image.required),
+    )
 
 
 def _plan(draft: Draft) -> Iterator[StagePlan]:

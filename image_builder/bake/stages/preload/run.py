@@ -107,7 +107,6 @@ def _save(
 
 def _pull(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> Mapping[str, str]:
     """Pull the missing images; return why each one that isn't required failed. Writes pulls.json in any case."""
-    required = {i.ref: i.required for i in ctx.definition.preload}
     missing = [image for image in images if not engine.has(image)]
     settings = ctx.definition.pull
     puller = Puller(
@@ -134,7 +133,7 @@ def _pull(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> 
     records: list[Mapping[str, JSON]] = []
     pulled = None
     try:
-        pulled = puller.pull([Request(image, required.get(image.ref, True)) for image in missing])
+        pulled = puller.pull([Request(image, image.required) for image in missing])
         records = list(pulled.records)
     except PullError as error:
         records = list(error.records)

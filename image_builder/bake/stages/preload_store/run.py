@@ -80,7 +80,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     ) as tools:
         argv = ["mkfs.erofs", "--quiet", "-zlz4", f"-C{BLOCK}", f"-T{epoch}", "--mkfs-time"]
         argv += [f"-U{identity.filesystem_uuid(ctx.plan.id, 'preload')}"]
-        tools.run([*argv, _FILE, _PACK], log=ctx.log)
+        tools.run([*argv, _FILE, _PACK], log=ctx.log, on_line=_raise_error)
         salt = _salt(images)
         verity = _add_hashes(tools, folder / layout.STORE_FILE.name, salt) if options["verity"] else None
     document = _manifest(ctx, images, states, layers, folder / layout.STORE_FILE.name, verity)
@@ -89,6 +89,12 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     for path in (target, folder / layout.STORE_FILE.name):
         path.chmod(0o644)
     return {"bytes": document["bytes"], "layers": len(layers), "verity": verity}
+
+
+def _raise_error(line: str) -> None:
+    """Raise ImageBuilderError if this line of mkfs.erofs is an error; after a failed write, 1.8 may never end."""
+    if line.startswith("<E>"):
+        raise ImageBuilderError(f"mkfs.erofs: {line.removeprefix('<E>').strip()}")
 
 
 def require_kernel(trees: tuple[Path, ...], *, verity: bool) -> None:

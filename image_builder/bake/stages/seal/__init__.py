@@ -26,7 +26,7 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
         **play_options(draft, SEAL, reading),
     }
     code = {**draft.code(KIND), **named_digests(reading.files)}
-    yield StagePlan(SEAL, KIND.name, options, code, draft.tree_ids)
+    yield StagePlan(SEAL, KIND.name, options, code, draft.tree_ids, places=reading.files)
 
 
 KIND = StageKind(SEAL, "image_builder.bake.stages.seal.run", _plan, PLAY_DATA, enterable=True)

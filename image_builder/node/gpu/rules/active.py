@@ -167,8 +167,10 @@ def worker_ended(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         detail = f"{worker.ended}; measured before that: {done}"
         if worker.ended.startswith("hung"):
             yield bad("reboot", "worker.unkillable", detail, gpu.uuid)
-        else:
+        elif len(evidence.workers) > 1:
             yield bad("replace", "worker.late", detail, gpu.uuid)
+        else:  # the machine may have been busy; if it is late again, the preflight hands it over
+            yield bad("reboot", "worker.late", detail, gpu.uuid)
     elif worker.ended.startswith("crashed"):
         yield bad("replace", "worker.crashed", worker.ended, gpu.uuid)
     else:

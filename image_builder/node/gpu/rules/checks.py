@@ -45,7 +45,8 @@ RULES: Mapping[str, Rule] = {
     ),
     "driver.nouveau": Rule(node.driver_nouveau, "nouveau is not loaded"),
     "dev.nodes": Rule(
-        node.dev_nodes, "the device nodes exist, and the CDI specification has the same number of GPUs"
+        node.dev_nodes,
+        "the device nodes exist, and without MIG the CDI specification has the same number of GPUs",
     ),
     "gpu.count": Rule(
         node.gpu_count,
@@ -80,7 +81,8 @@ RULES: Mapping[str, Rule] = {
     ),
     "pcie.replay": Rule(each(gpu.pcie_replay), "at most 80 replays under load (more than 10: warning)"),
     "nvlink.active": Rule(
-        each(gpu.nvlink_active), "as many links are active as the VM size uses, without new errors"
+        each(gpu.nvlink_active),
+        "without MIG, as many links are active as the VM size uses, without new errors",
     ),
     "fabric": Rule(
         node.fabric, "the fabric manager is active, and each GPU has joined the fabric (H100, H200)"

@@ -220,6 +220,10 @@ def nvlink_active(evidence: Evidence, gpu: Gpu) -> Iterator[Check]:
         yield absent("no NVLink is used" if size else "the size is unknown", gpu.uuid)
         return
     now = evidence.later(gpu.uuid) or gpu
+    if now.mig_current:
+        # NVIDIA's guide to the fabric manager: in MIG mode, an A100's links are off. Its parts use none.
+        yield absent("the GPU is in MIG mode, which can switch its links off", gpu.uuid)
+        return
     gap = unanswered(now, "nvlinks")
     if gap or now.nvlinks is None:
         yield gap or broken("nvml.error", "nvlinks", gpu.uuid)

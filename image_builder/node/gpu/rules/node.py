@@ -127,6 +127,8 @@ def dev_nodes(evidence: Evidence) -> Iterator[Check]:
     if not machine.pci:
         yield absent(_NO_DEVICE)
         return
+    # With MIG, the specs name only the parts, which may not have been made yet.
+    named = None if evidence.expected.settings.mig == "enabled" else machine.cdi_gpus
     # Their numbers are the driver's minor numbers, which need not start at 0 or be consecutive.
     numbered = [name for name in machine.nodes if re.fullmatch(r"nvidia\d+", name)]
     missing = [name for name in _DEVICES if name not in machine.nodes]
@@ -134,9 +136,9 @@ def dev_nodes(evidence: Evidence) -> Iterator[Check]:
         missing.append(f"{(count or len(machine.pci)) - len(numbered)} of the GPUs' own")
     if missing:
         yield bad("config", "dev.nodes", f"missing below /dev: {', '.join(missing)}")
-    elif machine.cdi_gpus is not None and count is not None and machine.cdi_gpus != count:
-        detail = f"the CDI specs name {machine.cdi_gpus} GPUs, expected {count}"
-        yield bad("config", "dev.cdi", detail, **compared(machine.cdi_gpus, "==", count))
+    elif named is not None and count is not None and named != count:
+        detail = f"the CDI specs name {named} GPUs, expected {count}"
+        yield bad("config", "dev.cdi", detail, **compared(named, "==", count))
     else:
         yield good(detail="" if machine.cdi_gpus is not None else "no CDI spec")
 
@@ -213,10 +215,12 @@ def xid_boot(evidence: Evidence) -> Iterator[Check]:
 
 def _xid(evidence: Evidence, xid: Xid, gpu: str) -> Check | None:
     """Return the check that an Xid results in; None if it is only for the record."""
+    if xids.needs_nothing(xid):
+        return None
     if xid.switch:
         # The driver itself says which ones are fatal; the others occur on every boot.
         detail = f"{xid.switch}, SXid {xid.number}: {xid.raw}"
-        return bad("reboot", f"sxid.{xid.number}", detail, measured=xid.number) if xid.fatal else None
+        return bad("reboot", f"sxid.{xid.number}", detail, measured=xid.number)
     xid_class = evidence.catalogue.classify(xid.number)
     level = xid_class.during if xids.is_during(xid, evidence.began_us) else xid_class.before
     code, detail = f"xid.{xid.number}", f"Xid {xid.number} ({xid_class.name}: {xid_class.means}): {xid.raw}"

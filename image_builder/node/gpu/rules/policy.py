@@ -1,4 +1,4 @@
-"""Which failures condemn a node, and which only warn. Pure: checks in, checks out.
+"""The policy on failures: which condemn a node, and which only warn. Pure: checks in, checks out.
 
 The same finding on several GPUs says more about the test than about the GPUs; anything that was never tried on healthy
 machines of this size only warns; and a pool can downgrade individual checks to warnings.
@@ -68,14 +68,16 @@ def _record(check: Check) -> str:
 
 
 def _shared_lateness(evidence: Evidence, checks: Sequence[Check]) -> list[Check]:
-    """Make lateness inconclusive if all workers of a round were late: a busy host or a slow compiler can cause that."""
+    """Make lateness inconclusive if all of several workers in a round were late: a busy host or a slow compiler can
+    cause that. A lone worker has none to compare with, and the node must not stay inconclusive: a reboot decides.
+    """
     tried_links = [
         worker for worker in evidence.workers if any(m.id == "bw.p2p" for m in worker.measurements)
     ]
     late = [
         worker.gpu
         for round_ in (evidence.workers, tried_links)
-        if all(map(_is_late, round_))
+        if all(map(_is_late, round_)) and len(round_) > 1
         for worker in round_
     ]
     return [

@@ -53,7 +53,9 @@ RESULT = "gpu.json"
 LOAD_SECONDS: dict[Tier, float] = {"boot-quick": 80, "boot-full": 330, "periodic": 330}
 # The time for everything else before this command gives up: any driver call may never return.
 _REST_SECONDS = 90
-_FABRIC_POLL_SECONDS = 2
+# How long GPUs may take to appear on the PCI bus and to get their driver.
+_GPU_WAIT_SECONDS = 60
+_POLL_SECONDS = 2
 # Prerequisites: without these, a load would fail for a reason other than the GPU, or disturb another user of it.
 _NEEDED = ("sku.known", "driver.", "dev.nodes", "gpu.count", "gpu.lost", "fabric", "mig.mode", "procs")
 # NodeError codes for which the configuration is to blame.
@@ -80,7 +82,7 @@ class System:
 
 def longest_seconds(settings: Settings, tier: Tier = "boot-full") -> float:
     """Return the deadline of a whole test, in seconds."""
-    waits = max(settings.fabric_wait_seconds, settings.infiniband_wait_seconds)
+    waits = max(_GPU_WAIT_SECONDS, settings.fabric_wait_seconds, settings.infiniband_wait_seconds)
     return LOAD_SECONDS[tier] + machine.PLATFORM_SECONDS + waits + _REST_SECONDS
 
 
@@ -206,14 +208,15 @@ def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:
 def gather(tier: Tier, seed: int, settings: Settings, catalogue: xids.Catalogue, system: System) -> Evidence:
     """Look, put the GPUs under load if that makes sense, and look again. Raises NodeError."""
     node = machine.look(system.places, settings.vm_size, system.ask)
+    began = system.clock()
+    node = _with_gpus(node, expectation(settings, node.vm_size).count, began + _GPU_WAIT_SECONDS, system)
     expected = expectation(settings, node.vm_size, node.driver_loaded)
     with ExitStack() as stack:
         library: Library | None = None
         try:
             library = stack.enter_context(system.library()) if node.pci else None
-            until = system.clock() + settings.infiniband_wait_seconds
-            evidence = _settled(tier, expected, catalogue, node, library, system)
-            evidence = _with_ports(evidence, until, system)
+            evidence = _settled(tier, expected, catalogue, node, library, system, began)
+            evidence = _with_ports(evidence, began + settings.infiniband_wait_seconds, system)
         except (OSError, NvmlError) as error:
             evidence = Evidence(
                 tier, expected, catalogue, _with_xids(Seen(node, nvml.refused(error)), system)
@@ -227,6 +230,17 @@ def gather(tier: Tier, seed: int, settings: Settings, catalogue: xids.Catalogue,
         return _loaded(evidence, seed, library, system)
 
 
+def _with_gpus(node: Machine, count: int | None, until: float, system: System) -> Machine:
+    """Return the node once its GPUs are on the PCI bus and have a driver, or their time is over."""
+    # Without a size, each look would ask the platform again, for a minute.
+    while node.vm_size and (len(node.pci) < (count or 0) or not all(gpu.driver for gpu in node.pci)):
+        if system.clock() >= until:
+            break
+        system.sleep(_POLL_SECONDS)
+        node = machine.look(system.places, node.vm_size, system.ask)
+    return node
+
+
 def _settled(
     tier: Tier,
     expected: Expected,
@@ -234,9 +248,10 @@ def _settled(
     node: Machine,
     library: Library | None,
     system: System,
+    began: float,
 ) -> Evidence:
     """Return the evidence at rest, once the NVLink fabric is up or its time is over."""
-    until = system.clock() + expected.settings.fabric_wait_seconds
+    until = began + expected.settings.fabric_wait_seconds
     while True:
         before = Seen(node, _named(readings.look(library), system) if library else Nvml())
         evidence = Evidence(tier, expected, catalogue, before)
@@ -245,7 +260,7 @@ def _settled(
         uses_fabric = expected.size is not None and expected.size.nvswitch
         if not (uses_fabric and (is_training or is_starting)) or system.clock() >= until:
             return replace(evidence, before=_with_xids(before, system))
-        system.sleep(_FABRIC_POLL_SECONDS)
+        system.sleep(_POLL_SECONDS)
         node = machine.look(system.places, node.vm_size, system.ask)
 
 
@@ -257,7 +272,7 @@ def _with_ports(evidence: Evidence, until: float, system: System) -> Evidence:
         up = sum(port.is_up and port.is_infiniband for port in latest.machine.ports)
         if up >= expected_ports:
             break
-        system.sleep(_FABRIC_POLL_SECONDS)
+        system.sleep(_POLL_SECONDS)
         latest = replace(latest, machine=replace(latest.machine, ports=sysfs.ports(system.places.sys)))
     return replace(evidence, before=latest)
 

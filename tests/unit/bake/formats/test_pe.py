@@ -1,8 +1,7 @@
-"""Signed EFI programs, built here byte by byte."""
+"""Signed EFI programs: their sections, their signatures, and the digest that these are of."""
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from contextlib import suppress
 
@@ -11,41 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from image_builder.bake.formats import pe
-
-_PE, _OPTIONAL = 0x80, 0x98
-_CHECKSUM, _ENTRY = _OPTIONAL + 64, _OPTIONAL + 112 + 32
-_TABLE = _OPTIONAL + 240
-
-
-def build(
-    body: bytes = b"code" * 100, signatures: tuple[bytes, ...] = (), section: bytes = b".text"
-) -> bytes:
-    """Return a PE32+ file with one section."""
-    start = 0x200
-    data = bytearray(start)
-    data[:2] = b"MZ"
-    struct.pack_into("<I", data, 0x3C, _PE)
-    struct.pack_into("<4sHHIIIHH", data, _PE, b"PE\0\0", 0x8664, 1, 0, 0, 0, 240, 0)
-    struct.pack_into("<H", data, _OPTIONAL, 0x20B)
-    # The fields that sbsign relies on: alignments, sizes of image and headers, number of directories.
-    struct.pack_into("<II", data, _OPTIONAL + 32, 0x1000, start)
-    struct.pack_into("<II", data, _OPTIONAL + 56, 0x2000, start)
-    struct.pack_into("<I", data, _OPTIONAL + 108, 16)
-    struct.pack_into("<8sIIII", data, _TABLE, section, len(body), 0x1000, len(body), start)
-    data += body + bytes(-len(body) % 8)
-    table = b"".join(struct.pack("<IHH", 8 + len(s), 0x200, 2) + s + bytes(-len(s) % 8) for s in signatures)
-    if table:
-        struct.pack_into("<II", data, _ENTRY, len(data), len(table))
-    return bytes(data) + table
-
-
-def digest_of(data: bytes) -> bytes:
-    """Return the Authenticode digest of an unsigned file, computed from its definition."""
-    return hashlib.sha256(data[:_CHECKSUM] + data[_CHECKSUM + 4 : _ENTRY] + data[_ENTRY + 8 :]).digest()
-
-
-def sign(data: bytes, *, of: bytes | None = None) -> bytes:
-    return b"\x30\x82" + digest_of(of or data)
+from tests.support.images.efi_programs import CHECKSUM, build, digest_of, sign
 
 
 def test_a_signature_of_these_bytes_counts() -> None:
@@ -67,7 +32,7 @@ def test_a_signature_of_other_bytes_does_not_count() -> None:
 def test_the_checksum_is_no_part_of_the_digest() -> None:
     data = bytearray(build())
     before = pe.parse(bytes(data)).digest
-    struct.pack_into("<I", data, _CHECKSUM, 0xDEADBEEF)
+    struct.pack_into("<I", data, CHECKSUM, 0xDEADBEEF)
     assert pe.parse(bytes(data)).digest == before
 
 

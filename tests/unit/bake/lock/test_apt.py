@@ -1,4 +1,4 @@
-"""Where Debian's packages come from, and what apt considers installed."""
+"""The sources of Debian's packages, and the packages that apt considers installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from image_builder.bake.lock import apt, fetch
 from image_builder.bake.lock.model import LockedPackage
-from image_builder.errors import CommandError, FetchError
+from image_builder.errors import CommandError, FetchError, SpaceError
+from image_builder.system import process
 
 
 @pytest.fixture
@@ -227,3 +228,28 @@ def test_another_failure_of_apt_is_one(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(apt.Apt, "_run", run)
     with pytest.raises(CommandError):
         apt.Apt(tmp_path, [], "amd64").mark_installed([CURL], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        # As apt 2.6 reports them.
+        (
+            "E: Failed to fetch copy:/r/./Packages  Write error - write (28: No space left on device)\n"
+            "E: Some index files failed to download. They have been ignored, or old ones used instead.",
+            SpaceError,
+        ),
+        ("E: Write error - write (122: Disk quota exceeded)\nE: IO Error saving source cache", SpaceError),
+        ("E: Failed to fetch http://m.example/InRelease  404  Not Found", FetchError),
+    ],
+)
+def test_a_full_disk_is_not_the_mirrors_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: str, expected: type[FetchError | SpaceError]
+) -> None:
+    def run(*_: object, **__: object) -> None:
+        raise CommandError("exit status 100: apt-get", tail=tail)
+
+    monkeypatch.setattr(process, "run", run)
+    with pytest.raises(expected) as raised:
+        apt.Apt(tmp_path, [], "amd64").update()
+    assert ("store gc" in (raised.value.hint or "")) == (expected is SpaceError)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.lock.apt import Apt
 from image_builder.bake.lock.model import LockedPackage
-from image_builder.bake.lock.repository import write_repository
+from image_builder.bake.lock.repository import known_control, write_repository
 from image_builder.bake.store import Store
 
 CONTROL = "Package: hello\nVersion: 1.0\nArchitecture: all\nDescription: greets\n at length\n"
@@ -109,3 +110,63 @@ def test_a_control_file_without_its_package_goes_where_it_is_damaged(
 def test_an_empty_control_file_is_read_anew(store: Store, package: LockedPackage, tmp_path: Path) -> None:
     (store.path / "debs" / f"{package.sha256}.control").touch()
     assert CONTROL in _index(store, package, tmp_path / "repository")
+
+
+def test_a_package_is_known_by_its_control_file_or_by_itself(store: Store, package: LockedPackage) -> None:
+    """An import has only the package."""
+    debs = store.path / "debs"
+    control = debs / f"{package.sha256}.control"
+    assert known_control(debs, package.sha256) == CONTROL and not control.exists()
+    control.write_text(other := CONTROL.replace("greets", "waves"))
+    assert known_control(debs, package.sha256) == other
+    control.write_text("")
+    assert known_control(debs, package.sha256) == CONTROL
+    control.unlink()
+    (debs / package.sha256).write_bytes(b"not a package")
+    assert known_control(debs, package.sha256) == ""
+    (debs / package.sha256).unlink()
+    assert known_control(debs, package.sha256) == ""
+
+
+def test_an_imported_package_counts_as_installed(
+    store: Store, package: LockedPackage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if no mirror has it any more."""
+    monkeypatch.setattr(Apt, "_run", lambda *_: "")
+    asked = Apt(tmp_path / "apt", [], "amd64")
+    assert asked.mark_installed([package], store.path / "debs") == []
+    assert (tmp_path / "apt/status").read_text() == f"{CONTROL}Status: install ok installed\n\n"
+
+
+def _damaged(data: bytes, how: str) -> bytes:
+    """Return a package that python-debian refuses with ValueError, or that installs something else."""
+    if how == "header":
+        return data[:56] + b"x" + data[57:]  # the size of the first member
+    return _deb(CONTROL.replace("hello", "other"))
+
+
+@pytest.mark.parametrize("how", ["header", "content"])
+def test_a_damaged_package_is_not_known_by_itself(
+    store: Store, package: LockedPackage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """An import has no control file; a lock that is resolved again then asks the mirror about the package."""
+    monkeypatch.setattr(Apt, "_run", lambda *_: "")
+    deb = store.path / "debs" / package.sha256
+    deb.write_bytes(_damaged(deb.read_bytes(), how))
+    asked = Apt(tmp_path / "apt", [], "amd64")
+    assert asked.mark_installed([package], store.path / "debs") == [package]
+    assert (tmp_path / "apt/status").read_text() == ""
+
+
+@pytest.mark.parametrize("how", ["header", "content"])
+def test_a_damaged_package_does_not_change_its_control_file(
+    store: Store, package: LockedPackage, tmp_path: Path, how: str
+) -> None:
+    index = _index(store, package, tmp_path / "repository")
+    deb = store.path / "debs" / package.sha256
+    sound = deb.read_bytes()
+    deb.write_bytes(_damaged(sound, how))
+    (damage,) = store.verify()
+    assert (damage.id, damage.repaired) == (package.sha256, False)
+    deb.write_bytes(sound)
+    assert store.verify() == [] and _index(store, package, tmp_path / "again") == index

@@ -16,6 +16,7 @@ from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError, SpaceError
 from image_builder.settings import Settings
+from image_builder.system.trees import code_digests, named_digests
 
 REPO = Path(__file__).resolve().parents[4]
 # The suite receives the builder's and all roles' variables, so `verify` (seconds) depends on every one of them.
@@ -107,6 +108,16 @@ def _lock(**changes: object) -> Lock:
 
 def _plan(root: Path, lock: Lock | None = None) -> Plan:
     return resolve(_definition(root), lock or _lock(), root, extensions())
+
+
+def test_every_file_in_an_id_can_be_hashed_again_as_it_was(root: Path) -> None:
+    """The executor does so before it commits a stage."""
+    plan = _plan(root)
+    for stage in plan.stages:
+        own = [root / name for name in stage.code if name not in stage.places]
+        assert code_digests(root, own) | named_digests(stage.places) == stage.code, stage.name
+    assert "roles/system/tasks/main.yml" in plan.stage("system").places
+    assert "playbooks/seal.yml" in plan.stage("seal").places
 
 
 def _changed(before: Plan, after: Plan) -> set[str]:
@@ -292,6 +303,9 @@ _PRELOAD = """image_formats: [qcow2]
           - ref: registry.example/pause:3.10
             pin: true
           - ref: registry.example/large:1"""
+_OPTIONAL = _replace(
+    "- ref: registry.example/large:1", "- {ref: 'registry.example/large:1', required: false}"
+)
 
 
 def _image(ref: str, digit: str = "1") -> LockedImage:
@@ -376,10 +390,8 @@ def test_an_image_reaches_the_preload_and_no_layer(preloading: Path) -> None:
             id="what a node does with an image",
         ),
         pytest.param(
-            _replace(
-                "- ref: registry.example/large:1", "- {ref: 'registry.example/large:1', required: false}"
-            ),
-            FROM_STORE,
+            _OPTIONAL,
+            FROM_PRELOAD,
             id="whether an image may be missing",
         ),
         pytest.param(
@@ -439,11 +451,20 @@ def test_an_image_without_a_digest_is_refused(preloading: Path) -> None:
 
 
 def test_an_image_that_was_left_out_is_not_pulled(preloading: Path) -> None:
+    _OPTIONAL(preloading)
     lock = _lock(images=_images()[:1], left_out=["registry.example/large:1"])
     images = _plan(preloading, lock).stage("preload").options["images"]
     assert [i["ref"] for i in images] == ["registry.example/pause:3.10"]
 
 
+def test_an_image_that_has_become_required_is_not_left_out(preloading: Path) -> None:
+    lock = _lock(images=_images()[:1], left_out=["registry.example/large:1"])
+    with pytest.raises(LockError, match=r"no digest for registry\.example/large:1"):
+        _plan(preloading, lock)
+
+
 def test_without_any_image_left_there_is_no_preload(preloading: Path) -> None:
+    _OPTIONAL(preloading)
+    _replace("pin: true", "required: false")(preloading)
     lock = _lock(left_out=["registry.example/large:1", "registry.example/pause:3.10"])
     assert "preload" not in {stage.name for stage in _plan(preloading, lock).stages}

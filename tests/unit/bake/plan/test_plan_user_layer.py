@@ -79,6 +79,13 @@ def test_what_an_edit_runs(root: Path, path: str, old: str, new: str, expected: 
             id="pipe",
         ),
         pytest.param(
+            "inventory/hosts.yml",
+            "lookup('file', inventory_dir ~ '/ca.pem')",
+            "lookup('file', '/proc/sys/kernel/random/uuid')",
+            "/proc/sys/kernel/random/uuid: what it holds is known only while the play runs",
+            id="a file of the kernel",
+        ),
+        pytest.param(
             "roles/mine/tasks/main.yml",
             "lookup('vars', 'site_' ~ 'name')",
             "lookup('ansible.builtin.url', 'https://a.example')",
@@ -118,6 +125,10 @@ def test_what_only_the_play_knows_runs_its_layer_in_every_build(
     assert [w.partition(": ")[0] for w in first.warnings] == ["stage mine runs in every build"]
     assert first.warnings[0].endswith(warning)
     assert not (root / "inventory/ran").exists(), "a plan runs no program"
+    places = {name for stage in first.stages for name in stage.places}
+    assert not any(name.startswith("/proc") for name in places), (
+        "it would count as changed while a stage runs"
+    )
 
 
 def test_where_repository_and_inventory_lie_does_not_matter(

@@ -1,4 +1,4 @@
-"""What tasks of a user's layer read outside it: an edit reruns the layer, and what can't be known is reported."""
+"""Inputs that a user's tasks read outside their layer: an edit reruns it, and what can't be known is reported."""
 
 from __future__ import annotations
 
@@ -292,6 +292,11 @@ vars: {site_file: "{{ lookup('pipe', 'id') }}"}
             """copy: {content: "{{ lookup('file', ansible_facts.kernel) }}", dest: /etc/a}""",
             "what `lookup('file', ansible_facts.kernel)` reads is known only while the play runs",
             id="a lookup of a fact",
+        ),
+        pytest.param(
+            """copy: {content: "{{ lookup('file', '/proc/sys/kernel/random/uuid') }}", dest: /etc/a}""",
+            "what it holds is known only while the play runs",
+            id="a file of the kernel",
         ),
         pytest.param(
             f"""include_vars: "{FACT}.yml" """,

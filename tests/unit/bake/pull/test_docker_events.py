@@ -1,4 +1,4 @@
-"""How Docker's pull stream is parsed."""
+"""The parsing of Docker's pull stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where credentials come from, and that they are never shown."""
+"""The sources of credentials, and that they are never shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a pull is given up: every rule as a row of a table, and that the judge's memory doesn't grow."""
+"""The deadlines of a pull: every rule as a row of a table, and that the judge's memory doesn't grow."""
 
 from __future__ import annotations
 

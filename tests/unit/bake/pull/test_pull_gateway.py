@@ -1,4 +1,4 @@
-"""Why a pull through the gateway failed: the last request that failed, and none that was recovered from."""
+"""The reason why a pull through the gateway failed: the last failed request, and none that was recovered from."""
 
 from __future__ import annotations
 

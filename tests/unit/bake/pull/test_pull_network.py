@@ -1,4 +1,4 @@
-"""How registries are reached: what a definition's variables become, and where a mirror's API is."""
+"""Access to registries: what a definition's variables become, and where a mirror's API is."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ def test_a_definitions_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     definition = cast(ImageDefinition, None)
     assert node_network(definition) == NOTHING_SPECIAL
     variables.update(
-        container_runtime_registry_mirrors={"docker.io": [{"url": "https://mirror.test", "ca": "/ca.pem"}]},
+        container_runtime_registry_mirrors={
+            "docker.io": [{"url": "https://mirror.test", "override_path": True}]
+        },
         container_runtime_proxy={"https": "http://proxy.test:3128", "no_proxy": [".test", "10.0.0.0/8"]},
         container_runtime_ca_certificates={"one": "PEM of one", "two": "\nPEM of two\n\n"},
     )
     network = node_network(definition)
-    assert network.mirrors == {"docker.io": [Mirror("https://mirror.test", "/ca.pem")]}
+    assert network.mirrors == {"docker.io": [Mirror("https://mirror.test", override_path=True)]}
     assert network.outbound.proxies == {
         "https_proxy": "http://proxy.test:3128",
         "no_proxy": ".test,10.0.0.0/8",

@@ -1,10 +1,17 @@
-"""Which failures are retried, and when, judged by messages that runtimes really write."""
+"""Retries of failures: which are retried, and when, judged by messages that runtimes really write."""
 
 from __future__ import annotations
 
 import pytest
 
+from image_builder.bake.lock.model import LockedImage, LockedLayer
+from image_builder.bake.pull.attempt import Attempt
+from image_builder.bake.pull.model import Limits
+from image_builder.bake.pull.network import Network
+from image_builder.bake.pull.puller import Puller, Request
 from image_builder.bake.pull.retry import Class, Policy, classify, pause_before_next
+from image_builder.errors import PullError
+from image_builder.events import Monitor
 
 # Each message as Docker or containerd writes it.
 SAID: list[tuple[str, Class]] = [
@@ -79,3 +86,41 @@ def test_what_the_registry_asks_for_is_never_cut_short() -> None:
     later = pause_before_next(Policy(), "limited", 1, 0.9, wanted_by_registry=42)
     assert later is not None and 42 < later < 47
     assert pause_before_next(Policy(longest_wait=60), "limited", 1, 0.0, wanted_by_registry=61) is None
+
+
+class _Refusing:
+    """An engine whose pulls fail with an engine's own message."""
+
+    name = "docker"
+
+    def __init__(self, message: str) -> None:
+        self.message, self.alive = message, lambda: True
+
+    def pull(self, _image: LockedImage, _attempt: Attempt) -> None:
+        raise PullError(self.message)
+
+
+def _puller(message: str) -> Puller:
+    return Puller(
+        _Refusing(message),
+        limits=Limits(60, 1, 60),
+        policy=Policy(1),
+        parallel=1,
+        endpoints={},
+        network=Network(),
+        stage="preload",
+        monitor=Monitor(),
+    )
+
+
+def test_a_full_disk_is_no_reason_to_leave_an_image_out() -> None:
+    """What is left out stays out of later builds, which have the space."""
+    layer = LockedLayer(digest=f"sha256:{'1' * 64}", size=1, diff_id=f"sha256:{'1' * 64}")
+    digests = dict.fromkeys(("digest", "manifest", "config"), layer.digest)
+    image = LockedImage(ref="registry.example/a:1", platform="linux/amd64", layers=[layer], **digests)
+    optional = [Request(image, required=False)]
+    refused = _puller("unauthorized: authentication required").pull(optional)
+    assert refused.failed == {image.ref: "unauthorized: authentication required"}
+    with pytest.raises(PullError, match="registry.example/a:1: write /a: no space left on device") as full:
+        _puller("write /a: no space left on device").pull(optional)
+    assert classify(full.value.message) == "full"  # as the stage's error will be

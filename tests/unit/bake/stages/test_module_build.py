@@ -1,4 +1,4 @@
-"""How built modules are judged: by their files, not by the program that made them."""
+"""The judgment on built modules: by their files, not by the program that made them."""
 
 from __future__ import annotations
 

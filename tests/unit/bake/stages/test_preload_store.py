@@ -1,4 +1,4 @@
-"""What a store is packed from, and the kernels that it is not packed for."""
+"""The metadata and links that a store is packed from, and the kernels that it is not packed for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.bake.stages.preload_store.run import _metadata, _modules, require_kernel
+from image_builder.bake.stages.preload_store.run import _metadata, _modules, _raise_error, require_kernel
 from image_builder.errors import ImageBuilderError
 
 
@@ -43,6 +43,15 @@ def test_a_kernel_without_verity_is_refused_unless_declared(tmp_path: Path) -> N
         require_kernel((tmp_path / "none", tree), verity=True)
     assert caught.value.hint and "image_preload_verity" in caught.value.hint
     require_kernel((tree,), verity=False)
+
+
+def test_an_error_of_mkfs_ends_it(tmp_path: Path) -> None:
+    _raise_error("mkfs.erofs 1.8.6")
+    _raise_error("<W> erofs: a warning")
+    with pytest.raises(
+        ImageBuilderError, match=r"^mkfs.erofs: erofs_io: failed to write: No space left on device$"
+    ):
+        _raise_error("<E> erofs_io: failed to write: No space left on device")
 
 
 def test_metadata_is_shared_and_layers_become_links(tmp_path: Path) -> None:

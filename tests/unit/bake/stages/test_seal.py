@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from image_builder.bake.stages.seal import run as seal
 from image_builder.bake.stages.seal.run import _traces, find_traces
+from image_builder.errors import PullError
 from image_builder.settings import Settings
 
 MIRROR = "https://mirror.example/debian"
@@ -78,6 +80,17 @@ def test_a_registrys_password_in_the_image_is_found_and_not_shown(
         ("etc/docker.json", "the credentials for registry.example"),
         ("etc/mine.conf", "the credentials for registry.example"),
     ]
+
+
+def test_without_a_registrys_credentials_nothing_passes_as_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pull may have had them, so a helper that fails now ends the build."""
+
+    def fail(registry: str) -> None:
+        raise PullError(f"the credential helper for {registry} failed: exit status 1")
+
+    monkeypatch.setattr(seal, "credentials_for", fail)
+    with pytest.raises(PullError, match="broken.example failed"):
+        _words("/store", "broken.example/app:1")
 
 
 def test_a_file_larger_than_memory_is_searched(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
-"""Which documents prove a machine's identity: current ones signed by Azure, and nothing that only looks like them."""
+"""Documents that prove a machine's identity: current ones signed by Azure, and nothing that only looks like them."""
 
 from __future__ import annotations
 
 import base64
 import re
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509 import load_der_x509_certificate
 
 from image_builder.cluster.broker import attestation
 from image_builder.cluster.broker.attestation import NONCE_SECONDS, Machine, Nonces, Rules, until_next
@@ -70,6 +73,22 @@ def test_a_certificate_that_leads_elsewhere_is_nobodys(rules: Rules) -> None:
     assert refused(document(content(NONCE), signer(days=(-30, -1))), rules) == "document.signer"
     assert refused(document(content(NONCE), signer(days=(1, 30))), rules) == "document.signer"
     assert refused(document(content(NONCE), signer(usage="mail")), rules) == "document.signer"
+
+
+ODD: dict[str, tuple[bytes, bytes]] = {
+    "a key of an unknown kind": (bytes.fromhex("2a864886f70d010101"), bytes.fromhex("2a864886f70d01017f")),
+    "a name that is none": (b"\x1awestus3.metadata", b"\x1awest s3.metadata"),
+    "a name of an unknown kind": (b"\x82\x12metadata", b"\xa5\x12metadata"),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), ODD.values(), ids=ODD)
+def test_an_odd_certificate_is_nobodys(rules: Rules, before: bytes, after: bytes) -> None:
+    good = signer("westus3.metadata.azure.com", "metadata.azure.com")
+    odd = good.certificate.public_bytes(Encoding.DER).replace(before, after)
+    assert odd != good.certificate.public_bytes(Encoding.DER)
+    text = document(content(NONCE), replace(good, certificate=load_der_x509_certificate(odd)))
+    assert refused(text, rules) == "document.signer"
 
 
 def test_what_was_not_signed_is_not_believed(rules: Rules) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens prove an identity: a valid one does, and any change makes it worthless."""
+"""Tokens that prove an identity: a valid one does, and any change makes it worthless."""
 
 from __future__ import annotations
 

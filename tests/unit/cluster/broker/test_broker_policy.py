@@ -1,4 +1,4 @@
-"""Who may have a token for which node, and what a request looks like."""
+"""The broker's policy: who may have a token for which node, and what a request looks like."""
 
 from __future__ import annotations
 

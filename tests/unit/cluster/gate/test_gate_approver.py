@@ -1,4 +1,4 @@
-"""Which signing requests the gate approves: those of a node for itself, with a token that is bound to it."""
+"""The signing requests that the gate approves: those of a node for itself, with a token that is bound to it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import NameOID
+from cryptography.x509.oid import AttributeOID, NameOID
 
 from image_builder.cluster.gate.approver import (
     SIGNER,
+    Approver,
     Bound,
     Member,
     UnboundError,
@@ -31,6 +32,8 @@ NODE = "vmss-h100-a000017"
 MACHINE = binding.of_machine(VM_ID)
 GROUPS = ["system:authenticated", "system:bootstrappers", MACHINE, binding.of_node(NODE)]
 BOUND = Bound(NODE, MACHINE)
+# The machine's id as firmware reports it: in older machines with the bytes of the first parts reversed.
+IDS = [VM_ID, VM_ID.upper(), "a4b8aa02-ef74-6e47-8182-f6d2ba4166a6"]
 
 
 def pem(
@@ -38,6 +41,7 @@ def pem(
     groups: Sequence[str] = ("system:nodes",),
     units: Sequence[str] = (),
     extension: x509.ExtensionType | None = None,
+    attribute: tuple[x509.ObjectIdentifier, bytes] | None = None,
 ) -> bytes:
     names = [
         *(x509.NameAttribute(NameOID.ORGANIZATION_NAME, group) for group in groups),
@@ -47,7 +51,18 @@ def pem(
     builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name(names))
     if extension:
         builder = builder.add_extension(extension, critical=False)
+    if attribute:
+        builder = builder.add_attribute(*attribute)
     return builder.sign(ec.generate_private_key(ec.SECP256R1()), SHA256()).public_bytes(Encoding.PEM)
+
+
+def changed(old: bytes, new: bytes) -> bytes:
+    """Return a request of which some bytes were changed, before it became PEM."""
+    der = x509.load_pem_x509_csr(pem()).public_bytes(Encoding.DER)
+    assert der.count(old) == 1
+    text = base64.b64encode(der.replace(old, new)).decode()
+    lines = "\n".join(text[at : at + 64] for at in range(0, len(text), 64))
+    return f"-----BEGIN CERTIFICATE REQUEST-----\n{lines}\n-----END CERTIFICATE REQUEST-----\n".encode()
 
 
 def request(data: bytes | None = None, **parts: Any) -> dict[str, Any]:
@@ -109,9 +124,20 @@ PENDING: dict[str, tuple[dict[str, Any], str]] = {
     "a unit": (request(pem(units=["system:masters"])), "subject"),
     "names of a server": (request(pem(extension=SAN)), "extensions"),
     "any extension": (request(pem(extension=x509.BasicConstraints(True, None))), "extensions"),
+    "any attribute": (request(pem(attribute=(AttributeOID.CHALLENGE_PASSWORD, b"x"))), "extensions"),
     "no request": (request(b""), "not a certificate request"),
     "text": (request(b"-----BEGIN CERTIFICATE REQUEST-----\n"), "not a certificate request"),
     "no base64": (request(request="%"), "not a certificate request"),
+    "another version": (request(changed(b"\2\1\0\x30", b"\2\1\1\x30")), "not a certificate request"),
+    "another kind of key": (
+        request(changed(b"\x2a\x86\x48\xce\x3d\2\1", b"\x2a\x86\x48\xce\x3d\2\x7f")),
+        "not a certificate request",
+    ),
+    "a request the signer skips": (request(b"x" + pem() + pem(["system:node:other"])), "one PEM block"),
+    "two requests": (request(pem() + pem(["system:node:other"])), "one PEM block"),
+    "a block with text behind its end": (request(pem().rstrip() + b"x\n"), "one PEM block"),
+    "a line of text before it": (request(b"x\n" + pem()), "one PEM block"),
+    "another kind of block": (request(pem().replace(b"CERTIFICATE", b"NEW CERTIFICATE")), "one PEM block"),
 }
 
 
@@ -124,14 +150,8 @@ def test_everything_else_stays_pending(changes: dict[str, Any], reason: str) -> 
 
 
 def test_a_request_that_is_not_signed_by_its_own_key_stays_pending() -> None:
-    text = pem()
-    data = bytearray(base64.b64decode(b"".join(text.splitlines()[1:-1])))
-    at = data.index(NODE.encode())
-    data[at : at + len(NODE)] = b"vmss-h100-a000018"
-    changed = b"-----BEGIN CERTIFICATE REQUEST-----\n" + base64.encodebytes(bytes(data))
-    pending = pending_from(
-        request(changed + b"-----END CERTIFICATE REQUEST-----\n", groups=[*GROUPS[:3], OTHER_NODE])
-    )
+    data = changed(NODE.encode(), b"vmss-h100-a000018")
+    pending = pending_from(request(data, groups=[*GROUPS[:3], OTHER_NODE]))
     assert pending
     with pytest.raises(UnboundError, match="not signed with its own key"):
         check(pending)
@@ -147,13 +167,40 @@ def test_a_name_that_a_ready_node_has_is_waited_for() -> None:
     assert reason_to_wait(BOUND, []) == ""
     assert "is Ready" in reason_to_wait(BOUND, [node("other"), node(NODE)])
     assert reason_to_wait(BOUND, [node(NODE, "Unknown"), node("other")]) == ""
-    # A recreated node keeps its name, and is still on the same machine.
-    assert reason_to_wait(BOUND, [node(NODE, "False", VM_ID)]) == ""
 
 
-@pytest.mark.parametrize("uuid", [VM_ID, VM_ID.upper(), "a4b8aa02-ef74-6e47-8182-f6d2ba4166a6"])
+@pytest.mark.parametrize("uuid", IDS)
+def test_a_reimaged_machine_becomes_its_own_node_again(uuid: str) -> None:
+    assert reason_to_wait(BOUND, [node(NODE, "False", uuid)]) == ""
+
+
+def test_a_name_that_another_machine_has_is_waited_for() -> None:
+    """Root of a pool's node writes another id into its own status, and requests the name of a node that is down."""
+    liar = node("other", uuid="99999999-2222-4333-8444-555555555555")
+    for status in ("False", "Unknown"):
+        victim = node(NODE, status, "11111111-2222-4333-8444-555555555555")
+        assert "another machine" in reason_to_wait(BOUND, [victim, liar])
+
+
+@pytest.mark.parametrize("uuid", IDS)
 def test_a_machine_that_is_a_node_is_no_second_one(uuid: str) -> None:
     for ready in ("True", "False"):
         assert "its machine is the node other" in reason_to_wait(BOUND, [node("other", ready, uuid)])
     assert reason_to_wait(BOUND, [node("other", uuid="11111111-2222-4333-8444-555555555555")]) == ""
     assert node("other", uuid="no id").machines == frozenset()
+
+
+def test_a_request_that_is_gone_leaves_nothing_behind() -> None:
+    """The watcher may hear of an approval before the approver has its answer."""
+    said: list[str] = []
+    connect: Any = lambda: None  # noqa: E731
+    approver = Approver(connect, lambda: True, said.append)
+    pending = pending_from(request())
+    assert pending
+    approver._requests.objects[pending.name] = pending
+    for text in ("waits", "waits"):
+        approver._say(pending, text)
+    assert len(said) == 1 and approver._reports
+    approver._requests._drop(pending.name)
+    approver._say(pending, "approved")
+    assert said[1:] == ["node-csr-x of system:bootstrap:abcdef: approved"] and not approver._reports

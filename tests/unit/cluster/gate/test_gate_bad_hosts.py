@@ -56,6 +56,18 @@ def test_the_host_of_a_node_that_leaves_is_remembered() -> None:
         assert step(nodes, known, NOW, POLICY) == known
 
 
+def test_a_nodes_own_record_has_its_limits() -> None:
+    """Root of a node writes what it likes into its annotation, and so into the memory of all hosts."""
+    (entry,) = step([node(record=replace(LOST, detail="x" * 9999))], {}, NOW, POLICY).values()
+    assert len(entry.detail) == 300
+    ahead = NOW + 3 * 86400
+    # From the future it would never be forgotten.
+    assert step([node(record=replace(LOST, since=ahead))], {}, NOW, POLICY) == {}
+    assert step([], {"A": replace(BAD, since=ahead)}, NOW, POLICY) == {}
+    # A clock may be ahead.
+    assert step([], {"A": replace(BAD, since=NOW + 60)}, NOW, POLICY)
+
+
 def test_who_only_advises_says_once_what_would_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(hosts, "read", lambda _: {})
@@ -112,24 +124,34 @@ def test_the_newest_finding_counts_and_old_ones_are_forgotten() -> None:
     assert step([out()], {}, NOW, Policy(remember_days=0)) == {}
 
 
-def test_what_is_remembered_fits_a_config_map() -> None:
-    many = {f"H{n}": BadHost(f"H{n}", "n", "GpuLost", "x" * 300, NOW - n) for n in range(3000)}
+@pytest.mark.parametrize("letter", ["x", "é", "😀"])
+def test_what_is_remembered_fits_a_config_map(letter: str) -> None:
+    """Each node writes its own detail, in any script."""
+    many = {f"H{n}": BadHost(f"H{n}", f"n{n}", "GpuLost", letter * 300, NOW - n) for n in range(3000)}
     entries = step([], many, NOW, POLICY)
     assert "H0" in entries and "H2999" not in entries
     assert sum(len(name) + len(entry.text()) for name, entry in entries.items()) < 1 << 20
+
+
+def test_a_node_that_names_another_host_each_turn_displaces_no_other_nodes_entries() -> None:
+    known = {"A": BAD}
+    for n in range(1, 100):
+        known = step([node("rogue", f"H{n}", replace(LOST, since=NOW + n))], known, NOW, POLICY)
+    assert known.pop("A") == BAD
+    assert sorted(known) == ["H95", "H96", "H97", "H98", "H99"]
 
 
 def test_who_comes_to_a_bad_host_is_told_of_or_held_as_the_policy_says() -> None:
     known = {"A": BAD}
     arrival = node("new")
     assert on_known(arrival, known) == BAD and on_known(node("old"), known) is None
-    assert step_of(judged(arrival, known, POLICY), POLICY, RULES, NOW) is None
-    need = step_of(judged(arrival, known, HOLDS), HOLDS, RULES, NOW)
+    assert step_of(judged(arrival, known, POLICY), {}, POLICY, RULES, NOW) is None
+    need = step_of(judged(arrival, known, HOLDS), {}, HOLDS, RULES, NOW)
     assert need and need[0] is Step.TAKE_OUT and need[1] and need[1].condition == HOST_CONDITION
     assert "GpuLost" in need[1].detail and "old" in need[1].detail
     # Before the gate admits it, too.
     gated = node("new", taints=({"key": RULES.taint, "effect": "NoSchedule"},))
-    need = step_of(judged(gated, known, HOLDS), HOLDS, RULES, NOW)
+    need = step_of(judged(gated, known, HOLDS), {}, HOLDS, RULES, NOW)
     assert need and need[0] is Step.TAKE_OUT
 
 
@@ -138,7 +160,7 @@ def test_who_is_held_for_its_host_comes_back_through_its_preflight_once_the_host
     subject = node("new", record=held, reported=NOW)
 
     def need(subject: Node, known: dict[str, BadHost] | None) -> Step | None:
-        step_and_record = step_of(judged(subject, known, HOLDS), HOLDS, RULES, NOW)
+        step_and_record = step_of(judged(subject, known, HOLDS), {}, HOLDS, RULES, NOW)
         return step_and_record[0] if step_and_record else None
 
     assert need(subject, {"A": BAD}) is None
@@ -154,7 +176,7 @@ def test_who_is_held_for_its_host_comes_back_through_its_preflight_once_the_host
 def test_a_bad_host_that_is_only_told_of_keeps_nobody_out_for_another_finding() -> None:
     record = replace(LOST, since=NOW - 60)
     subject = node("new", record=record, reported=NOW)
-    need = step_of(judged(subject, {"A": BAD}, POLICY), POLICY, RULES, NOW)
+    need = step_of(judged(subject, {"A": BAD}, POLICY), {}, POLICY, RULES, NOW)
     assert need and need[0] is Step.GIVE_BACK
 
 

@@ -1,4 +1,4 @@
-"""When the breaker opens and closes, in simulated time; the API server's part is in tests/gpu."""
+"""The breaker, which opens and closes in simulated time; the API server's part is in tests/gpu."""
 
 from __future__ import annotations
 

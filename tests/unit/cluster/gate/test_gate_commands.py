@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -26,3 +27,13 @@ def test_who_lets_a_node_in_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> No
     assert commands._user() == "uid 4000000000"
     monkeypatch.setenv("LOGNAME", "operator")
     assert commands._user() == "operator"
+
+
+def test_a_line_of_the_log_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A signing request's subject is its sender's, and may look like the next line of the log."""
+    text = "csr-1: left pending: its token is not for the node x\ncsr-2: approved for the node y\x1b[2J"
+    commands._tell(text, as_json=False)
+    commands._tell(text, as_json=True)
+    out, err = capsys.readouterr()
+    assert err == text.replace("\n", "\ufffd").replace("\x1b", "\ufffd") + "\n"
+    assert out.count("\n") == 1 and json.loads(out)["said"] == text

@@ -21,6 +21,16 @@ OTHER = {"key": "dedicated", "value": "gpu", "effect": "NoSchedule"}
 
 
 @pytest.mark.parametrize(
+    "annotation",
+    ["[" * 100_000, "[[[], 1]]", '{"at": 1e999}', '{"at": "0001-01-01T00:00:00"}', f'{{"at": {"9" * 5000}}}'],
+    ids=range(5),
+)
+def test_a_broken_admission_is_none(annotation: str) -> None:
+    node = node_from({"metadata": {"name": "n", "annotations": {ADMITTED: annotation}}}, RULES)
+    assert (node.admitted_boot, node.admitted_at) == ("", 0.0)
+
+
+@pytest.mark.parametrize(
     ("boot", "status", "tested", "admitted", "works"),
     [
         pytest.param(FIRST, "True", FIRST, "", True, id="this boot passed"),

@@ -1,4 +1,4 @@
-"""What a Node object says about its health."""
+"""A node's health according to its Node object."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from image_builder.cluster.gate.admit import why
 from image_builder.cluster.gate.health import health_of
 from image_builder.cluster.gate.model import Node, Rules
 from image_builder.cluster.gate.policy import Policy, Rule
 from image_builder.cluster.gate.triage import Step, step_of
+from image_builder.drain.quarantine import Remedy
+from image_builder.node.finding import kubernetes_reason
 from image_builder.node.health import maintenance, report
 from image_builder.node.health.alarms import Alarm
 from image_builder.node.health.model import Finding
@@ -56,6 +59,66 @@ def test_our_agents_condition_is_of_its_boot() -> None:
 def test_anothers_condition(status: str, ills: int, well: int) -> None:
     health = health_of(node(condition("KernelDeadlock", status)), BOOT, "", Policy())
     assert (len(health.ailments), len(health.well)) == (ills, well)
+
+
+def test_what_the_policy_ignores_is_no_ailment() -> None:
+    policy = Policy(rules=(Rule(reason="ClockUnsynchronized", remedy="ignore"),))
+    for reason, ills in (("ClockUnsynchronized", 0), ("GpuLost", 1)):
+        sick = node(condition("NodeHealthy", "False", reason=reason))
+        health = health_of(sick, BOOT, "", policy)
+        assert len(health.ailments) == ills
+        assert ("NodeHealthy" in health.well) is not bool(ills)
+
+
+def test_a_number_that_nobody_can_parse_is_no_count() -> None:
+    """A node's own message must not stop the gate for all others."""
+    sick = node(condition("NodeHealthy", "False", f"{'9' * 5000} findings: clock.off: x", reason="GpuLost"))
+    assert health_of(sick, BOOT, "", Policy()).ailments[0].reason == "GpuLost"
+
+
+def several(*findings: tuple[str, str]) -> dict[str, Any]:
+    """Return a Node with the agent's condition for these codes and details."""
+    alarms = [Alarm("x", Finding(code, "", "fail", detail), 1, 0.0, since=1.0) for code, detail in findings]
+    made = report.condition(alarms, BOOT, "image")
+    return node(condition("NodeHealthy", made.status, made.message, reason=made.reason))
+
+
+CLOCK, XID = ("clock.off", "2 s off"), ("gpu.xid", "Xid 79")
+SEVERAL: dict[str, tuple[tuple[tuple[str, str], ...], list[str]]] = {
+    "one is not ignored": ((CLOCK, XID), ["GpuXid"]),
+    "all are ignored": ((CLOCK, ("clock.off", "3 s off; all")), []),
+    "no room for all": ((("clock.off", "x" * 2000), XID), ["NodeHealthy"]),
+    "each counts, once": ((("drive.state", "sda"), XID, ("gpu.xid", "Xid 94")), ["DriveState", "GpuXid"]),
+}
+
+
+@pytest.mark.parametrize(("findings", "reasons"), SEVERAL.values(), ids=SEVERAL)
+def test_each_finding_of_a_condition_counts_unless_it_is_ignored(
+    findings: tuple[tuple[str, str], ...], reasons: list[str]
+) -> None:
+    policy = Policy(rules=(Rule(reason="Clock*", remedy="ignore"),))
+    health = health_of(several(*findings), BOOT, "", policy)
+    assert [ailment.reason for ailment in health.ailments] == reasons
+    assert ("NodeHealthy" in health.well) is not bool(reasons)
+
+
+@pytest.mark.parametrize(("code", "remedy"), [("gpu.lost", "hand-over"), ("maintenance.scheduled", "drain")])
+def test_the_gravest_of_several_findings_decides(code: str, remedy: Remedy) -> None:
+    policy = Policy(
+        rules=(
+            Rule(reason="ClockOff", remedy="taint"),
+            Rule(reason=kubernetes_reason(code), remedy=remedy),
+        )
+    )
+    health = health_of(several(CLOCK, (code, "x")), BOOT, "", policy)
+    need = step_of(Node("n", BOOT, health=health), {}, policy, Rules(), NOTICED)
+    assert need and need[1] and (need[1].reason, need[1].remedy) == (kubernetes_reason(code), remedy)
+
+
+def test_status_names_a_condition_once() -> None:
+    subject = Node("n", BOOT, "True", BOOT, health=health_of(several(CLOCK, XID), BOOT, "", Policy()))
+    said = why(subject)
+    assert said.startswith("NodeHealthy ClockOff, GpuXid: 2 findings: ") and said.count("Xid 79") == 1
 
 
 def test_a_scale_set_is_read_from_the_providers_id() -> None:
@@ -104,7 +167,7 @@ def test_scheduled_events_are_acted_on_at_once(kind: str, step: Step | None) -> 
     drains = Policy(rules=(Rule(reason="MaintenanceScheduled", remedy="drain", lasting_seconds=0.0),))
     for policy, is_drained in ((Policy(), False), (drains, True)):
         health = health_of(node(message), BOOT, "", policy)
-        need = step_of(Node("n", BOOT, health=health), policy, Rules(), NOTICED)
+        need = step_of(Node("n", BOOT, health=health), {}, policy, Rules(), NOTICED)
         assert (need and need[0]) == step
         if need and need[1]:
             assert need[1].is_drained is is_drained

@@ -1,4 +1,4 @@
-"""What is sent to Azure's Guest Health Reporting about a bad node."""
+"""The report to Azure's Guest Health Reporting about a bad node."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from image_builder.cluster.gate.impact import (
     impact_of,
 )
 from image_builder.cluster.gate.model import Node, Rules, node_from
+from image_builder.cluster.gate.policy import Policy
+from image_builder.cluster.gate.triage import step_of
 from image_builder.drain.quarantine import Record
 from image_builder.node.finding import kubernetes_reason
 from image_builder.node.health import kernel_log
@@ -96,6 +98,9 @@ def test_a_finding_has_one_name_and_each_finding_another() -> None:
         ("", "xid.48", "", "XID48DoubleBitECC"),
         ("", "xid.13", "", "GpuXIDError"),
         ("", "sxid.20034", "", "HpcGenericFailure"),
+        ("XIDErrors", f"xid.{'9' * 5000}", "", "GpuXIDError"),
+        ("XIDErrors", "", f"Xid (PCI:0): {'9' * 5000}", "GpuXIDError"),
+        ("XIDErrors", "", f"ErrorCode:{'9' * 5000}", "GpuXIDError"),
         ("", "temp.margin", "", "HpcDcgmiThermalReport"),
         # Not a fault of the hardware, or not certainly.
         ("NodeHealthy", "ClockOff", "", ""),
@@ -142,6 +147,19 @@ def test_what_took_a_node_out_is_reported_after_a_reboot_too() -> None:
         "NodeHealthy GpuInforom: gpu.inforom: GPU 1",
         SINCE + 300,
     )
+
+
+def test_what_took_a_node_out_is_reported_of_the_host_that_it_was_on() -> None:
+    """Azure has moved the machine meanwhile; a record of an earlier version names no host."""
+    need = step_of(node(LOST), {}, Policy(), Rules(), SINCE + 300)
+    assert need and need[1]
+    moved = node(record=need[1])
+    moved = replace(moved, boot_id="other", health=replace(moved.health, host="GGBB90904999"))
+    for subject, host in ((need[1], "GGBB90904476"), (OUT, "GGBB90904999")):
+        impact = impact_of(replace(moved, health=replace(moved.health, record=subject)))
+        assert isinstance(impact, Impact) and impact.host == host
+    new = impact_of(replace(moved, health=replace(moved.health, ailments=(LOST,))))
+    assert isinstance(new, Impact) and new.host == "GGBB90904999"
 
 
 def test_a_boot_that_failed_its_preflight_is_reported() -> None:

@@ -1,4 +1,4 @@
-"""What an operator may say about nodes that go bad."""
+"""The operator's policy for nodes that go bad."""
 
 from __future__ import annotations
 
@@ -68,6 +68,8 @@ def test_notice_of_maintenance_is_acted_on_at_once() -> None:
         "lasting_seconds: .inf",
         # This would empty healthy nodes, beyond the allowed share.
         "drain: {whole_gangs: true}",
+        # Each node has a drain of its own, so this would limit nothing.
+        "drain: {max_fenced: 1}",
     ],
 )
 def test_what_is_refused(tmp_path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes are retested, from Node objects only: taken out one after another, checked again, then told to run."""
+"""The nodes to retest, from Node objects only: taken out one after another, checked again, then told to run."""
 
 from __future__ import annotations
 

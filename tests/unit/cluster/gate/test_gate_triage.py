@@ -1,4 +1,4 @@
-"""Which nodes are taken out, what is done about them and when they return, in simulated time."""
+"""Triage of nodes: which are taken out, what is done about them and when they return, in simulated time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from image_builder.cluster.gate import breaker
 from image_builder.cluster.gate.breaker import Limits
 from image_builder.cluster.gate.health import Ailment, Health
 from image_builder.cluster.gate.model import Node, Rules
-from image_builder.cluster.gate.policy import Policy, Rule
+from image_builder.cluster.gate.policy import HOST_CONDITION, Policy, Rule
 from image_builder.cluster.gate.triage import Step, plan, step_of
 from image_builder.drain.quarantine import RUN, Record
 from image_builder.node.preflight.hold import OPEN, RELEASED, Hold
@@ -44,12 +44,16 @@ def out(*ailments: Ailment, record: Record = OUT, **more: Any) -> Node:
         (node("n", SICK), Step.TAKE_OUT),
         (node("n"), None),
         (node("n", replace(SICK, since=NOW - 299)), None),
+        (node("n", replace(SICK, since=0.0)), Step.TAKE_OUT),  # its condition names no time
+        (node("n", replace(SICK, since=NOW + 299)), None),
+        (node("n", replace(SICK, since=NOW + 9000)), Step.TAKE_OUT),  # its clock is ahead
         # Out for its preflight, under NVSentinel, not up yet, admitted by a person who knew.
         (node("n", SICK, taints=({"key": RULES.taint, "effect": "NoSchedule"},)), None),
         (node("n", SICK, is_left=True), None),
         (node("n", SICK, boot_id=""), None),
         (node("n", SICK, **ADMITTED), None),
         (node("n", SICK, admitted_boot=OTHER, admitted_at=NOW), Step.TAKE_OUT),
+        (node("n", SICK, admitted_boot=OTHER, admitted=frozenset({"GpuLost"})), Step.TAKE_OUT),
         (out(SICK), Step.DRAIN),
         (out(SICK, is_left=True), None),
         (out(SICK, record=replace(OUT, remedy="taint")), Step.TAKE_OUT),  # a more drastic remedy by now
@@ -74,13 +78,38 @@ def out(*ailments: Ailment, record: Record = OUT, **more: Any) -> Node:
     ],
 )
 def test_what_a_node_needs(subject: Node, step: Step | None) -> None:
-    need = step_of(subject, REBOOTS, RULES, NOW)
+    need = step_of(subject, {}, REBOOTS, RULES, NOW)
     assert (need and need[0]) == step
 
 
 def test_what_is_ignored_is() -> None:
     policy = Policy(rules=(Rule(reason="GpuLost", remedy="ignore"),))
-    assert step_of(node("n", SICK), policy, RULES, NOW) is None
+    assert step_of(node("n", SICK), {}, policy, RULES, NOW) is None
+
+
+@pytest.mark.parametrize("since", [NOW - 600, NOW + 9000], ids=["newer", "the node's clock is ahead"])
+def test_an_admission_holds_for_its_findings_even_if_another_renews_their_condition(since: float) -> None:
+    """A condition has one time: that of its newest finding."""
+    known, other = replace(SICK, since=since), replace(SICK, since=since, reason="ClockOff")
+    admission: dict[str, Any] = {"admitted_boot": BOOT, "admitted_at": NOW - 4000}
+    subject = node("n", known, admitted=frozenset({"GpuLost"}), **admission)
+    assert step_of(subject, {}, REBOOTS, RULES, NOW) is None
+    need = step_of(replace(subject, health=Health(ailments=(other, known))), {}, REBOOTS, RULES, NOW)
+    assert need and need[1] and need[1].reason == "ClockOff"
+    # An earlier version did not name the findings.
+    assert step_of(node("n", replace(SICK, since=NOW - 600), **admission), {}, REBOOTS, RULES, NOW)
+
+
+def test_a_condition_that_the_policy_no_longer_names_keeps_no_node_out() -> None:
+    """Such a condition is neither an ailment nor well."""
+    record = replace(OUT, condition="example.com/Disk", remedy="taint")
+    subject = out(record=record, reported=NOW, well=frozenset())
+    need = step_of(subject, {}, Policy(conditions={"example.com/*": "True"}), RULES, NOW)
+    assert need is None
+    assert step_of(subject, {}, Policy(), RULES, NOW) == (Step.GIVE_BACK, record)
+    assert step_of(replace(subject, reported=NOW - 9000), {}, Policy(), RULES, NOW) is None
+    host = replace(record, condition=HOST_CONDITION)
+    assert step_of(out(record=host, reported=NOW, well=frozenset()), {}, Policy(), RULES, NOW) is None
 
 
 def fleet(sick: int, of: int, **more: Any) -> list[Node]:
@@ -124,6 +153,13 @@ def test_what_the_breaker_holds_goes_no_further(state: str, count: int) -> None:
     nodes += [replace(out(reported=NOW, pool="a"), name="back")]
     steps = plan(nodes, {hold.key: hold}, (), REBOOTS, RULES, NOW)
     assert steps[0][0].name == "back" and len(steps) == 1 + count
+
+
+def test_a_hold_on_one_finding_does_not_shield_the_others_of_a_node() -> None:
+    hold = Hold("ClockOff", RULES.pool, "", 9, 9, int(NOW))
+    subject = node("n", replace(SICK, reason="ClockOff"), SICK)
+    ((_, step, record),) = plan([subject], {hold.key: hold}, (), Policy(share=1.0), RULES, NOW)
+    assert step is Step.TAKE_OUT and record and record.reason == "GpuLost"
 
 
 def test_many_that_ail_alike_open_the_breaker() -> None:

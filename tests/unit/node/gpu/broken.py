@@ -1,4 +1,4 @@
-"""What goes wrong with GPUs: recorded faults, and one field or bit of a healthy node changed at a time."""
+"""Faults of GPUs: recorded ones, and one field or bit of a healthy node changed at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from image_builder.node.gpu.evidence import Evidence
 from image_builder.node.sysfs import Port
-from tests.unit.node.gpu.recordings import (
+from tests.support.gpu_stand_in.recordings import (
     BEGAN_US,
     Change,
     gpu,
@@ -59,6 +59,10 @@ XID_74 = (
 XID_79 = "NVRM: Xid (PCI:0002:00:00): 79, pid=1582259, name=nvc:[driver], GPU has fallen off the bus."
 XID_154 = (
     "NVRM: Xid (PCI:0008:01:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
+)
+# The same message, once the action is done.
+XID_154_OVER = (
+    "NVRM: Xid (PCI:0008:01:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
 )
 # As the open driver writes them, taken from other people's logs.
 SXID_FATAL = "nvidia-nvswitch0: SXid (PCI:0000:00:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"
@@ -410,6 +414,7 @@ FIELDS: dict[str, tuple[str, Change, str, str, str, int]] = {
         5,
     ),
     "fatal SXid": ("H100", xid(SXID_FATAL), "xid.boot", "fail", "sxid.20034", 2),
+    "recovered": ("H200", xid(XID_154_OVER), "xid.boot", "pass", "", 0),
     "SXid": ("H100", xid(SXID), "xid.boot", "pass", "", 0),
     "our own Xid": ("H100", xid(XID_31, BEGAN_US), "xid.boot", "error", "xid.31", 3),
     "an Xid of tomorrow": ("H100", xid(XID_999, BEGAN_US), "xid.boot", "error", "xid.999", 3),

@@ -1,4 +1,4 @@
-"""What the bake recorded about the driver, combined with what a pool says about its GPUs."""
+"""The bake's record of the driver, combined with what a pool says about its GPUs."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from image_builder.node.gpu.model import ENDINGS, TIERS, Check, Process, Sample,
 from image_builder.node.gpu.rules.active import THROTTLES, sustained
 from image_builder.node.gpu.rules.checks import RULES, judge, missing
 from image_builder.node.gpu.settings import Settings
-from tests.unit.node.gpu.broken import CASES, XID_63, libraries, unsized
-from tests.unit.node.gpu.recordings import (
+from tests.support.gpu_stand_in.recordings import (
     BEGAN_US,
     CATALOGUE,
     MODELS,
@@ -35,6 +34,7 @@ from tests.unit.node.gpu.recordings import (
     worker,
     xid,
 )
+from tests.unit.node.gpu.broken import CASES, XID_63, libraries, unsized
 
 
 @cache

@@ -20,9 +20,9 @@ from image_builder.node.gpu import nvml
 from image_builder.node.gpu.model import Gpu, Process, Tier, Worker, Xid
 from image_builder.node.gpu.smoke import command
 from image_builder.node.gpu.smoke.command import System
-from tests.unit.node.gpu.answering import Node
-from tests.unit.node.gpu.recordings import BOOT, node
-from tests.unit.node.gpu.recordings import places as below
+from tests.support.gpu_stand_in.libnvidia_ml import Node
+from tests.support.gpu_stand_in.recordings import BOOT, node
+from tests.support.gpu_stand_in.recordings import places as below
 
 Tree = Callable[..., System]
 
@@ -93,6 +93,7 @@ def tree(tmp_path: Path) -> Tree:
             at = places.sys / f"bus/pci/devices/{number + 1:04x}:00:00.0"
             for name, text in (("vendor", "0x10de"), ("class", "0x030200"), ("device", "0x1eb8")):
                 put(at / name, text)
+            (at / "driver").mkdir(exist_ok=True)
         directory = tmp_path / "etc"
         put(directory / "gpu.json", json.dumps({"vm_size": "Standard_NC4as_T4_v3"} | (settings or {})))
 
@@ -102,7 +103,14 @@ def tree(tmp_path: Path) -> Tree:
                 raise error
             yield nvml.Library(Node(gpus, driver, codes=codes))
 
-        return System(places, directory, library, load or loaded(T4.workers), xids, never, lambda _: None)
+        now = [0.0]  # nobody waits in earnest
+
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+
+        return System(
+            places, directory, library, load or loaded(T4.workers), xids, never, sleep, lambda: now[0]
+        )
 
     return make
 
@@ -151,6 +159,43 @@ def test_a_gpu_where_none_is_expected(tree: Tree, schema: dict[str, Any]) -> Non
 def test_no_gpu_where_some_are_expected(tree: Tree, schema: dict[str, Any]) -> None:
     code, document = result(tree(devices=0, load=never), schema)
     assert (code, document["verdict"]["reason_code"]) == (2, "gpu.count")
+
+
+@pytest.mark.parametrize(
+    ("appears", "bound", "code", "waited"),
+    [(0, 0, 0, 0), (20, 50, 0, 50), (0, 58, 0, 58), (62, 62, 2, 60), (0, 62, 0, 60)],
+    ids=["at once", "late", "only its driver is late", "never", "its driver is never there"],
+)
+def test_gpus_have_their_time(
+    tree: Tree, schema: dict[str, Any], appears: int, bound: int, code: int, waited: int
+) -> None:
+    """The library is opened only afterwards."""
+    whole = tree()
+    device = whole.places.sys / "bus/pci/devices/0001:00:00.0"
+    aside, driver = device.parents[3] / "aside", device / "driver"
+    device.rename(aside)
+    (aside / "driver").rmdir()
+
+    def arrived() -> None:
+        if whole.clock() >= appears and aside.exists():
+            aside.rename(device)
+        if whole.clock() >= bound and device.exists():
+            driver.mkdir(exist_ok=True)
+
+    def sleep(seconds: float) -> None:
+        whole.sleep(seconds)
+        arrived()
+
+    opened: list[float] = []
+
+    def library() -> Any:
+        opened.append(whole.clock())
+        return whole.library()
+
+    arrived()
+    status, document = result(replace(whole, sleep=sleep, library=library), schema)
+    assert (status, whole.clock()) == (code, waited), document["verdict"]
+    assert opened == ([waited] if code == 0 else [])
 
 
 BUSY = (replace(T4.gpus[0], processes=(Process(4711, 1 << 30),)),)
@@ -385,14 +430,14 @@ def test_the_fabric_has_its_time(tree: Tree) -> None:
     library = nvml.Library(Training(waiting, "550.90.12"))
     expected = evidence.expected
     settled = command._settled(
-        "boot-full", expected, evidence.catalogue, evidence.before.machine, library, system
+        "boot-full", expected, evidence.catalogue, evidence.before.machine, library, system, now[0]
     )
     assert [gpu.fabric_state for gpu in settled.gpus] == ["completed"] * 8
     assert slept == [2, 2]
     looks[:] = [waiting]
     began = now[0]
     never_ready = command._settled(
-        "boot-full", expected, evidence.catalogue, evidence.before.machine, library, system
+        "boot-full", expected, evidence.catalogue, evidence.before.machine, library, system, now[0]
     )
     assert {gpu.fabric_state for gpu in never_ready.gpus} == {"in-progress"}
     wait = expected.settings.fabric_wait_seconds

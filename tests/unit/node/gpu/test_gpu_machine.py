@@ -1,4 +1,4 @@
-"""What the node reports about its GPUs, from trees like those of the kernel and the packages."""
+"""The node's report about its GPUs, from trees like those of the kernel and the packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from image_builder.node import sysfs
 from image_builder.node.gpu import machine
 from image_builder.node.gpu.machine import Places
 from image_builder.node.gpu.model import PciGpu
-from tests.unit.node.gpu.recordings import places as below
+from tests.support.gpu_stand_in.recordings import places as below
 
 # As published.
 OPEN = (
@@ -120,7 +120,7 @@ kind: nvidia.com/gpu
 def test_cdi(places: Places) -> None:
     put(places.cdi[0] / "nvidia.yaml", YAML)
     assert machine.cdi_gpus(places.cdi) == 2
-    named = {"devices": [{"name": "0"}, {"name": "1"}, {"name": "2"}, {"name": "all"}]}
+    named = {"devices": [{"name": "0"}, {"name": "1"}, {"name": "2"}, {"name": "3:0"}, {"name": "all"}]}
     put(places.cdi[0] / "nvidia.json", json.dumps(named, indent=1))
     assert machine.cdi_gpus(places.cdi) == 3
 
@@ -167,6 +167,13 @@ def test_the_platform_is_asked_once_a_boot(places: Places) -> None:
     put(places.proc / "sys/kernel/random/boot_id", "another\n")
     machine.look(places, "", ask)
     assert len(requests) == 2
+
+
+def test_a_second_look_by_the_size_of_the_first_loses_nothing(places: Places) -> None:
+    first = machine.look(places, "", lambda: {"vmSize": "Standard_NC6s_v3", "vmId": "id", "zone": "2"})
+    assert machine.look(places, first.vm_size, never) == first
+    other = machine.look(places, "Standard_NC12s_v3", never)
+    assert (other.vm_size, other.vm_size_from) == ("Standard_NC12s_v3", "configuration")
 
 
 @pytest.mark.parametrize("error", [OSError("unreachable"), ValueError("no JSON")])

@@ -15,8 +15,8 @@ from image_builder.node.gpu import nvml, readings
 from image_builder.node.gpu.model import Gpu, Process
 from image_builder.node.gpu.rules import active
 from tests.data.gpu.layout import STRUCTURES, layout
-from tests.unit.node.gpu.answering import VENDOR, Answering, Node
-from tests.unit.node.gpu.recordings import DATA, recorded
+from tests.support.gpu_stand_in.libnvidia_ml import VENDOR, Answering, Node
+from tests.support.gpu_stand_in.recordings import DATA, recorded
 
 RECORDINGS = sorted(path.stem for path in DATA.glob("*.json") if path.stem != "nvml-layout")
 
@@ -59,7 +59,6 @@ def test_constants_are_the_vendors() -> None:
         "nvmlEccSramErrorStatus_v1": nvml.versioned(nvml.SramStatus, 1).version,
         "nvmlGpuFabricInfo_v2": nvml.versioned(nvml.FabricInfo, 2).version,
         "nvmlMarginTemperature_v1": nvml.versioned(nvml.MarginTemperature, 1).version,
-        "nvmlUnrepairableMemory_v1": nvml.versioned(nvml.UnrepairableMemory, 1).version,
     }
     constants = VENDOR["constants"]
     assert {name: constants[name] for name in ours} == ours

@@ -1,4 +1,4 @@
-"""What a finding may do to a node: the same one on many GPUs condemns none of them; untried numbers only warn."""
+"""The effect of a finding on a node: the same one on many GPUs condemns none of them; untried numbers only warn."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from image_builder.node.gpu.smoke import bandwidth, known_answer, memory, progra
 from image_builder.node.gpu.smoke.command import idle_reason
 from image_builder.node.gpu.smoke.known_answer import Wrong
 from image_builder.node.gpu.smoke.memory import Chunk, Memory, Tally
-from tests.unit.node.gpu.broken import CASES, XID_79
-from tests.unit.node.gpu.recordings import (
+from tests.support.gpu_stand_in import libcuda
+from tests.support.gpu_stand_in.recordings import (
     Change,
     gpu,
     library,
@@ -32,7 +32,7 @@ from tests.unit.node.gpu.recordings import (
     worker,
     xid,
 )
-from tests.unit.node.gpu.smoke import library as cuda
+from tests.unit.node.gpu.broken import CASES, XID_79
 
 ALL = range(8)
 UUID = "GPU-12345678-9abc-def0-1234-56789abcdef0"
@@ -73,7 +73,7 @@ def uncompared(gpu: int, bits: int) -> str:
 
 
 def _memory(gpu: int, tally: Tally) -> str:
-    device, _ = cuda.device(cuda.Gpu(UUID, sms=1))
+    device, _ = libcuda.device(libcuda.Gpu(UUID, sms=1))
     chunk = Chunk(0x7F00_0000_0000 + (gpu << 30), TESTED_WORDS * memory.WORD, 0)
     return memory.complaint(Memory(device, 5), chunk, tally)
 
@@ -81,12 +81,12 @@ def _memory(gpu: int, tally: Tally) -> str:
 def unnoticed(gpu: int, bits: int) -> str:
     """Return the complaint when bits flipped on purpose are counted wrongly."""
 
-    def miscount(_gpu: cuda.Gpu, kernel: str, arguments: Sequence[int]) -> None:
+    def miscount(_gpu: libcuda.Gpu, kernel: str, arguments: Sequence[int]) -> None:
         if kernel == "mem_verify":
             block, at = fake.memory.place(arguments[6], 32)
             block[at : at + 32] = struct.pack("<4Q", 128, bits, 0, 0)
 
-    device, fake = cuda.device(cuda.Gpu(UUID, sms=1, after_launch=miscount))
+    device, fake = libcuda.device(libcuda.Gpu(UUID, sms=1, after_launch=miscount))
     device.allocate(1024 * (gpu + 1))
     return memory.notices(Memory(device, 5), Chunk(device.allocate(1024), 1024, 0))
 
@@ -175,13 +175,18 @@ def test_a_signal_that_ends_several_workers_is_our_own() -> None:
     assert outcome(ended([1], "crashed: signal 11")(node("H100"))).action == "replace"
 
 
-@pytest.mark.parametrize(("model", "numbers"), [("H100", ALL), ("T4", [0])])
-def test_all_workers_late_are_a_busy_machine(model: str, numbers: Sequence[int]) -> None:
-    late = ended(numbers, "killed: deadline")(node(model))
-    silent = together(*(worker(n, measurements=()) for n in numbers))(late)
+def test_all_workers_late_are_a_busy_machine() -> None:
+    late = ended(ALL, "killed: deadline")(node("H100"))
+    silent = together(*(worker(n, measurements=()) for n in ALL))(late)
     result = outcome(silent)
     assert (result.exit_code, result.action) == (3, "none")
     assert {row.code for row in judge(silent) if row.id == "worker"} == {"worker.common"}
+
+
+def test_a_lone_worker_that_is_late_gets_a_reboot() -> None:
+    """Its GPU may hang, or the machine may have been busy: there is no other worker to tell them apart."""
+    result = outcome(worker(0, ended="killed: deadline", measurements=())(node("T4")))
+    assert (result.exit_code, result.action, result.code) == (2, "reboot", "worker.late")
 
 
 def test_some_workers_late_are_their_gpus() -> None:
@@ -259,11 +264,14 @@ def test_a_floor_of_the_pools_own_counts() -> None:
 
 def test_a_pool_with_mig_passes_without_a_load() -> None:
     whole = node("A100", settings=Settings(mode="enforce", mig="enabled"))
-    mig = together(*(gpu(n, mig_current=True, mig_pending=True) for n in ALL))(whole)
+    # A CDI spec names the parts only ("0:0"), and none before they are made.
+    mig = together(machine(cdi_gpus=0), *(gpu(n, mig_current=True, mig_pending=True) for n in ALL))(whole)
     idle = replace(mig, after=None, samples=(), workers=(), began_us=None, idle_by_policy=True)
     idle = replace(idle, idle_why=idle_reason(idle))
     assert idle.idle_why
     assert outcome(idle).exit_code == 0
+    # In MIG mode, an A100's links are off.
+    assert outcome(together(*(gpu(n, nvlinks=(False,) * 12) for n in ALL))(idle)).exit_code == 0
     # Checks that need no load are still made.
     assert outcome(gpu(4, remap_failure=True)(idle)).action == "replace"
     assert outcome(gpu(4, mig_current=False)(idle)).action == "config"

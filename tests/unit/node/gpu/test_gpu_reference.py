@@ -40,8 +40,9 @@ TIERS = """\
 | `boot-full`, `periodic` | 330 s | 95 % |
 
 Every run draws a new seed and records it in the document; `--seed` repeats a run. A driver call may never return: the
-command gives up after the tier's time limit plus one minute for the platform's metadata, the longer of the waits for
-the NVLink fabric and for InfiniBand, and 90 s.
+command gives up after the tier's time limit plus one minute for the platform's metadata, the longest of the waits for
+the GPUs (60 s to appear on the PCI bus and get their driver), for the NVLink fabric and for InfiniBand, and 90 s. All
+waits are counted from the same moment.
 """
 SETTINGS = """\
 ## Settings
@@ -60,7 +61,7 @@ The settings are in `/etc/node-agent/gpu.json`. Every key has a default; unknown
 Checks of answers, memory, ECC, Xids and GPUs can't be waived |
 | `own_processes` | `["nvidia-persistenced"]` | processes that may use a GPU before the test |
 | `fabric_wait_seconds` | 180 | how long the NVLink fabric may take to come up |
-| `infiniband_wait_seconds` | 120 | how long all InfiniBand ports may take to come up, counted from the same moment |
+| `infiniband_wait_seconds` | 120 | how long all InfiniBand ports may take to come up |
 | `mode` | `observe` | `enforce`: the load's results gate the node without a calibration; floors still only warn |
 | `calibrations` | `[]` | records of healthy machines that passed: `size`, `driver`, `agent` (`tool_version`), `from` |
 
@@ -72,8 +73,8 @@ only warns.
 
 If two or more GPUs give the same wrong answer, if one check's answers are wrong on every GPU of several, or if a signal
 ends two or more workers, the test is more likely at fault than the GPUs. `answer.common` and `worker.common` are
-therefore inconclusive (exit 3) with the action `reimage`, never `replace`. If all workers are late, the result is
-inconclusive too, without an action: the machine may be busy.
+therefore inconclusive (exit 3) with the action `reimage`, never `replace`. If all of several workers are late, the
+result is inconclusive too, without an action: the machine may be busy. A lone worker that is late gets a reboot first.
 """
 FOOT = """\
 ## Limitations
@@ -179,7 +180,8 @@ def classes() -> Iterator[str]:
     yield f"## Xids\n\nTable version {catalogue.version}, from NVIDIA's catalogue (`image_builder/node/gpu/xids.json`)."
     yield "The test reads only the Xids of the current boot, from the journal. An Xid that isn't listed is `UNKNOWN`."
     yield "`unsettled` is inconclusive unless there is also a wrong answer or a dead worker: the test's own program may"
-    yield "have caused the Xid. NVSwitch SXids count only if the driver itself calls them fatal.\n"
+    yield "have caused the Xid. NVSwitch SXids count only if the driver itself calls them fatal, and Xid 154 only if"
+    yield "the recovery action changed to another than none.\n"
     yield "| class | Xids | before the test | during the test | action |\n|---|---|---|---|---|"
     for xid_class in catalogue.classes.values():
         numbers = sorted(catalogue.xids.get(xid_class.name, ()))

@@ -23,10 +23,12 @@ from image_builder.node.gpu.settings import Settings
 from image_builder.node.gpu.smoke.command import expectation
 from image_builder.node.gpu.xids import parse_message
 from image_builder.node.health import gpu as health
-from tests.unit.node.gpu.recordings import CATALOGUE, DATA, node, recorded
+from tests.support.gpu_stand_in.recordings import CATALOGUE, DATA, node, recorded
 
 RECORDING = "h200-580.159.04"
 _NAMELESS = "GPU-00000000-0000-0000-0000-000000000000"
+# Recorded with NVIDIA's Python binding's structure, 8 bytes and a version. The driver wrote over that version.
+_UNREPAIRABLE = "nvmlDeviceGetUnrepairableMemoryFlag_v1"
 _SILENT = ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetSerial")  # answered, but not recorded
 
 
@@ -59,7 +61,7 @@ class Replayed:
         for output in record.get("out", {}).values():
             target = getattr(arguments[output["at"]], "_obj", arguments[output["at"]])
             data = bytes.fromhex(output["bytes"])
-            assert is_text or len(data) == sizeof(target), name
+            assert is_text or len(data) == sizeof(target) or name == _UNREPAIRABLE, name
             memmove(addressof(target), data, min(len(data), sizeof(target)))
         return int(record["code"])
 
@@ -81,6 +83,15 @@ def test_the_bytes_become_what_was_read_on_the_machine() -> None:
     expected, driver = recorded(RECORDING)
     assert (result.error, result.driver, result.count, dict(result.lost)) == ("", driver, 1, {})
     assert replace(result.gpus[0], serial=None) == expected
+
+
+def test_unrepairable_memory_is_where_the_driver_writes_it() -> None:
+    library = Replayed()
+    output = library.records[_UNREPAIRABLE, ()]["out"]["value"]
+    assert output["value"]["version"] == 0, "a driver that leaves the version as it was sent"
+    for written, is_unrepairable in (("0000000000000000", False), ("0100000000000000", True)):
+        output["bytes"] = written
+        assert readings.look(nvml.Library(library)).gpus[0].unrepairable_memory is is_unrepairable
 
 
 def test_what_this_gpu_does_not_answer_is_not_supported_and_nothing_else() -> None:

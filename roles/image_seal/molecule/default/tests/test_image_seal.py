@@ -1,4 +1,4 @@
-"""What is left after the role ran."""
+"""The state that the role leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the role leaves on a node, with its defaults but for the version and the source."""
+"""The role's results on a node, with its defaults except for the version and the source."""
 
 from __future__ import annotations
 

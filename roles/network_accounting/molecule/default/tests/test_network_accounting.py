@@ -18,9 +18,9 @@ def test_rules_are_made(host: Host) -> None:
     rules = isolated(host, f"{START}; {LIST}")
     comment = '-m comment --comment "iptables-exporter node traffic='
     for rule in (
-        "-A INPUT -j traffic-in",
+        "-A INPUT ! -i lo -j traffic-in",
         "-A FORWARD -j traffic-in",
-        "-A OUTPUT -j traffic-out",
+        "-A OUTPUT ! -o lo -j traffic-out",
         "-A FORWARD -j traffic-out",
         f'-A traffic-in -s 10.0.0.0/8 {comment}internal-in" -j RETURN',
         f'-A traffic-in {comment}internet-in" -j RETURN',
@@ -31,16 +31,26 @@ def test_rules_are_made(host: Host) -> None:
 
 
 def test_packets_are_counted_and_pass(host: Host) -> None:
-    send = "ip link set lo up; ping -c 2 -q 127.0.0.1"
-    rules = isolated(host, f"{START}; {send} >&2; {LIST} --verbose")
+    link = (
+        "ip link add net0 type veth peer name net1; ip address add 192.0.2.1/24 dev net0; ip link set net0 up"
+    )
+    send = f"{link}; ip link set net1 up; ping -c 1 -W 1 -q 192.0.2.2 || true"  # nobody answers
+    rules = isolated(host, f"{START}; ({send}) >&2; {LIST} --verbose")
     internet = [rule for rule in rules if "traffic=internet-out" in rule]
     assert len(internet) == 1 and " -c 0 0" not in internet[0]
+
+
+def test_what_stays_on_the_host_is_not_counted(host: Host) -> None:
+    send = "ip link set lo up; ping -c 2 -q 127.0.0.1"
+    rules = isolated(host, f"{START}; {send} >&2; {LIST} --verbose")
+    counters = [rule for rule in rules if "traffic=" in rule]
+    assert len(counters) == 4 and all(" -c 0 0" in rule for rule in counters), counters
 
 
 def test_restart_leaves_each_rule_once_and_others_alone(host: Host) -> None:
     other = "iptables --table mangle --append OUTPUT --jump ACCEPT"
     rules = isolated(host, f"{other}; {START}; {STOP}; {START}; {LIST}")
     assert rules.count("-A OUTPUT -j ACCEPT") == 1
-    assert rules.count("-A INPUT -j traffic-in") == 1
+    assert rules.count("-A INPUT ! -i lo -j traffic-in") == 1
     rules = isolated(host, f"{other}; {START}; {STOP}; {LIST}")
     assert [rule for rule in rules if not rule.startswith("-P")] == ["-A OUTPUT -j ACCEPT"]

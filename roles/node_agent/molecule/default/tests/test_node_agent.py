@@ -1,4 +1,4 @@
-"""What the role does to a host, seen by the program itself."""
+"""The role's effect on a host, seen by the program itself."""
 
 from __future__ import annotations
 

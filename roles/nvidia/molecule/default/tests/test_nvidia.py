@@ -1,4 +1,4 @@
-"""What the role left in the sandbox that it was applied to: Debian's driver, the container toolkit, and no GPU."""
+"""The role's results in the sandbox that it was applied to: Debian's driver, the container toolkit, and no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the role did to the sandbox that it was applied to: nothing."""
+"""The role's effect on the sandbox that it was applied to: none."""
 
 from __future__ import annotations
 

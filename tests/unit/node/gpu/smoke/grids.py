@@ -9,7 +9,7 @@ from pathlib import Path
 
 from image_builder.node.gpu.smoke import reference
 from image_builder.node.gpu.smoke.reference import Case
-from tests.unit.node.gpu.smoke import ptx
+from tests.support.gpu_stand_in import ptx
 
 KERNELS = Path(reference.__file__).with_name("kernels")
 

@@ -14,8 +14,8 @@ import pytest
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import Measurement
 from image_builder.node.gpu.smoke import bandwidth
-from tests.unit.node.gpu.smoke import library
-from tests.unit.node.gpu.smoke.library import KIB, Gpu
+from tests.support.gpu_stand_in import libcuda
+from tests.support.gpu_stand_in.libcuda import KIB, Gpu
 
 UUID = "GPU-12345678-9abc-def0-1234-56789abcdef0"
 
@@ -65,7 +65,7 @@ def test_no_place_for_the_lock_is_no_finding(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.parametrize("copy", [bandwidth.to_device, bandwidth.to_host])
 def test_each_timed_copy_is_in_its_turn(copy: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, _ = library.device(Gpu(UUID, sms=1, bytes=64 * KIB))
+    device, _ = libcuda.device(Gpu(UUID, sms=1, bytes=64 * KIB))
     has_turn = [False]
     timed: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""What a worker's ending and output result in: every way to go wrong is named, and none is a pass."""
+"""The result of a worker's ending and output: every way to go wrong is named, and none is a pass."""
 
 from __future__ import annotations
 

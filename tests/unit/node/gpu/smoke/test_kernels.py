@@ -10,7 +10,8 @@ import pytest
 
 from image_builder.node.gpu.smoke import reference, tensor
 from image_builder.node.gpu.smoke.reference import ALL, Case
-from tests.unit.node.gpu.smoke import grids, ptx
+from tests.support.gpu_stand_in import ptx
+from tests.unit.node.gpu.smoke import grids
 
 ALL_CASES = (*reference.CASES, *tensor.cases((9, 0)), *tensor.cases((7, 5)))
 # A warp with mma costs the interpreter milliseconds per step.

@@ -11,8 +11,8 @@ import pytest
 from image_builder.node.gpu.smoke import cuda, known_answer, reference, tensor
 from image_builder.node.gpu.smoke.known_answer import compare
 from image_builder.node.gpu.smoke.reference import LANES, RECORD, Case
-from tests.unit.node.gpu.smoke import library
-from tests.unit.node.gpu.smoke.library import Gpu
+from tests.support.gpu_stand_in import libcuda
+from tests.support.gpu_stand_in.libcuda import Gpu
 
 UUID = "GPU-12345678-9abc-def0-1234-56789abcdef0"
 QUICK = tuple(replace(case, steps=2, rounds=2) for case in reference.CASES)
@@ -75,7 +75,7 @@ def test_records_that_are_too_few_are_an_error() -> None:
 
 
 def _measure(gpu: Gpu, case: Case) -> tuple[str, float | None, str, int]:
-    device, fake = library.device(gpu)
+    device, fake = libcuda.device(gpu)
     measured, sms = known_answer.measure(device, case.id, [case], [3], 0)
     assert fake.raised == [] and gpu.allocated == {}
     assert measured.gpu == UUID and measured.unit == "mismatches"
@@ -96,7 +96,7 @@ def test_one_bit_flipped_in_a_result_fails_and_names_sm_and_lane(case: Case) -> 
         block[at + (3 * LANES + 100) * RECORD.size + 2] ^= 1 << 6
 
     gpu = Gpu(UUID, after_launch=flip)
-    device, fake = library.device(gpu)
+    device, fake = libcuda.device(gpu)
     measured, _ = known_answer.measure(device, case.id, [case], [3], 0)
     assert (measured.status, measured.measured) == ("failed", 1.0)
     assert "1 threads wrong, on SM 1; SM 1, block 3, warp 3, lane 4: expected" in measured.detail
@@ -105,7 +105,7 @@ def test_one_bit_flipped_in_a_result_fails_and_names_sm_and_lane(case: Case) -> 
 
 @pytest.mark.parametrize("case", [*QUICK, *TENSOR], ids=lambda case: case.kernel)
 def test_a_gpu_that_computes_from_a_flipped_operand_fails(case: Case) -> None:
-    device, _ = library.device(Gpu(UUID))
+    device, _ = libcuda.device(Gpu(UUID))
 
     def spoil(case: Case, operands: bytes) -> bytes:
         changed = bytearray(operands)
@@ -132,7 +132,7 @@ def test_a_device_that_compares_nothing_fails() -> None:
         for start in range(at, len(block), RECORD.size):
             block[start + 8 : start + RECORD.size] = struct.pack("<QII", 0, 0, reference.NONE)
 
-    device, fake = library.device(Gpu(UUID, after_launch=blind))
+    device, fake = libcuda.device(Gpu(UUID, after_launch=blind))
     measured, sms = known_answer.measure(device, "kat.int", QUICK[:1], [3], 0)
     assert (measured.status, sms) == ("failed", 0)
     assert measured.detail == "kat_int: 0 threads noticed a wrong expectation for thread 3 of 2 blocks"
@@ -141,12 +141,12 @@ def test_a_device_that_compares_nothing_fails() -> None:
 def test_a_launch_that_does_nothing_fails() -> None:
     """What the previous launch left must not count."""
 
-    class Idle(library.Library):
+    class Idle(libcuda.Library):
         def _cuLaunchKernel(self, function: int, *more: int) -> None:  # noqa: N802
             if self.gpu.launches < 2:
                 super()._cuLaunchKernel(function, *more)
 
-    device = cuda.Device(library.Driver(Gpu(UUID), kind=Idle), 0)
+    device = cuda.Device(libcuda.Driver(Gpu(UUID), kind=Idle), 0)
     with known_answer.prepared(device, QUICK[0], 3, 2) as run:
         comparisons = []
         for _ in range(3):
@@ -157,7 +157,7 @@ def test_a_launch_that_does_nothing_fails() -> None:
 
 
 def test_a_generation_without_a_kernel_is_an_error() -> None:
-    device, _ = library.device(Gpu(UUID, capability=(6, 0)))
+    device, _ = libcuda.device(Gpu(UUID, capability=(6, 0)))
     measured, sms = known_answer.measure(device, "kat.mma", (), [3], 0)
     assert (measured.status, measured.measured, sms) == ("error", None, 0)
     assert measured.detail == "compute capability (6, 0) has no kernel"
@@ -165,14 +165,14 @@ def test_a_generation_without_a_kernel_is_an_error() -> None:
 
 def test_every_seed_and_case_is_tried() -> None:
     gpu = Gpu(UUID)
-    device, _ = library.device(gpu)
+    device, _ = libcuda.device(gpu)
     small = [replace(case, steps=1, rounds=1) for case in (QUICK[0], QUICK[3])]
     known_answer.measure(device, "kat.int", small, [3, 4, 5], 0)
     assert gpu.launches == 2 * 3 * 2  # for each, the wrong expectation and the test itself
 
 
 def test_the_rate_counts_every_product_and_compares() -> None:
-    device, fake = library.device(Gpu(UUID))
+    device, fake = libcuda.device(Gpu(UUID))
     measurement = known_answer.rate(device, TENSOR[0], 3, 0, warm=0)
     # 16 blocks of 8 warps, one step and round of four times four 8x8x4 products, in the fake's millisecond
     assert measurement.measured == round(16 * 8 * 4 * 4 * 8 * 8 * 4 * 2 / 1e-3 / 1e12, 2)

@@ -11,8 +11,8 @@ import pytest
 from image_builder.node.gpu.model import Measurement
 from image_builder.node.gpu.smoke import bandwidth, cuda, memory, reference
 from image_builder.node.gpu.smoke.memory import Chunk
-from tests.unit.node.gpu.smoke import library
-from tests.unit.node.gpu.smoke.library import KIB, Gpu
+from tests.support.gpu_stand_in import libcuda
+from tests.support.gpu_stand_in.libcuda import KIB, Gpu
 
 UUID = "GPU-12345678-9abc-def0-1234-56789abcdef0"
 CHUNK, UNIT = 4 * KIB, KIB
@@ -32,7 +32,7 @@ def _measure(device: cuda.Device, fraction: float = 0.95, *, corrupt: bool = Fal
 
 def test_memory_that_is_well_passes_and_tells_how_much_of_it() -> None:
     gpu = Gpu(UUID, sms=1, bytes=SMALL)
-    device, fake = library.device(gpu)
+    device, fake = libcuda.device(gpu)
     tested = _measure(device)
     assert (tested.measurement.status, tested.measurement.measured) == ("done", 0.0)
     assert (tested.free, tested.tested) == (SMALL, 19 * KIB)
@@ -40,7 +40,7 @@ def test_memory_that_is_well_passes_and_tells_how_much_of_it() -> None:
 
 
 def test_a_part_of_memory_is_chosen_at_random_and_is_enough() -> None:
-    device, _ = library.device(Gpu(UUID, sms=1, bytes=SMALL))
+    device, _ = libcuda.device(Gpu(UUID, sms=1, bytes=SMALL))
     assert _measure(device, 0.25).tested >= 0.25 * SMALL
     chunks = [Chunk(0x1000 * n, 100, 0) for n in range(100)]
     selections = [tuple(memory.chosen(chunks, 2450, seed)) for seed in range(20)]
@@ -59,7 +59,7 @@ def test_one_bit_that_changes_is_found_with_its_address(launch: int) -> None:
 
     places: list[int] = []
     gpu = Gpu(UUID, sms=1, bytes=SMALL, after_launch=decay)
-    device, fake = library.device(gpu)
+    device, fake = libcuda.device(gpu)
     measurement = _measure(device).measurement
     assert (measurement.status, measurement.measured, measurement.seed) == ("failed", 1.0, 5)
     assert f"1 wrong words, the first at {places[0]:#x} (byte " in measurement.detail
@@ -77,7 +77,7 @@ def test_a_line_of_the_address_that_is_stuck_shows() -> None:
             target, to = fake.memory.place(first, 64)
             target[to : to + 64] = block[at : at + 64]
 
-    device, fake = library.device(Gpu(UUID, sms=1, bytes=SMALL, after_launch=alias))
+    device, fake = libcuda.device(Gpu(UUID, sms=1, bytes=SMALL, after_launch=alias))
     measurement = _measure(device).measurement
     assert measurement.status == "failed" and measurement.measured == 8.0
     assert "bits 0x" in measurement.detail
@@ -91,7 +91,7 @@ def test_verification_that_finds_nothing_fails() -> None:
             block, at = fake.memory.place(arguments[6], 32)
             block[at + 8 : at + 32] = struct.pack("<3Q", 0, reference.ALL, 0)
 
-    device, fake = library.device(Gpu(UUID, sms=1, bytes=SMALL, after_launch=blind))
+    device, fake = libcuda.device(Gpu(UUID, sms=1, bytes=SMALL, after_launch=blind))
     measurement = _measure(device).measurement
     assert (
         measurement.status == "failed"
@@ -105,20 +105,20 @@ def test_words_that_were_not_compared_fail() -> None:
             block, at = fake.memory.place(arguments[6], 32)
             block[at : at + 8] = struct.pack("<Q", arguments[1] - 2)
 
-    device, fake = library.device(Gpu(UUID, sms=1, bytes=SMALL, after_launch=lazy))
+    device, fake = libcuda.device(Gpu(UUID, sms=1, bytes=SMALL, after_launch=lazy))
     measurement = _measure(device).measurement
     assert measurement.status == "failed" and "the GPU compared 510 of 512 words" in measurement.detail
 
 
 def test_memory_that_can_not_be_allocated_is_an_error_and_no_pass() -> None:
-    device, _ = library.device(Gpu(UUID, sms=1, bytes=SMALL, refuses={"cuMemAlloc_v2": 2}))
+    device, _ = libcuda.device(Gpu(UUID, sms=1, bytes=SMALL, refuses={"cuMemAlloc_v2": 2}))
     tested = _measure(device, 0.25)
     assert (tested.measurement.status, tested.measurement.measured, tested.tested) == ("error", None, 0)
     assert tested.measurement.detail == f"only 0 of {SMALL} free bytes could be allocated"
 
 
 def test_smaller_chunks_are_taken_where_a_big_one_is_refused() -> None:
-    device, fake = library.device(Gpu(UUID, sms=1, bytes=7 * KIB))
+    device, fake = libcuda.device(Gpu(UUID, sms=1, bytes=7 * KIB))
     chunks = memory.allocate(device, 7 * KIB, CHUNK, UNIT)
     assert [(chunk.size, chunk.start) for chunk in chunks] == [(4096, 0), (3072, 512)]
     fake.gpus[0].bytes = 12 * KIB  # 5 KiB are left
@@ -127,7 +127,7 @@ def test_smaller_chunks_are_taken_where_a_big_one_is_refused() -> None:
 
 
 def test_a_drill_of_memory_is_caught() -> None:
-    device, _ = library.device(Gpu(UUID, sms=1, bytes=SMALL))
+    device, _ = libcuda.device(Gpu(UUID, sms=1, bytes=SMALL))
     measurement = _measure(device, corrupt=True).measurement
     assert (measurement.status, measurement.measured) == ("failed", 1.0)
 
@@ -144,7 +144,7 @@ LINK: dict[str, Any] = {"size": 4 * KIB, "tile": 128}
 )
 def test_a_copy_is_timed_and_compared(copy: Copy, sizes: dict[str, int], kernel_bytes: int) -> None:
     gpu = Gpu(UUID, sms=1)
-    device, fake = library.device(gpu)
+    device, fake = libcuda.device(gpu)
     measurement = copy(device, 3, 2, **sizes)
     assert (measurement.status, measurement.unit) == ("done", "GB/s")
     assert measurement.measured == round(
@@ -158,14 +158,14 @@ def test_a_copy_is_timed_and_compared(copy: Copy, sizes: dict[str, int], kernel_
 
 
 def test_a_copy_that_never_happens_fails() -> None:
-    class Lazy(library.Library):
+    class Lazy(libcuda.Library):
         def _cuMemcpyHtoDAsync(self, to: int, source: int, size: int, stream: int) -> None:  # noqa: N802
             pass
 
         def _cuMemcpyDtoHAsync(self, to: int, source: int, size: int, stream: int) -> None:  # noqa: N802
             pass
 
-    device = cuda.Device(library.Driver(Gpu(UUID, sms=1), kind=Lazy), 0)
+    device = cuda.Device(libcuda.Driver(Gpu(UUID, sms=1), kind=Lazy), 0)
     assert bandwidth.to_device(device, 3, 1, **LINK).status == "failed"
     assert bandwidth.to_host(device, 3, 1, **LINK).status == "failed"
 
@@ -183,7 +183,7 @@ def test_each_bit_that_arrives_wrong_is_placed(bit: int) -> None:
 
 def test_peers_are_linked_ones_and_their_bytes_are_compared() -> None:
     others = [Gpu(UUID[:-1] + "1", sms=1, linked=False), Gpu(UUID[:-1] + "2", sms=1)]
-    driver = library.Driver(Gpu(UUID, sms=1), *others)
+    driver = libcuda.Driver(Gpu(UUID, sms=1), *others)
     devices = cuda.devices(driver)
     measurement = bandwidth.peer(devices[0], devices[1:], 3, 2, size=4 * KIB)
     assert (measurement.status, measurement.measured) == ("done", round(4 * KIB / 1e-3 / 1e9, 2))
@@ -194,11 +194,11 @@ def test_peers_are_linked_ones_and_their_bytes_are_compared() -> None:
 
 
 def test_bytes_that_change_on_the_link_fail() -> None:
-    class Noisy(library.Library):
+    class Noisy(libcuda.Library):
         def _cuMemcpyPeerAsync(self, to: int, _a: int, source: int, _b: int, size: int, stream: int) -> None:  # noqa: N802
             super()._cuMemcpyPeerAsync(to, _a, source, _b, size, stream)
             self.memory.write(to + 16, 8, self.memory.read(to + 16, 8) ^ 2)
 
-    devices = cuda.devices(library.Driver(Gpu(UUID, sms=1), Gpu(UUID[:-1] + "1", sms=1), kind=Noisy))
+    devices = cuda.devices(libcuda.Driver(Gpu(UUID, sms=1), Gpu(UUID[:-1] + "1", sms=1), kind=Noisy))
     measurement = bandwidth.peer(devices[0], devices[1:], 3, 1, size=4 * KIB)
     assert measurement.status == "failed" and "1 wrong words" in measurement.detail

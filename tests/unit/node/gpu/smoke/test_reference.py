@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from image_builder.node.gpu.smoke import reference, tensor
 from image_builder.node.gpu.smoke.reference import ALL, LANES
-from tests.unit.node.gpu.smoke import fragments, ptx
+from tests.support.gpu_stand_in import fragments, ptx
 
 LOW = 2**32 - 1
 

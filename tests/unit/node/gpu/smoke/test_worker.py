@@ -11,8 +11,8 @@ from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import Measurement, Worker
 from image_builder.node.gpu.smoke import bandwidth, cuda, fleet, memory, reference, tensor, worker
 from image_builder.node.gpu.smoke.reference import Case
-from tests.unit.node.gpu.smoke import library
-from tests.unit.node.gpu.smoke.library import ECC, KIB, Gpu
+from tests.support.gpu_stand_in import libcuda
+from tests.support.gpu_stand_in.libcuda import ECC, KIB, Gpu
 
 UUID = "GPU-12345678-9abc-def0-1234-56789abcdef0"
 PEER = "GPU-12345678-9abc-def0-1234-56789abcdef1"
@@ -68,7 +68,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def _run(
     capsys: pytest.CaptureFixture[str], *gpus: Gpu, peers: tuple[str, ...] = (), drill: str = ""
 ) -> Worker:
-    driver = library.Driver(*gpus)
+    driver = libcuda.Driver(*gpus)
     assert worker.run(UUID, "boot-quick", 4, peers=peers, drill=drill, driver=driver) == 0
     output = capsys.readouterr().out
     return fleet.judge(UUID, output.encode(), b"", fleet.Ended(0))
@@ -142,9 +142,9 @@ def test_links_to_peers_are_all_that_is_tried_with_peers(capsys: pytest.CaptureF
 
 def test_another_gpu_than_the_one_asked_for_is_refused() -> None:
     with pytest.raises(NodeError, match=f"CUDA shows {PEER}, not {UUID}"):
-        worker.run(UUID, "boot-quick", 1, driver=library.Driver(Gpu(PEER)))
+        worker.run(UUID, "boot-quick", 1, driver=libcuda.Driver(Gpu(PEER)))
     with pytest.raises(NodeError, match="CUDA shows no GPU, not"):
-        worker.run(UUID, "boot-quick", 1, driver=library.Driver())
+        worker.run(UUID, "boot-quick", 1, driver=libcuda.Driver())
 
 
 def test_an_unknown_tier_or_drill_is_refused() -> None:
@@ -162,7 +162,7 @@ def test_a_node_without_the_driver_says_so() -> None:
 
 def test_what_the_compiler_says_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "text_of", lambda _: b".visible .entry broken {}\0")
-    device, _ = library.device(Gpu(UUID))
+    device, _ = libcuda.device(Gpu(UUID))
     with pytest.raises(cuda.CudaError) as caught:
         device.kernel("base", "kat_int")
     assert caught.value.name == "CUDA_ERROR_INVALID_PTX"

@@ -8,7 +8,7 @@ from typing import Any
 
 from image_builder.node.gpu import nvml, readings
 from image_builder.node.gpu.model import Gpu
-from tests.unit.node.gpu.recordings import DATA
+from tests.support.gpu_stand_in.recordings import DATA
 
 VENDOR = json.loads((DATA / "nvml-layout.json").read_text(encoding="utf-8"))
 
@@ -130,7 +130,7 @@ class Answering:
         return nvml.NOT_SUPPORTED if self.gpu.temperature_margin_c is None else 0
 
     def _UnrepairableMemoryFlag_v1(self, out: list[Any]) -> int:  # noqa: N802
-        out[0].unrepairableMemory = bool(self.gpu.unrepairable_memory)
+        out[0].bUnrepairableMemory = bool(self.gpu.unrepairable_memory)
         return nvml.NOT_SUPPORTED if self.gpu.unrepairable_memory is None else 0
 
     def _UtilizationRates(self, out: list[Any]) -> int:  # noqa: N802

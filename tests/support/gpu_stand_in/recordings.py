@@ -34,7 +34,7 @@ from image_builder.node.gpu.sizes import Size
 from image_builder.node.gpu.smoke.command import expectation
 from image_builder.node.sysfs import Port
 
-DATA = Path(__file__).resolve().parents[3] / "data/gpu"
+DATA = Path(__file__).resolve().parents[2] / "data/gpu"
 BOOT = "0b2ce45c-8c3c-4d2f-8f6f-5a0d6a3f4f11"
 BEGAN_US = 60_000_000
 CATALOGUE = xids.load()

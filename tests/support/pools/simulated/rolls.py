@@ -22,7 +22,7 @@ from image_builder.pool.run.gates import Reading
 from image_builder.pool.run.progress import apply, begin
 from image_builder.pool.run.records import Emptied, Opened, Record
 from image_builder.pool.run.state import Progress
-from tests.unit.pool.simulation import START, make
+from tests.support.pools.simulated.rollouts import START, make
 
 OLD, NEW = "old", "new"
 BUSY = "pod train-0 of Job train"

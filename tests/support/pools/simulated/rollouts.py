@@ -111,6 +111,11 @@ class Faults:
         return "well"
 
 
+# With 2.5 % failing, a budget of 2 % would stop the run, as it should.
+WIDE = Policy(wave_budget="7%", budget="5%")
+BAD_DAY = Faults(failures=0.02, hangs=0.005, token_gap=15.0, throttled=[(3000, 3200)])
+
+
 @dataclass
 class World:
     """The fleet. What happened to it is recorded here as the hosts know it, not as the driver thinks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tests.unit.node.gpu.smoke import fragments
+from tests.support.gpu_stand_in import fragments
 
 BITS = {"pred": 1, "b32": 32, "u32": 32, "s32": 32, "f32": 32, "b64": 64, "u64": 64, "f64": 64}
 # The supported forms of each instruction; anything else is an error.

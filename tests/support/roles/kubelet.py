@@ -31,11 +31,11 @@ PROVIDER = {
     "sha256": "cd" * 32,
 }
 TAINT = {"key": "gpu", "value": "h100", "effect": "NoSchedule"}
-# Options that not every known version has, by the first minor version that does.
+# Options that not every known version has, by the first minor version that does without a feature gate.
 _NEWER = {
     "kubelet_image_credential_providers": 24,
-    "kubelet_image_credentials_allowlist": 33,
-    "kubelet_image_credentials_policy": 33,
+    "kubelet_image_credentials_allowlist": 35,
+    "kubelet_image_credentials_policy": 35,
     "kubelet_image_maximum_gc_age": 29,
     "kubelet_seccomp_default": 25,
 }

@@ -15,8 +15,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from tests.unit.node.gpu.smoke import fragments
-from tests.unit.node.gpu.smoke.ptx_text import BITS, Instruction, Kernel, PtxError, parse
+from tests.support.gpu_stand_in import fragments
+from tests.support.gpu_stand_in.ptx_text import BITS, Instruction, Kernel, PtxError, parse
 
 __all__ = ["Kernel", "Memory", "PtxError", "from_float", "fused", "launch", "parse", "rounded", "to_float"]
 

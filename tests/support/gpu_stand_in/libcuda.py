@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from image_builder.node.gpu.smoke import cuda, reference
-from tests.unit.node.gpu.smoke import ptx
+from tests.support.gpu_stand_in import ptx
 
 OUT_OF_MEMORY, INVALID_PTX, ILLEGAL_ADDRESS, ECC = 2, 218, 700, 214
 _NAMES = {

@@ -11,8 +11,8 @@ from image_builder.pool.plan.policy import Policy
 from image_builder.pool.run.progress import replay
 from image_builder.pool.run.records import Began, Intent, Opened, Passed, Record, Result
 from image_builder.pool.run.state import Progress
-from tests.unit.pool import rolls
-from tests.unit.pool.simulation import START, Faults, make, make_hosts, simulate
+from tests.support.pools.simulated import rolls
+from tests.support.pools.simulated.rollouts import START, Faults, make, make_hosts, simulate
 
 # Each of them would take effect where it isn't escaped, or is escaped for the wrong context.
 HOSTILE = (

@@ -66,5 +66,6 @@ def manifest(files: dict[str, bytes], **changes: Any) -> Manifest:
 def write(folder: Path, files: dict[str, bytes]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     return folder

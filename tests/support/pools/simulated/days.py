@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from image_builder.pool.plan.model import OK, Host, Step, ended
 from image_builder.pool.run.driver import Event, Work
-from tests.unit.pool.rolls import BUSY, Fate, Node, World
+from tests.support.pools.simulated.rolls import BUSY, Fate, Node, World
 
 HOUR = 3600.0
 # Hours of a job, and how many of ten jobs take that long.

@@ -1,0 +1,114 @@
+"""Cleaning up after a roll whose driver and journal are lost, without a control plane."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from image_builder.drain import fence
+from image_builder.errors import PoolError
+from image_builder.node.net.kube import KubeError
+from image_builder.pool.salvage import Salvage, salvage
+from image_builder.pool.scale_set.client import Client
+from image_builder.pool.steps.control_plane import NODES
+from tests.support.arm.direct import Direct
+from tests.support.arm.fleet import DEFINITION, NEW, OLD, Fleet, fleet
+from tests.unit.drain.manifests import node_object
+from tests.unit.drain.test_drain_run import Server
+from tests.unit.pool.test_scale_set_target import hosts
+
+RUN = "roll-000000000000"
+
+
+class Cluster(Server):
+    """The nodes of a fleet, all with the run's cordon. ``status`` is that of a denial."""
+
+    def __init__(self, machines: Fleet, status: int = 422) -> None:
+        super().__init__()
+        self.status = status
+        for host in hosts(machines):
+            node = node_object({"a": "b"})
+            self.nodes[host.name] = {**node, "metadata": {**node["metadata"], "name": host.name}}
+            assert fence.send(self, host.name, fence.cordon(self.nodes[host.name], RUN, time.time())[1])
+
+    def request(self, method: str, path: str, body: Any = None, content_type: str = "") -> dict[str, Any]:
+        try:
+            return super().request(method, path, body, content_type)
+        except KubeError as error:
+            if error.status == 422:
+                raise KubeError(error.message, self.status) from error
+            raise
+
+    def each_page(
+        self, path: str, query: Mapping[str, str], take: Callable[[dict[str, Any]], None], limit: int = 500
+    ) -> None:
+        assert (path, query, limit) == (NODES, {}, 500)
+        for node in self.nodes.values():
+            take(node)
+
+    def cordoned(self) -> list[str]:
+        return [name for name, node in self.nodes.items() if fence.is_cordoned(node)]
+
+
+def _salvage(machines: Fleet, cluster: Cluster, version: str = NEW) -> Salvage:
+    """Clean up after a driver that is dead and had suspended a service."""
+    azure = Client(Direct(machines.arm))
+    azure.hold(machines.path, RUN, time.time() + 600)
+    azure.set_services(machines.path, ["AutomaticRepairs"], "Suspend")
+    return salvage(cluster, azure, hosts(machines), RUN, version, settle=0.0)
+
+
+@pytest.mark.parametrize("status", [422, 403])
+def test_a_host_whose_uncordoning_is_denied_keeps_nothing_else_from_being_freed(status: int) -> None:
+    machines = fleet(3)
+    cluster = Cluster(machines, status)
+    cluster.denied = {"gpu-0"}
+    done = _salvage(machines, cluster)
+    assert done.freed == ("gpu-1", "gpu-2") and cluster.cordoned() == ["gpu-0"]
+    assert done.remaining.keys() == {"gpu-0"} and "denied request" in done.remaining["gpu-0"]
+    assert done.released == (machines.path,)
+    assert set(machines.group.services.values()) == {"Running"} and not machines.group.content["tags"]
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["1.8.0", f"{NEW}/", DEFINITION, f"{DEFINITION}/versions/latest", f"{DEFINITION}/versions/1.80.0"],
+)
+def test_a_version_that_is_misspelled_is_refused_before_anything_is_changed(version: str) -> None:
+    machines = fleet(1)
+    machines.machine("0").version = NEW
+    cluster = Cluster(machines)
+    with pytest.raises(PoolError, match="version"):
+        _salvage(machines, cluster, version)
+    assert cluster.cordoned() == ["gpu-0"]
+    assert machines.group.services["AutomaticRepairs"] == "Suspended"
+
+
+@pytest.mark.parametrize("names", [NEW, OLD])
+def test_a_version_that_was_deleted_is_known_by_who_names_it(names: str) -> None:
+    machines = fleet(2)
+    machines.machine("0").version = NEW
+    machines.group.profile["storageProfile"]["imageReference"]["id"] = names
+    del machines.arm.resources[NEW.lower()]
+    cluster = Cluster(machines)
+    assert _salvage(machines, cluster, NEW.replace("galleries", "Galleries")).freed == ("gpu-1",)
+    assert cluster.cordoned() == ["gpu-0"]
+
+
+def test_a_host_whose_version_azure_does_not_tell_stays_cordoned() -> None:
+    machines = fleet(2)
+    machines.machine("0").version = f"{DEFINITION}/versions/"
+    done = _salvage(machines, Cluster(machines))
+    assert done.remaining == {"gpu-0": "its version is unknown"} and done.freed == ("gpu-1",)
+
+
+def test_an_api_server_that_is_away_ends_it_before_anything_is_released() -> None:
+    machines = fleet(1)
+    cluster = Cluster(machines, 503)
+    cluster.denied = {"gpu-0"}
+    with pytest.raises(KubeError):
+        _salvage(machines, cluster)
+    assert machines.group.services["AutomaticRepairs"] == "Suspended"
