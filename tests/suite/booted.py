@@ -53,10 +53,9 @@ def edited(path: str, expression: str) -> Edit:
 
 def await_port(port: int | str) -> str:
     """Return the command that waits up to two minutes until something listens on a TCP port."""
-    return (
-        f"for second in $(seq 120); do if ss -Hltn | grep -q :{port}; then break; fi; sleep 1; done; "
-        f"ss -Hltn | grep -q :{port}"
-    )
+    # The whole port: containerd streams on a random one, which may be 44312 while 443 is awaited.
+    listens = f"ss -Hltn sport = :{port} | grep -q ."
+    return f"for second in $(seq 120); do if {listens}; then break; fi; sleep 1; done; {listens}"
 
 
 ROOT_DEVICE = "$(findmnt --noheadings --output MAJ:MIN / | tr -d ' ')"
