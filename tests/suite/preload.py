@@ -303,6 +303,6 @@ record_booted(
     + "host=${ref%%/*}; port=${host#*:}; test $port != $host || port=443; echo 127.0.0.1 ${host%%:*} >> /etc/hosts; "
     "systemd-run --quiet --unit=mutation-registry python3 -m http.server $port; "
     # A connection made here tells a registry that doesn't answer from a check that doesn't see it.
-    + await_port("$port") + "; bash -c \"echo > /dev/tcp/${host%%:*}/$port\"",
+     + await_port("$port") + '; bash -c "echo > /dev/tcp/${host%%:*}/$port"',
     mend="sed -i '$d' /etc/hosts; systemctl stop mutation-registry.service",
 )
