@@ -34,6 +34,7 @@ from image_builder.text import columns, human_bytes, human_seconds
 if TYPE_CHECKING:
     from image_builder.gallery.artefact import Artefact
     from image_builder.gallery.azure import Service
+    from image_builder.gallery.disks import UploadDisk, UploadImage
     from image_builder.gallery.packages import Behind
     from image_builder.gallery.plan import Plan, Target
     from image_builder.gallery.versions import Version
@@ -280,11 +281,12 @@ def prune(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show which versions and upload disks are unused, and why the others are kept; --delete deletes the unused.
+    """Show which versions and uploads are unused, and why the others are kept; --delete deletes the unused.
 
     A version is unused if `publish` made it, it isn't the newest, isn't in `latest`, is past its end of life, and no
     scale set or machine of the subscriptions uses it. An upload disk is unused if it is older than a day, no machine
-    has it, and no version is still being copied from it. If anything can't be read, nothing is deleted.
+    has it, and no version is still being copied from it; its managed image is deleted with it. If anything can't be
+    read, nothing is deleted.
 
     Example:
 
@@ -297,25 +299,30 @@ def prune(
     with _service(target, endpoint) as service:
         lacking = survey.lacking_rights(service, target, "prune --delete" if delete else "prune")
         known_uses = uses.read(service, target, subscription or [target.settings.subscription], lacking)
-        current, uploads = versions.read(service, target), disks.read(service, target)
+        current, images = versions.read(service, target), disks.read_images(service, target)
+        uploads = disks.read(service, target)
         now = datetime.now(UTC)
         verdicts = pruning.judge(current, known_uses, now)
         disk_verdicts = pruning.judge_disks(uploads, current, now)
+        image_verdicts = pruning.judge_images(images, disk_verdicts, current)
+        left: list[UploadDisk | UploadImage] = [*images, *uploads]
+        left_verdicts = [*image_verdicts, *disk_verdicts]
         if delete:
             for verdict in filter(lambda v: v.is_unused, verdicts):
                 versions.delete(service, target, verdict.name)
-            for disk, verdict in zip(uploads, disk_verdicts, strict=True):
+            for upload, verdict in zip(left, left_verdicts, strict=True):
                 if verdict.is_unused:
-                    disks.delete(service, disk)
+                    disks.delete(service, upload)
     gone = "deleted" if delete else "unused"
     rows = [
         (v.kind, v.name, gone if v.is_unused else "kept", "; ".join(v.reasons))
-        for v in (*verdicts, *disk_verdicts)
+        for v in (*verdicts, *left_verdicts)
     ]
     result = {
         "deleted": delete,
         "versions": [verdict.as_json() for verdict in verdicts],
         "disks": [verdict.as_json() for verdict in disk_verdicts],
+        "images": [verdict.as_json() for verdict in image_verdicts],
     }
     show(result, columns([("", "name", "", "because"), *rows]), as_json=as_json)
     return 0

@@ -20,14 +20,17 @@ from image_builder.gallery.artefact import Artefact
 from image_builder.gallery.pages import Range
 from image_builder.gallery.tags import BUILD_TAG, DEFINITION_TAG, LOCK_TAG, SHA256_TAG, SUITE_TAG
 
-GALLERY_API, DISK_API = "2024-03-03", "2024-03-02"
+GALLERY_API, DISK_API, IMAGE_API = "2024-03-03", "2024-03-02", "2024-07-01"
 # How long an upload's signed URL is valid; then another one is requested.
 ACCESS_SECONDS = 4 * 3600
 # Bytes per second that Azure writes to a Standard HDD of up to 64 GiB, which an upload's disk is.
 _DISK_SPEED = 60 << 20
 _PREFIX = "image-builder"
+# The security type whose versions Azure makes of a managed image, but of no disk (400 InvalidParameter: "Currently only
+# Vhd Blob, User Image and Gallery Image Version sources are supported for 'TrustedLaunchSupported' images").
+_OF_IMAGES = "TrustedLaunchSupported"
 
-Step = Literal["definition", "disk", "access", "pages", "footer", "release", "version", "clean"]
+Step = Literal["definition", "disk", "access", "pages", "footer", "release", "image", "version", "clean"]
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,15 @@ class Target:
 
     def disk(self, artefact: Artefact) -> str:
         """Return the id of an upload's disk: the same for the same bytes, no matter who uploads them."""
-        name = f"{_PREFIX}-{artefact.build}-{artefact.sha256[:12]}"
-        return f"{self.group}/providers/Microsoft.Compute/disks/{name}"
+        return f"{self.group}/providers/Microsoft.Compute/disks/{_name(artefact)}"
+
+    def image(self, artefact: Artefact) -> str:
+        """Return the id of the managed image made of an upload's disk."""
+        return f"{self.group}/providers/Microsoft.Compute/images/{_name(artefact)}"
+
+
+def _name(artefact: Artefact) -> str:
+    return f"{_PREFIX}-{artefact.build}-{artefact.sha256[:12]}"
 
 
 @dataclass(frozen=True)
@@ -164,12 +174,20 @@ def next_version(existing: Iterable[str], today: date) -> str:
     return f"{prefix}{max(numbers, default=-1) + 1}"
 
 
+def _security_type(target: Target, artefact: Artefact) -> str:
+    default = "TrustedLaunchSupported" if artefact.manifest.disk.secure_boot else "Standard"
+    return target.settings.security_type or default
+
+
+def needs_image(target: Target, artefact: Artefact) -> bool:
+    """Return whether versions of the definition are made of a managed image instead of a disk."""
+    return _security_type(target, artefact) == _OF_IMAGES
+
+
 def definition_properties(target: Target, artefact: Artefact) -> dict[str, Any]:
     """Return the properties that the definition must have for this image."""
     settings = target.settings
-    secure = settings.security_type or (
-        "TrustedLaunchSupported" if artefact.manifest.disk.secure_boot else "Standard"
-    )
+    secure = _security_type(target, artefact)
     features = {
         "IsAcceleratedNetworkSupported": "True",
         "DiskControllerTypes": ",".join(settings.disk_controllers),
@@ -232,7 +250,8 @@ def make_plan(
 
     ``unverified`` is why an image without its verifications is published.
     """
-    disk = target.disk(artefact)
+    disk, image = target.disk(artefact), target.image(artefact)
+    of_image = needs_image(target, artefact)
     tags = {
         BUILD_TAG: artefact.build,
         SHA256_TAG: artefact.sha256,
@@ -242,19 +261,14 @@ def make_plan(
         **({f"{_PREFIX}-unverified": unverified[:256]} if unverified else {}),
     }
     location = {"location": target.location}
+    source = {**location, "tags": {**tags, DEFINITION_TAG: target.name}}
     steps: list[Call | Pages] = []
     if creates_definition:
         body = {**location, "properties": definition_properties(target, artefact)}
         steps.append(Call("definition", "PUT", target.definition, GALLERY_API, body))
     end = artefact.size - FOOTER_SIZE
     steps += [
-        Call(
-            "disk",
-            "PUT",
-            disk,
-            DISK_API,
-            {**location, "tags": {**tags, DEFINITION_TAG: target.name}, **_disk(artefact)},
-        ),
+        Call("disk", "PUT", disk, DISK_API, {**source, **_disk(artefact)}),
         Call(
             "access",
             "POST",
@@ -265,6 +279,7 @@ def make_plan(
         Pages("pages", tuple(ranges)),
         Pages("footer", ((end, artefact.size),)),
         Call("release", "POST", f"{disk}/endGetAccess", DISK_API),
+        *([Call("image", "PUT", image, IMAGE_API, {**source, **_image(disk)})] if of_image else []),
         Call(
             "version",
             "PUT",
@@ -272,6 +287,7 @@ def make_plan(
             GALLERY_API,
             {**location, "tags": tags, "properties": _version(target, artefact, now)},
         ),
+        *([Call("clean", "DELETE", image, IMAGE_API)] if of_image else []),
         Call("clean", "DELETE", disk, DISK_API),
     ]
     return Plan(target, artefact, version, tuple(steps), unverified)
@@ -288,6 +304,18 @@ def _disk(artefact: Artefact) -> dict[str, Any]:
     }
 
 
+def _image(disk: str) -> dict[str, Any]:
+    os_disk = {"osType": "Linux", "osState": "Generalized", "managedDisk": {"id": disk}}
+    return {"properties": {"hyperVGeneration": "V2", "storageProfile": {"osDisk": os_disk}}}
+
+
+def _source(target: Target, artefact: Artefact) -> dict[str, Any]:
+    """Return a version's storage profile, in which a managed image and a disk have different places."""
+    if needs_image(target, artefact):
+        return {"source": {"id": target.image(artefact)}}
+    return {"osDiskImage": {"source": {"id": target.disk(artefact)}}}
+
+
 def _version(target: Target, artefact: Artefact, now: datetime) -> dict[str, Any]:
     end = now.astimezone(UTC) + timedelta(days=target.settings.end_of_life_days)
     return {
@@ -300,7 +328,7 @@ def _version(target: Target, artefact: Artefact, now: datetime) -> dict[str, Any
                 for region in target.settings.regions
             ],
         },
-        "storageProfile": {"osDiskImage": {"source": {"id": target.disk(artefact)}}},
+        "storageProfile": _source(target, artefact),
         "safetyProfile": {
             "allowDeletionOfReplicatedLocations": True,
             "blockDeletionBeforeEndOfLife": True,

@@ -1,4 +1,4 @@
-"""The versions and upload disks that may be deleted, and why others may not. Pure functions of what was read."""
+"""The versions and uploads that may be deleted, and why others may not. Pure functions of what was read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from image_builder.canonical import JSON
-from image_builder.gallery.disks import UploadDisk
+from image_builder.gallery.disks import UploadDisk, UploadImage
 from image_builder.gallery.uses import LATEST, Use
 from image_builder.gallery.versions import Version
 
@@ -19,9 +19,9 @@ _LONGEST_UPLOAD = timedelta(days=1)
 
 @dataclass(frozen=True)
 class Verdict:
-    """A version or a disk, and every reason to keep it; without any, it is proved unused."""
+    """A version, a disk or an image, and every reason to keep it; without any, it is proved unused."""
 
-    kind: Literal["version", "disk"]
+    kind: Literal["version", "disk", "image"]
     name: str
     reasons: tuple[str, ...]
 
@@ -54,12 +54,34 @@ def _disk_reasons(disk: UploadDisk, versions: Sequence[Version], now: datetime) 
         reasons.append(f"{disk.owner.rsplit('/', 1)[1]} uses it")
     if now - disk.created < _LONGEST_UPLOAD:
         reasons.append("it is less than a day old: an upload may be in progress")
-    reasons += [
+    return reasons + _copies(disk.sha256, versions)
+
+
+def judge_images(
+    images: Sequence[UploadImage], disks: Sequence[Verdict], versions: Sequence[Version]
+) -> list[Verdict]:
+    """Return a verdict on each managed image; Azure doesn't tell its age, but publishing deletes it before its disk.
+
+    ``disks`` are the verdicts on all upload disks, which must have been read after the images.
+    """
+    kept = {disk.name for disk in disks if not disk.is_unused}
+    return [
+        Verdict(
+            "image",
+            image.name,
+            (*(["its disk is kept"] if image.name in kept else ()), *_copies(image.sha256, versions)),
+        )
+        for image in images
+    ]
+
+
+def _copies(sha256: str, versions: Sequence[Version]) -> list[str]:
+    """Return why an upload is kept that versions are still being copied from."""
+    return [
         f"{version.name} was made from it and isn't in every region yet"
         for version in versions
-        if version.sha256 == disk.sha256 and not version.is_everywhere
+        if version.sha256 == sha256 and not version.is_everywhere
     ]
-    return reasons
 
 
 def _reasons(version: Version, *, is_newest: bool, uses: Sequence[Use], now: datetime) -> list[str]:

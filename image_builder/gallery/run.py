@@ -115,18 +115,20 @@ class Run:
         calls: dict[str, Call] = {step.step: step for step in plan.steps if isinstance(step, Call)}
         if self._version(replaces=self.replace_failed) is None:
             if self.restart:
-                self._delete(calls["clean"])
+                self._clean()
             with shown_stage(monitor, "upload"):
                 if definition := calls.get("definition"):
                     self._create(definition)
                 self._upload(calls)
             with shown_stage(monitor, "version"):
+                if image := calls.get("image"):
+                    self._make_image(image)
                 plan.artefact.require_unchanged()
                 self._create(calls["version"])
         with shown_stage(monitor, "replicate"):
             regions = self._replicate()
         with shown_stage(monitor, "clean"):
-            self._delete(calls["clean"])
+            self._clean()
         self.journal.append(Finished(at=time.time()))
         return {"version": plan.target.version(plan.version), "regions": regions, **self.figures}
 
@@ -176,8 +178,7 @@ class Run:
         plan = self.plan
         self._create(calls["disk"])
         disk = self._appeared(calls["disk"])
-        if (disk.get("tags") or {}).get(SHA256_TAG) != plan.artefact.sha256:
-            raise PublishError(f"{disk['id']} is not an upload of this image", hint="delete it")
+        self._require_ours(disk)
         if disk["properties"].get("diskState") not in _UPLOADING:
             return  # its footer was accepted
         upload = Upload(lambda: self._grant(calls["access"]))
@@ -187,6 +188,19 @@ class Run:
         finally:
             self.figures["bytes_sent"] += upload.sent
         self._change(calls["release"], lambda: self._state() not in _UPLOADING)
+
+    def _make_image(self, call: Call) -> None:
+        """Make a managed image of the disk unless it exists; one that failed is made again."""
+        if image := self.service.get(call.path, call.api):
+            self._require_ours(image)
+            if image["properties"].get("provisioningState") == _FAILED:
+                self._delete(Call("image", "DELETE", call.path, call.api))
+        self._create(call)
+
+    def _require_ours(self, source: Mapping[str, Any]) -> None:
+        """Raise PublishError unless a disk or a managed image was made for these bytes."""
+        if (source.get("tags") or {}).get(SHA256_TAG) != self.plan.artefact.sha256:
+            raise PublishError(f"{source['id']} is not an upload of this image", hint="delete it")
 
     def _send(self, step: Pages, upload: Upload) -> None:
         self._step = step.step
@@ -237,6 +251,11 @@ class Run:
     def _state(self) -> str:
         disk = self.service.get(self.plan.disk, DISK_API) or {"properties": {}}
         return str(disk["properties"].get("diskState", ""))
+
+    def _clean(self) -> None:
+        for step in self.plan.steps:
+            if isinstance(step, Call) and step.step == "clean":
+                self._delete(step)
 
     def _delete(self, call: Call) -> None:
         if self._is_there(call):

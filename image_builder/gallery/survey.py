@@ -17,13 +17,16 @@ from image_builder.gallery.plan import (
     Target,
     definition_problems,
     definition_properties,
+    needs_image,
 )
 from image_builder.gallery.tags import SHA256_TAG
 
 _GROUP_API, _LOCATION_API, _PERMISSION_API = "2021-04-01", "2022-12-01", "2022-04-01"
 # Azure rejects tokens and signed URLs from a clock that is further off.
 _LARGEST_LAG = 300.0
-# The rights that each command needs in the gallery's resource group, below Microsoft.Compute.
+# The rights that each command needs in the gallery's resource group, below Microsoft.Compute. The first ones are for
+# definitions whose versions are made of a managed image.
+IMAGE_RIGHTS = ("images/read", "images/write", "images/delete")
 RIGHTS: Mapping[str, tuple[str, ...]] = {
     "run": (
         "galleries/read",
@@ -39,12 +42,14 @@ RIGHTS: Mapping[str, tuple[str, ...]] = {
     "promote": ("galleries/images/versions/read", "galleries/images/versions/write"),
     "withdraw": ("galleries/images/versions/read", "galleries/images/versions/write"),
     "age": ("galleries/images/versions/read",),
-    "prune": ("galleries/images/versions/read", "disks/read"),
+    "prune": ("galleries/images/versions/read", "disks/read", "images/read"),
     "prune --delete": (
         "galleries/images/versions/read",
         "galleries/images/versions/delete",
         "disks/read",
         "disks/delete",
+        "images/read",
+        "images/delete",
     ),
 }
 
@@ -85,7 +90,9 @@ def look(service: Service, target: Target, artefact: Artefact) -> Survey:
         problems.append(f"this host's clock is {abs(service.clock_lag):.0f} s off Azure's")
     if artefact.certificate and settings.security_type not in (None, "TrustedLaunchSupported"):
         problems.append("security_type must be TrustedLaunchSupported: no other takes a certificate")
-    problems += lacking_rights(service, target, "run", ["galleries/images/write"] if settings.create else ())
+    more = ["galleries/images/write"] if settings.create else []
+    more += IMAGE_RIGHTS if needs_image(target, artefact) else ()
+    problems += lacking_rights(service, target, "run", more)
     subscription = f"/subscriptions/{settings.subscription}"
     locations = {location["name"] for location in service.list(f"{subscription}/locations", _LOCATION_API)}
     problems += [

@@ -17,8 +17,7 @@ from image_builder.drain.lease import Leases
 from image_builder.node.net.kube import Client
 from image_builder.node.preflight import hold
 from image_builder.pool.scale_set.client import HOLD_TAG
-from tests.support.arm.model import Answer, Request, error
-from tests.support.arm.service import action_of
+from tests.support.arm.model import Answer, Request, action_of, error
 from tests.support.control_plane import workloads
 from tests.support.control_plane.drains import asked
 from tests.support.control_plane.gates import manifests, wait_until

@@ -24,8 +24,7 @@ from image_builder.pool.run.journal import journal_of
 from image_builder.pool.show.report import counts
 from image_builder.pool.steps.control_plane import Kubernetes
 from tests.support.arm.fleet import NEW, actions
-from tests.support.arm.model import Request
-from tests.support.arm.service import action_of
+from tests.support.arm.model import Request, action_of
 from tests.support.arm.serving import found_by
 from tests.support.control_plane import workloads
 from tests.support.control_plane.drains import asked

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.arm.pages import Store, azurite
-from tests.support.arm.place import Place, place, write_build, write_inventory
+from tests.support.arm.place import SETTINGS, Place, place, write_build, write_inventory
 from tests.support.arm.publisher import Publisher
 from tests.support.arm.serving import found_by
 
@@ -20,7 +20,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 @pytest.fixture
-def azure(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def security_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the definition and the inventory a security type, if the test names one."""
+    if value := getattr(request, "param", None):
+        monkeypatch.setitem(SETTINGS, "security_type", value)
+
+
+@pytest.fixture
+def azure(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    security_type: None,  # it changes what is served
+) -> Iterator[Place]:
     """Serve a subscription with a gallery, in an environment in which the SDK finds it."""
     (tmp_path / "cloud").mkdir()
     with place(store, tmp_path / "cloud") as cloud:
@@ -29,7 +41,7 @@ def azure(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.fixture
-def inventory(tmp_path: Path) -> Path:
+def inventory(tmp_path: Path, security_type: None) -> Path:  # it changes what is written
     """Write an inventory with the image `worker` and its publishing target."""
     return write_inventory(tmp_path / "hosts.yml")
 

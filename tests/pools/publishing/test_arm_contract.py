@@ -14,8 +14,8 @@ from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
 from azure.identity import DefaultAzureCredential
 from azure.mgmt.compute import ComputeManagementClient
 
-from image_builder.gallery.plan import DISK_API, GALLERY_API
-from tests.support.arm.place import MIB, SETTINGS, Place
+from image_builder.gallery.plan import DISK_API, GALLERY_API, IMAGE_API
+from tests.support.arm.place import MIB, SETTINGS, TRUSTED, Place
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
@@ -25,7 +25,7 @@ HEADERS = [("Location",), ("Azure-AsyncOperation", "Location")]
 
 
 class Client:
-    """The SDK's operations on disks and galleries, with pollers that don't wait between polls."""
+    """The SDK's operations on disks, managed images and galleries, with pollers that don't wait between polls."""
 
     def __init__(self, azure: Place, credential: Any) -> None:
         def client(api: str) -> Any:
@@ -40,6 +40,7 @@ class Client:
 
         self.disks, galleries = client(DISK_API).disks, client(GALLERY_API)
         self.images, self.versions = galleries.gallery_images, galleries.gallery_image_versions
+        self.managed = client(IMAGE_API).images
 
 
 @pytest.fixture
@@ -61,6 +62,7 @@ def _upload(azure: Place, client: Client, footer: bytes) -> str:
     return str(disk.id)
 
 
+@pytest.mark.parametrize("security_type", [TRUSTED], indirect=True)
 @pytest.mark.parametrize("headers", HEADERS, ids=["location", "both"])
 def test_the_sdks_operations_go_from_a_disk_to_a_version_and_back(
     azure: Place, client: Client, headers: tuple[str, ...]
@@ -68,13 +70,19 @@ def test_the_sdks_operations_go_from_a_disk_to_a_version_and_back(
     azure.arm.monitors, azure.arm.looks = headers, 2
     source = _upload(azure, client, b"conectix")
     assert client.disks.get(GROUP, "d").disk_state == "Unattached"
+    os_disk = {"osType": "Linux", "osState": "Generalized", "managedDisk": {"id": source}}
+    properties = {"hyperVGeneration": "V2", "storageProfile": {"osDisk": os_disk}}
+    image = {"location": "westus3", "properties": properties}
+    client.managed.begin_create_or_update(GROUP, "i", image).result()
+    made = client.managed.get(GROUP, "i")
+    assert (made.provisioning_state, made.storage_profile.os_disk.os_state) == ("Succeeded", "Generalized")
     assert client.images.get(GROUP, GALLERY, IMAGE).hyper_v_generation == "V2"
     profile: dict[str, Any] = {"excludeFromLatest": True, "targetRegions": [{"name": "westus3"}]}
     body = {
         "location": "westus3",
         "properties": {
             "publishingProfile": profile,
-            "storageProfile": {"osDiskImage": {"source": {"id": source}}},
+            "storageProfile": {"source": {"id": made.id}},
         },
     }
     name = (GROUP, GALLERY, IMAGE, "1.0.0")
@@ -91,6 +99,7 @@ def test_the_sdks_operations_go_from_a_disk_to_a_version_and_back(
     assert client.versions.get(*name).publishing_profile.exclude_from_latest is False
     assert [v.name for v in client.versions.list_by_gallery_image(GROUP, GALLERY, IMAGE)] == ["1.0.0"]
     client.versions.begin_delete(*name).result()
+    client.managed.begin_delete(GROUP, "i").result()
     client.disks.begin_delete(GROUP, "d").result()
     with pytest.raises(ResourceNotFoundError):
         client.versions.get(*name)

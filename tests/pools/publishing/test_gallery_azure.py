@@ -27,7 +27,7 @@ from image_builder.gallery.tags import SHA256_TAG
 from image_builder.system.resource_manager import readable, remaining
 from tests.support.arm.limits import Limits, Policy
 from tests.support.arm.model import Answer, Fault, Request, error
-from tests.support.arm.place import SETTINGS, Place, write_build
+from tests.support.arm.place import SETTINGS, TRUSTED, Place, write_build
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
@@ -35,7 +35,9 @@ STEPS = [
     ("PUT", "/disks/"),
     ("POST", "/beginGetAccess"),
     ("POST", "/endGetAccess"),
+    ("PUT", "Compute/images/"),
     ("PUT", "/versions/"),
+    ("DELETE", "Compute/images/"),
     ("DELETE", "/disks/"),
 ]
 
@@ -62,7 +64,9 @@ class Publishing:
         return [r.content for path, r in self.cloud.arm.resources.items() if "/versions/" in path]
 
     def disks(self) -> list[str]:
-        return [path for path in self.cloud.arm.resources if "/disks/" in path]
+        """Return what is left of the upload: disk and managed image."""
+        left = ("/disks/", "compute/images/")
+        return [path for path in self.cloud.arm.resources if any(part in path for part in left)]
 
     def accepted(self, method: str, part: str) -> int:
         """Return how often the service accepted such a request, whether or not the answer arrived."""
@@ -95,6 +99,12 @@ def _once(method: str, part: str, effect: Answer | Literal["drop", "lose"], coun
     return fault
 
 
+def trusted(function: Any) -> Any:
+    """Publish to a definition whose versions are made of a managed image, so with every kind of request."""
+    return pytest.mark.parametrize("security_type", [TRUSTED], indirect=True)(function)
+
+
+@trusted
 @pytest.mark.parametrize(("method", "part"), STEPS)
 @pytest.mark.parametrize(
     "effect",
@@ -261,7 +271,40 @@ def test_a_version_that_failed_everywhere_is_replaced_only_when_that_is_asked_fo
     assert publishing.cloud.host.received == before
 
 
+@trusted
+def test_a_managed_image_that_failed_is_made_again_and_one_of_other_bytes_is_kept(
+    publishing: Publishing,
+) -> None:
+    arm = publishing.cloud.arm
+    arm.failing_images = 1
+    with pytest.raises(PublishError, match="Internal error"):
+        publishing()
+    (image,) = [r.content for path, r in arm.resources.items() if "compute/images/" in path]
+    image["tags"][SHA256_TAG] = "0" * 64
+    before = publishing.cloud.changes()
+    with pytest.raises(PublishError, match="is not an upload of this image"):
+        publishing()
+    assert publishing.cloud.changes() == before
+    image["tags"][SHA256_TAG] = publishing.artefact.sha256
+    publishing()
+    publishing.require_published()
+    path = publishing.cloud.target.image(publishing.artefact)
+    again = [change for change in publishing.cloud.changes() if change[1] == path]
+    assert again == [("PUT", path), ("DELETE", path), ("PUT", path), ("DELETE", path)]
+    assert publishing.accepted("PUT", "/disks/") == 1
+
+
+@trusted
 def test_starting_over_uploads_to_another_disk(publishing: Publishing) -> None:
+    publishing.cloud.arm.faults = [_once("PUT", "/versions/", error(403, "AuthorizationFailed", "no"))]
+    with pytest.raises(PublishError, match="no"):
+        publishing()
+    publishing(restart=True)
+    publishing.require_published()
+    assert publishing.accepted("PUT", "/disks/") == publishing.accepted("PUT", "Compute/images/") == 2
+
+
+def test_starting_over_during_the_upload_sends_it_again(publishing: Publishing) -> None:
     publishing.cloud.host.faults = [lambda page: 403 if page.length == 512 else None]
     with pytest.raises(PublishError, match="Put Page"):
         publishing()
@@ -304,12 +347,15 @@ def test_two_machines_that_publish_the_same_build_make_one_version(publishing: P
     assert publishing.accepted("PUT", "/versions/") >= 1
 
 
+@pytest.mark.parametrize("security_type", ["Standard", TRUSTED], indirect=True)
 def test_rights_that_are_missing_are_all_named_before_anything_is_made(publishing: Publishing) -> None:
     publishing.cloud.arm.actions = ["*/read"]
     with pytest.raises(PublishError) as caught:
         publishing()
     for action in ("galleries/images/versions/write", "disks/write", "disks/beginGetAccess/action"):
         assert f"the right Microsoft.Compute/{action} is missing" in caught.value.message
+    of_images = "the right Microsoft.Compute/images/write is missing" in caught.value.message
+    assert of_images == (SETTINGS["security_type"] == TRUSTED)
     assert publishing.cloud.changes() == []
 
 
@@ -471,10 +517,17 @@ def test_an_error_of_the_sdk_is_shown_without_secrets() -> None:
     assert readable(Exception("Authorization: Bearer ey.J0 b")).endswith("Bearer … b")
 
 
-def test_the_journal_tells_the_steps_in_order(publishing: Publishing) -> None:
+@pytest.mark.parametrize(
+    ("security_type", "source", "clean"),
+    [("Standard", ["version"], ["clean"]), (TRUSTED, ["image", "version"], ["clean", "clean"])],
+    indirect=["security_type"],
+)
+def test_the_journal_tells_the_steps_in_order(
+    publishing: Publishing, source: list[str], clean: list[str]
+) -> None:
     publishing()
     kinds = [(r.kind, getattr(r, "step", "")) for r in read_journal(publishing.journal)]
     assert [step for kind, step in kinds if kind == "intent"] == [
-        *("disk", "access", "pages", "footer", "release", "version", "clean"),
+        *("disk", "access", "pages", "footer", "release", *source, *clean),
     ]
     assert kinds[0][0] == "opened" and kinds[-1][0] == "finished"

@@ -20,13 +20,14 @@ from cryptography.hazmat.primitives.serialization import (
 from image_builder.errors import PublishError, UsageError
 from image_builder.pool.show.report import report
 from tests.support.arm.kills import started
-from tests.support.arm.place import Place, write_build
+from tests.support.arm.place import TRUSTED, Place, write_build
 from tests.support.arm.publisher import Publisher
 from tests.support.pools.simulated.rollouts import Faults, make, simulate
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
+@pytest.mark.parametrize("security_type", ["Standard", TRUSTED], indirect=True)
 def test_a_build_becomes_a_version_by_the_calls_of_its_plan(
     azure: Place, publish: Publisher, tmp_path: Path
 ) -> None:

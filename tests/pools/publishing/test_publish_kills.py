@@ -12,15 +12,19 @@ import pytest
 from image_builder.gallery import pages
 from image_builder.gallery.upload import STREAMS
 from tests.support.arm.kills import Point, publish, started
-from tests.support.arm.place import MIB, Place, write_build
+from tests.support.arm.place import MIB, TRUSTED, Place, write_build
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
 DATA = 24 * MIB
+of_an_image = pytest.mark.parametrize("security_type", [TRUSTED], indirect=True)
 
 
+@of_an_image
 def test_a_publication_that_is_killed_goes_on(azure: Place, inventory: Path, tmp_path: Path) -> None:
-    """Killed while the disk is made, twice during the pages, when it is released, and when it becomes a version."""
+    """Killed while the disk is made, twice during the pages, when it is released, when it becomes a managed image and
+    this one a version, and when the image is deleted.
+    """
     azure.store.sizes.clear()
     write_build(tmp_path / "output", size=64 * MIB, data=DATA)
     points = [
@@ -29,10 +33,13 @@ def test_a_publication_that_is_killed_goes_on(azure: Place, inventory: Path, tmp
         Point(received=DATA // 3),
         Point(changes=2),
         Point(changes=1),
+        Point(changes=1),
+        Point(changes=1),
     ]
     _require_resumed(azure, inventory, tmp_path / "output", points, DATA)
 
 
+@of_an_image
 @pytest.mark.nightly
 def test_a_publication_that_is_killed_twenty_times_goes_on(
     azure: Place, inventory: Path, tmp_path: Path
@@ -41,8 +48,8 @@ def test_a_publication_that_is_killed_twenty_times_goes_on(
     azure.store.sizes.clear()
     chance, data = random.Random(1), 192 * MIB
     write_build(tmp_path / "output", size=512 * MIB, data=data)
-    points = [Point(received=chance.randrange(1, 6 * MIB)) for _ in range(16)]
-    points = [Point(changes=1), *points, Point(changes=1), Point(changes=2), Point(changes=1)]
+    points = [Point(received=chance.randrange(1, 6 * MIB)) for _ in range(14)]
+    points = [Point(changes=1), *points, Point(changes=1), Point(changes=2), *[Point(changes=1)] * 3]
     _require_resumed(azure, inventory, tmp_path / "output", points, data)
 
 
@@ -51,8 +58,9 @@ def _require_resumed(azure: Place, inventory: Path, output: Path, points: list[P
     outcome = publish(azure, inventory, output, points)
     assert (outcome.killed, outcome.faithful, outcome.status) == (len(points), True, 0)
     puts = [path for method, path in azure.changes() if method == "PUT"]
-    assert len(set(puts)) == 2 and sum("/versions/" in path for path in puts) == 1
-    assert [path for path in azure.arm.resources if "/disks/" in path] == []
+    assert len(set(puts)) == 3
+    assert [sum(kind in path for path in puts) for kind in ("Compute/images/", "/versions/")] == [1, 1]
+    assert [path for path in azure.arm.resources if "/disks/" in path or "compute/images/" in path] == []
     assert azure.host.received <= data + 512 + len(points) * STREAMS * pages.LARGEST
 
 

@@ -13,7 +13,7 @@ from image_builder.gallery.azure import Service
 from image_builder.gallery.survey import RIGHTS
 from image_builder.gallery.uses import LATEST, Use
 from tests.support.arm.model import Request, error
-from tests.support.arm.place import Place
+from tests.support.arm.place import TRUSTED, Place
 from tests.support.arm.publisher import Publisher
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
@@ -74,6 +74,8 @@ def test_everything_that_cannot_be_read_is_told_at_once(azure: Place, publish: P
         "galleries/images/versions/delete",
         "disks/read",
         "disks/delete",
+        "images/read",
+        "images/delete",
     ):
         assert f"the right Microsoft.Compute/{action} is missing" in publish.output
     for action in ("virtualMachineScaleSets/virtualMachines/read", "virtualMachines/read"):
@@ -131,6 +133,26 @@ def test_a_disk_that_an_upload_left_is_deleted_a_day_later(azure: Place, publish
     publish("prune", "--delete")
     assert azure.changes() == [*before, ("DELETE", disk["id"])]
     assert foreign.lower() in azure.arm.resources
+
+
+@pytest.mark.parametrize("security_type", [TRUSTED], indirect=True)
+def test_a_managed_image_is_deleted_with_its_disk(azure: Place, publish: Publisher) -> None:
+    def unsent(request: Request) -> Any:
+        is_version = request.method == "PUT" and "/versions/" in request.path
+        return error(403, "AuthorizationFailed", "no") if is_version else None
+
+    azure.arm.faults = [unsent]
+    publish("run", status=PublishError.exit_code)
+    (disk,) = [r.content for path, r in azure.arm.resources.items() if "/disks/" in path]
+    (image,) = [r.content for path, r in azure.arm.resources.items() if "compute/images/" in path]
+    azure.arm.add(f"{azure.arm.group}/providers/Microsoft.Compute/images/theirs")
+    assert publish("prune", "--delete")["images"] == [
+        {"image": image["name"], "unused": False, "reasons": ["its disk is kept"]}
+    ]
+    disk["properties"]["timeCreated"] = "2026-01-01T00:00:00+00:00"
+    before = azure.changes()
+    publish("prune", "--delete")
+    assert azure.changes() == [*before, ("DELETE", image["id"]), ("DELETE", disk["id"])]
 
 
 def test_only_what_is_proven_unused_is_deleted(azure: Place, publish: Publisher, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol
 
 Json = dict[str, Any]
 SUBSCRIPTION = "8d10da13-8125-4ba9-a717-bf7490507b3d"
+PROVIDER = "/providers/Microsoft.Compute/"
+_VERBS = {"GET": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
 
 
 @dataclass(frozen=True)
@@ -74,3 +76,19 @@ class Resource:
             self.hidden -= 1
             return None
         return self.content
+
+
+def type_of(path: str) -> str:
+    """Return the type of a resource by its id, in the service's spelling."""
+    spelling = {"microsoft.compute": "Microsoft.Compute"}
+    parts = path.lower().partition(PROVIDER.lower())[2].split("/")
+    names = [spelling.get(part, part) for part in parts[::2]]
+    return "/".join(["Microsoft.Compute", *names])
+
+
+def action_of(request: Request) -> str:
+    """Return the right that a request needs."""
+    parts = request.path.partition(PROVIDER)[2].split("/")
+    if request.method == "POST":
+        return "/".join(["Microsoft.Compute", *parts[:-1:2], parts[-1], "action"])
+    return "/".join(["Microsoft.Compute", *parts[::2], _VERBS[request.method]])

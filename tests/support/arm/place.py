@@ -34,6 +34,7 @@ SETTINGS: dict[str, Any] = {
     "definition": "worker",
     "regions": [{"name": "westus3", "replicas": 12}, {"name": "eastus", "replicas": 3}],
 }
+TRUSTED = "TrustedLaunchSupported"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def place(store: Store, folder: Path) -> Iterator[Place]:
         target = Place(service.arm, host, {}).target
         service.arm.add(target.gallery)
         features = {"IsAcceleratedNetworkSupported": "True", "DiskControllerTypes": "SCSI, NVMe"}
+        if secure := SETTINGS.get("security_type"):
+            features["SecurityType"] = secure
         service.arm.add(
             target.definition,
             properties={

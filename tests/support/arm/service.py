@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 
 from tests.support.arm.limits import Limits
 from tests.support.arm.model import (
+    PROVIDER,
     SUBSCRIPTION,
     Answer,
     Disks,
@@ -26,11 +27,12 @@ from tests.support.arm.model import (
     Logged,
     Request,
     Resource,
+    action_of,
     error,
+    type_of,
 )
 
 REGIONS = {"westus3": "West US 3", "eastus": "East US", "northeurope": "North Europe"}
-_PROVIDER = "/providers/Microsoft.Compute/"
 # counter -> its display name, the resource type that it counts, its usual limit
 _COUNTERS = {
     "StandardDiskCount": ("Standard Storage Managed Disks", "Microsoft.Compute/disks", 50000),
@@ -39,8 +41,8 @@ _COUNTERS = {
     "GalleryImageVersion": ("Gallery Image Versions", "Microsoft.Compute/galleries/images/versions", 10000),
 }
 _COOKIE = b"conectix"
+_TRUSTED = {"name": "SecurityType", "value": "TrustedLaunchSupported"}
 _CHANGES = {"PUT", "POST", "PATCH", "DELETE"}
-_VERBS = {"GET": "read", "PUT": "write", "PATCH": "write", "DELETE": "delete"}
 
 
 @dataclass
@@ -76,6 +78,8 @@ class Arm:
     monitors: tuple[str, ...] = ("Azure-AsyncOperation", "Location")
     actions: list[str] = field(default_factory=lambda: ["*"])
     failing_regions: dict[str, int] = field(default_factory=dict)
+    # How many of the next managed images fail to be provisioned.
+    failing_images: int = 0
     # (region, counter) -> a limit that differs from the usual one
     quotas: dict[tuple[str, str], int] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -95,7 +99,7 @@ class Arm:
         resource: Json = {
             "id": path,
             "name": path.rsplit("/", 1)[1],
-            "type": _type(path),
+            "type": type_of(path),
             "location": location,
             "properties": {"provisioningState": "Succeeded"},
             **content,
@@ -143,7 +147,7 @@ class Arm:
             return self._paged(request, [{"actions": self.actions, "notActions": []}])
         if path == f"/subscriptions/{SUBSCRIPTION}/locations":
             return self._paged(request, [{"name": n, "displayName": d} for n, d in REGIONS.items()])
-        if path.startswith(f"/subscriptions/{SUBSCRIPTION}{_PROVIDER}".lower()):
+        if path.startswith(f"/subscriptions/{SUBSCRIPTION}{PROVIDER}".lower()):
             return self._refusal(request) or self._list(request)
         if not path.startswith(self.group.lower()):
             return error(
@@ -181,7 +185,7 @@ class Arm:
         items = [
             resource.content
             for path, resource in self.resources.items()
-            if path.partition(_PROVIDER.lower())[2].split("/")[:-1] == [kind]
+            if path.partition(PROVIDER.lower())[2].split("/")[:-1] == [kind]
         ]
         return self._paged(request, items)
 
@@ -206,7 +210,7 @@ class Arm:
 
     def _get(self, request: Request) -> Answer:
         path = request.path.lower()
-        if len(path.partition(_PROVIDER.lower())[2].split("/")) % 2:
+        if len(path.partition(PROVIDER.lower())[2].split("/")) % 2:
             items = [r.seen() for p, r in self.resources.items() if p.rpartition("/")[0] == path]
             return self._paged(request, [item for item in items if item is not None])
         for operation in self.operations.values():
@@ -216,7 +220,7 @@ class Arm:
         content = resource.seen() if resource else None
         if resource is None or content is None:
             return error(404, "ResourceNotFound", f"The Resource '{request.path}' was not found.")
-        if _type(path).endswith("/versions"):
+        if type_of(path).endswith("/versions"):
             content = self._replicated(content, shown=request.query.get("$expand") == "ReplicationStatus")
         return Answer(200, content, {"ETag": f'"{resource.etag}"', "Retry-After": "0"})
 
@@ -283,7 +287,7 @@ class Arm:
         required = request.headers.get("if-match")
         if required and (resource is None or required != f'"{resource.etag}"'):
             return error(412, "PreconditionFailed", "The condition specified was not satisfied.")
-        match (request.method, _type(path)):
+        match (request.method, type_of(path)):
             case ("POST", _) if resource is None:
                 return error(404, "ResourceNotFound", f"The Resource '{target}' was not found.")
             case ("POST", _) if verb == "begingetaccess":
@@ -292,6 +296,8 @@ class Arm:
                 return self._revoke(resource)
             case ("PUT", "Microsoft.Compute/disks"):
                 return self._put_disk(request, resource)
+            case ("PUT", "Microsoft.Compute/images"):
+                return self._put_image(request, resource)
             case ("PUT", "Microsoft.Compute/galleries/images"):
                 return self._put_definition(request)
             case ("PUT", "Microsoft.Compute/galleries/images/versions"):
@@ -372,6 +378,37 @@ class Arm:
 
         return self._begin(disk["id"], 202, None, finish)
 
+    def _put_image(self, request: Request, existing: Resource | None) -> Answer:
+        """Make a managed image, in the shapes of the reference's Image_CreateFromAManagedDisk."""
+        body = request.body or {}
+        disk = body["properties"]["storageProfile"]["osDisk"]
+        if existing:
+            return Answer(200, existing.content)
+        if not self._is_whole(disk["managedDisk"]["id"]):
+            return error(400, "InvalidParameter", "The disk was not found, or is being uploaded to.")
+        image = self.add(request.path, body["location"], tags=body.get("tags", {}))
+        profile = {"osDisk": {**disk, "caching": "ReadWrite"}, "dataDisks": []}
+        image["properties"] = body["properties"] | {
+            "storageProfile": profile,
+            "provisioningState": "Creating",
+        }
+        self._hide(request.path)
+
+        def finish() -> Json:
+            fails, self.failing_images = self.failing_images > 0, max(0, self.failing_images - 1)
+            state = "Failed" if fails else "Succeeded"
+            image["properties"]["provisioningState"] = state
+            failure = {"error": {"code": "InternalDiskManagementError", "message": "Internal error."}}
+            return {"status": state, **(failure if fails else {})}
+
+        return self._begin(request.path, 201, image, finish)
+
+    def _is_whole(self, source: str) -> bool:
+        """Return whether a disk's upload was completed, or a managed image was made."""
+        properties = r.content["properties"] if (r := self.resources.get(source.lower())) else {}
+        wanted = ("diskState", "Unattached") if "/disks/" in source else ("provisioningState", "Succeeded")
+        return bool(properties.get(wanted[0]) == wanted[1])
+
     def _put_definition(self, request: Request) -> Answer:
         body = request.body or {}
         if request.path.lower().rpartition("/images/")[0] not in self.resources:
@@ -386,18 +423,28 @@ class Arm:
     def _put_version(self, request: Request, existing: Resource | None) -> Answer:
         body = request.body or {}
         name = request.path.rsplit("/", 1)[1]
-        source = self.resources.get(
-            body["properties"]["storageProfile"]["osDiskImage"]["source"]["id"].lower()
-        )
+        storage = body["properties"]["storageProfile"]
+        source: str = (storage.get("source") or storage["osDiskImage"]["source"])["id"]
         profile = body["properties"]["publishingProfile"]
         if not re.fullmatch(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}", name):
             return error(400, "InvalidParameter", f"The version {name} is not of the form int.int.int.")
-        if request.path.lower().rpartition("/versions/")[0] not in self.resources:
+        definition = self.resources.get(request.path.lower().rpartition("/versions/")[0])
+        if definition is None:
             return error(
                 404, "ParentResourceNotFound", "Can not perform requested operation on nested resource."
             )
-        if source is None or source.content["properties"].get("diskState") != "Unattached":
-            return error(400, "InvalidParameter", "The source disk was not found, or is being uploaded to.")
+        features = definition.content["properties"].get("features", ())
+        if _TRUSTED in features and type_of(source) != "Microsoft.Compute/images":
+            # The service's own words, in microsoft/STL#4682 and hashicorp/packer-plugin-azure#304.
+            return error(
+                400,
+                "InvalidParameter",
+                f"The security type 'TrustedLaunchSupported' is not supported for the source id '{source}'. Currently "
+                "only Vhd Blob, User Image and Gallery Image Version sources are supported for "
+                "'TrustedLaunchSupported' images.",
+            )
+        if not self._is_whole(source):
+            return error(400, "InvalidParameter", "The source was not found, or is being uploaded to.")
         if body["location"] not in [region["name"] for region in profile["targetRegions"]]:
             return error(
                 400, "InvalidParameter", "The publishing profile must contain the version's location."
@@ -465,18 +512,3 @@ class Arm:
             return {"status": "Succeeded"}
 
         return self._begin(path, 202, None, finish)
-
-
-def _type(path: str) -> str:
-    """Return the type of a resource by its id, in the service's spelling."""
-    spelling = {"microsoft.compute": "Microsoft.Compute"}
-    parts = path.lower().partition(_PROVIDER.lower())[2].split("/")
-    names = [spelling.get(part, part) for part in parts[::2]]
-    return "/".join(["Microsoft.Compute", *names])
-
-
-def action_of(request: Request) -> str:
-    parts = request.path.partition(_PROVIDER)[2].split("/")
-    if request.method == "POST":
-        return "/".join(["Microsoft.Compute", *parts[:-1:2], parts[-1], "action"])
-    return "/".join(["Microsoft.Compute", *parts[::2], _VERBS[request.method]])

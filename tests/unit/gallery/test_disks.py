@@ -27,11 +27,11 @@ OURS: dict[str, Any] = {
 class Listing:
     """The disks that the service lists."""
 
-    def __init__(self, *items: dict[str, Any]) -> None:
-        self.items = items
+    def __init__(self, *items: dict[str, Any], kind: str = "disks") -> None:
+        self.items, self.kind = items, kind
 
     def list(self, path: str, _api: str) -> Iterator[dict[str, Any]]:
-        assert path == f"{TARGET.group}/providers/Microsoft.Compute/disks"
+        assert path == f"{TARGET.group}/providers/Microsoft.Compute/{self.kind}"
         yield from self.items
 
 
@@ -44,6 +44,16 @@ def test_only_uploads_of_this_definition_are_looked_at() -> None:
     (disk,) = _read(*others, OURS)
     assert (disk.name, disk.state, disk.owner) == ("image-builder-ab-12", "ActiveUpload", "")
     assert disk.created == datetime(2026, 11, 25, 1, 2, 3, 123456, tzinfo=UTC)
+
+
+def test_only_images_of_this_definition_are_looked_at_and_one_without_a_digest_is_an_error() -> None:
+    ours = {"id": "/g/images/image-builder-ab-12", "tags": OURS["tags"]}
+    listing = Listing({"id": "/g/images/theirs"}, ours, kind="images")
+    (image,) = disks.read_images(cast(Service, listing), TARGET)
+    assert (image.name, image.sha256) == ("image-builder-ab-12", "12" * 32)
+    listing.items = ({**ours, "tags": {"image-builder-definition": "nodes/worker"}},)
+    with pytest.raises(FetchError, match="can't be judged"):
+        disks.read_images(cast(Service, listing), TARGET)
 
 
 @pytest.mark.parametrize(

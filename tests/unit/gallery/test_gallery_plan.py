@@ -22,10 +22,11 @@ from image_builder.gallery.plan import (
     definition_problems,
     definition_properties,
     make_plan,
+    needs_image,
     next_version,
     require_free,
 )
-from tests.support.arm.place import MIB, SETTINGS, write_build
+from tests.support.arm.place import MIB, SETTINGS, TRUSTED, write_build
 
 NOW = datetime(2026, 11, 25, 22, 30, tzinfo=UTC)
 
@@ -44,7 +45,8 @@ def built(tmp_path: Path) -> Artefact:
 
 def _plan(built: Artefact, **options: Any) -> Plan:
     options = {"now": NOW, "creates_definition": False, **options}
-    return make_plan(_target(), built, "2026.1125.0", [(0, MIB)], **options)
+    target = _target(security_type=options.pop("security_type", None))
+    return make_plan(target, built, "2026.1125.0", [(0, MIB)], **options)
 
 
 def _calls(plan: Plan) -> dict[str, Call]:
@@ -57,6 +59,37 @@ def test_the_footer_is_the_last_page_and_everything_else_of_the_upload_is_before
     footer = _plan(built).steps[3]
     assert isinstance(footer, Pages) and footer.ranges == ((built.size - 512, built.size),)
     assert _plan(built, creates_definition=True).steps[0].step == "definition"
+
+
+def test_only_a_definition_that_refuses_disks_gets_its_versions_from_a_managed_image(built: Artefact) -> None:
+    plan = _plan(built, security_type=TRUSTED)
+    calls = [step for step in plan.steps if isinstance(step, Call)]
+    disk, image = plan.disk, plan.disk.replace("/disks/", "/images/")
+    assert [step.step for step in calls[-4:]] == ["image", "version", "clean", "clean"]
+    assert [(c.method, c.path) for c in calls[-2:]] == [("DELETE", image), ("DELETE", disk)]
+    made, bodies = calls[-4], {call.step: call.body or {} for call in calls}
+    assert (made.method, made.path, bodies["image"]["properties"]) == (
+        "PUT",
+        image,
+        {
+            "hyperVGeneration": "V2",
+            "storageProfile": {
+                "osDisk": {"osType": "Linux", "osState": "Generalized", "managedDisk": {"id": disk}}
+            },
+        },
+    )
+    for key in ("tags", "location"):
+        assert bodies["image"][key] == bodies["disk"][key]
+    assert bodies["version"]["properties"]["storageProfile"] == {"source": {"id": image}}
+    secure = built.manifest.model_copy(
+        update={"disk": built.manifest.disk.model_copy(update={"secure_boot": object()})}
+    )
+    assert needs_image(_target(), replace(built, manifest=secure))
+    for other in (None, "Standard", "TrustedLaunch"):
+        plan = _plan(built, security_type=other)
+        assert [step.step for step in plan.steps][-2:] == ["version", "clean"]
+        profile = (_calls(plan)["version"].body or {})["properties"]["storageProfile"]
+        assert profile == {"osDiskImage": {"source": {"id": disk}}}
 
 
 def test_a_version_is_born_outside_of_latest_and_protected_until_its_end_of_life(built: Artefact) -> None:

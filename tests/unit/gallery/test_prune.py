@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from image_builder.gallery.disks import UploadDisk
-from image_builder.gallery.prune import judge, judge_disks
+from image_builder.gallery.disks import UploadDisk, UploadImage
+from image_builder.gallery.prune import judge, judge_disks, judge_images
 from image_builder.gallery.uses import LATEST, Use
 from image_builder.gallery.versions import Version
 
@@ -88,3 +88,22 @@ def test_one_reason_keeps_a_disk(disk: UploadDisk, reason: str) -> None:
 def test_a_disk_that_a_version_is_still_copied_from_is_kept(version: Version) -> None:
     (verdict,) = judge_disks([DISK], [version], NOW)
     assert verdict.reasons == ("2026.1125.0 was made from it and isn't in every region yet",)
+
+
+IMAGE = UploadImage("/g/images/image-builder-ab-12", "12" * 32)
+
+
+@pytest.mark.parametrize(
+    ("disks", "versions", "reasons"),
+    [
+        ([], [], ()),
+        ([DISK], [], ()),
+        ([replace(DISK, created=NOW)], [], ("its disk is kept",)),
+        ([], [COPYING], ("2026.1125.0 was made from it and isn't in every region yet",)),
+    ],
+)
+def test_an_image_goes_with_its_disk(
+    disks: list[UploadDisk], versions: list[Version], reasons: tuple[str, ...]
+) -> None:
+    (verdict,) = judge_images([IMAGE], judge_disks(disks, versions, NOW), versions)
+    assert (verdict.kind, verdict.name, verdict.reasons) == ("image", "image-builder-ab-12", reasons)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.gallery.survey import RIGHTS, missing_rights
+from image_builder.gallery.survey import IMAGE_RIGHTS, RIGHTS, missing_rights
 
 DISKS = ["disks/read", "disks/beginGetAccess/action"]
 
@@ -39,7 +39,7 @@ def test_the_how_to_lists_the_rights_of_each_command(repo_root: Path) -> None:
     page = (repo_root / "docs/how-to/publish.md").read_text(encoding="utf-8")
     role = json.loads(page.partition("```json\n")[2].partition("```")[0])["Actions"]
     computes = {action.removeprefix("Microsoft.Compute/") for action in role if "Microsoft.Compute" in action}
-    assert computes == {*RIGHTS["run"], "galleries/images/write"}
+    assert computes == {*RIGHTS["run"], *IMAGE_RIGHTS, "galleries/images/write"}
     rows = dict(re.findall(r"^\| (`[a-z]+`(?:, `[a-z]+`)*) \| (.*) \|$", page, re.MULTILINE))
     for command in RIGHTS.keys() - {"run", "prune --delete"}:
         (row,) = (rights for names, rights in rows.items() if f"`{command}`" in names)

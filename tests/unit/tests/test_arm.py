@@ -17,7 +17,7 @@ from image_builder.gallery import artefact
 from image_builder.gallery.plan import Call, Plan, Target, definition_properties, make_plan
 from tests.support.arm.limits import Limits, Policy
 from tests.support.arm.model import Answer, Json, Request, error
-from tests.support.arm.place import MIB, SETTINGS, write_build
+from tests.support.arm.place import MIB, SETTINGS, TRUSTED, write_build
 from tests.support.arm.service import Arm
 from tests.support.arm.shapes import model, unknown_keys
 
@@ -50,17 +50,19 @@ def arm() -> Arm:
     return service
 
 
-def _target() -> Target:
-    return Target(ImageGallery.model_validate_json(json.dumps(SETTINGS)))
+def _target(**changes: str) -> Target:
+    return Target(ImageGallery.model_validate_json(json.dumps(SETTINGS | changes)))
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> Plan:
+@pytest.fixture(params=["Standard", TRUSTED])
+def plan(tmp_path: Path, request: pytest.FixtureRequest) -> Plan:
+    """Plan to publish a version that is made of a disk, or of a managed image."""
     build = write_build(tmp_path, size=20 * MIB, data=MIB).build_id[:12]
     built = artefact.read(tmp_path / "worker" / build, tmp_path / "boot" / build, unverified=False)
     built = replace(built, certificate="QUJD")
     now = datetime.now(UTC)
-    return make_plan(_target(), built, "2026.1125.0", [(0, MIB)], now=now, creates_definition=True)
+    target = _target(security_type=request.param)
+    return make_plan(target, built, "2026.1125.0", [(0, MIB)], now=now, creates_definition=True)
 
 
 def _calls(plan: Plan) -> dict[str, Call]:
@@ -96,7 +98,9 @@ def _published(arm: Arm, plan: Plan) -> str:
     memory = arm.disks
     assert isinstance(memory, Memory)
     memory.footers = dict.fromkeys(memory.footers, COOKIE)
-    for step in ("release", "version"):
+    for step in ("release", "image", "version"):
+        if step not in calls:
+            continue
         assert _follow(arm, _send(arm, calls[step])) == {"status": "Succeeded"}
     return calls["version"].path
 
@@ -126,6 +130,31 @@ def test_an_upload_without_its_footer_never_becomes_a_disk(arm: Arm, plan: Plan)
         _follow(arm, _send(arm, calls[step]))
     state = _follow(arm, _send(arm, calls["release"]))
     assert state["error"]["code"] == "InvalidVhd"
+    assert _send(arm, calls["version"]).status == 400
+
+
+@pytest.mark.parametrize("plan", [TRUSTED], indirect=True)
+def test_a_disk_is_no_source_where_only_images_are(arm: Arm, plan: Plan) -> None:
+    calls, disk = _calls(plan), {"osDiskImage": {"source": {"id": plan.disk}}}
+    _published(arm, plan)
+    body = calls["version"].body or {}
+    body = {**body, "properties": {**body["properties"], "storageProfile": disk}}
+    refused = _send(arm, replace(calls["version"], body=body))
+    assert refused.status == 400 and refused.body
+    assert refused.body["error"]["code"] == "InvalidParameter"
+    assert f"'TrustedLaunchSupported' is not supported for the source id '{plan.disk}'" in str(refused.body)
+
+
+@pytest.mark.parametrize("plan", [TRUSTED], indirect=True)
+def test_an_image_needs_a_whole_disk_and_a_version_an_image_that_did_not_fail(arm: Arm, plan: Plan) -> None:
+    calls = _calls(plan)
+    for step in ("definition", "disk"):
+        _follow(arm, _send(arm, calls[step]))
+    assert _send(arm, calls["image"]).status == 400
+    arm.failing_images = 1
+    arm.resources[plan.disk.lower()].content["properties"]["diskState"] = "Unattached"
+    answer = _send(arm, calls["image"])
+    assert answer.status == 201 and _follow(arm, answer)["status"] == "Failed"
     assert _send(arm, calls["version"]).status == 400
 
 
@@ -222,10 +251,12 @@ def test_every_request_has_only_keys_that_the_service_knows(plan: Plan) -> None:
         "definition": "GalleryImage",
         "disk": "Disk",
         "access": "GrantAccessData",
+        "image": "Image",
         "version": "GalleryImageVersion",
     }
-    for step, name in kinds.items():
-        assert unknown_keys(model(name), _calls(plan)[step].body or {}) == [], step
+    calls = _calls(plan)
+    for step in kinds.keys() & calls.keys():
+        assert unknown_keys(model(kinds[step]), calls[step].body or {}) == [], step
 
 
 def test_every_answer_has_only_keys_that_the_service_knows(arm: Arm, plan: Plan) -> None:
@@ -236,6 +267,7 @@ def test_every_answer_has_only_keys_that_the_service_knows(arm: Arm, plan: Plan)
         "GalleryImage": _get(arm, calls["definition"].path),
         "Disk": _get(arm, calls["disk"].path),
         "GalleryImageVersion": _get(arm, version, **{"$expand": "ReplicationStatus"}),
+        **({"Image": _get(arm, calls["image"].path)} if "image" in calls else {}),
     }
     for name, answer in answers.items():
         assert answer.body and unknown_keys(model(name), answer.body) == [], name
@@ -263,7 +295,7 @@ def test_an_address_is_granted_in_the_services_shape(arm: Arm, plan: Plan) -> No
 
 def test_the_definition_of_the_plan_is_the_one_that_is_compared(plan: Plan) -> None:
     body = _calls(plan)["definition"].body or {}
-    assert body["properties"] == definition_properties(_target(), plan.artefact)
+    assert body["properties"] == definition_properties(plan.target, plan.artefact)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------
