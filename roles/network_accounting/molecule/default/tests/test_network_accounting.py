@@ -54,3 +54,12 @@ def test_restart_leaves_each_rule_once_and_others_alone(host: Host) -> None:
     assert rules.count("-A INPUT ! -i lo -j traffic-in") == 1
     rules = isolated(host, f"{other}; {START}; {STOP}; {LIST}")
     assert [rule for rule in rules if not rule.startswith("-P")] == ["-A OUTPUT -j ACCEPT"]
+
+
+def test_restart_replaces_the_rules_of_an_earlier_unit(host: Host) -> None:
+    """They counted what stays on the host, too."""
+    earlier = START.replace(" | ", " | sed 's/ ! --[a-z]*-interface lo//' | ")
+    rules = isolated(host, f"{earlier}; {LIST}")
+    assert {"-A INPUT -j traffic-in", "-A OUTPUT -j traffic-out"} < set(rules)
+    rules = isolated(host, f"{earlier}; {STOP}; {START}; {LIST}")
+    assert rules == isolated(host, f"{START}; {LIST}")
