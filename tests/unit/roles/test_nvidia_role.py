@@ -252,6 +252,17 @@ def test_ubuntus_modules_are_not_built() -> None:
     assert isinstance(held, list) and "linux-modules-nvidia-580-server-open-azure" in held
 
 
+def test_named_packages_replace_the_whole_table() -> None:
+    for suite in ("noble", "trixie"):
+        named = evaluator(
+            target_suite=suite,
+            nvidia_driver_version="580.159.04",
+            nvidia_packages=["a"],
+            nvidia_persistence=False,
+        )
+        assert named.evaluate("{{ __nvidia_packages }}") == ["a=580.159.04-*", "nvidia-modprobe"]
+
+
 def test_every_size_is_of_a_known_generation() -> None:
     tables = yaml.safe_load((REPO / "roles/nvidia/vars/sizes.yml").read_text())
     for name, row in tables["__nvidia_sizes"].items():
