@@ -544,6 +544,26 @@ def test_a_setting_that_can_not_work_is_refused(inventory: dict[str, Any], told:
             ],
         ),
         (
+            {
+                "kubelet_container_log_max_files": "5",
+                "kubelet_image_gc_high_threshold_percent": "85",
+                "kubelet_image_gc_low_threshold_percent": "80",
+            },
+            [
+                'kubelet_container_log_max_files: "5" must be an integer, not quoted',
+                'kubelet_image_gc_high_threshold_percent: "85" must be an integer, not quoted',
+                'kubelet_image_gc_low_threshold_percent: "80" must be an integer, not quoted',
+            ],
+        ),
+        (
+            # "100" is less than "9" only as text.
+            {"kubelet_image_gc_high_threshold_percent": "100", "kubelet_image_gc_low_threshold_percent": "9"},
+            [
+                'kubelet_image_gc_high_threshold_percent: "100" must be an integer, not quoted',
+                'kubelet_image_gc_low_threshold_percent: "9" must be an integer, not quoted',
+            ],
+        ),
+        (
             {"kubelet_feature_gates": {"A": "true", "B": True}, "kubelet_seccomp_default": "no"},
             [
                 'kubelet_seccomp_default: "no" must be true or false, not quoted',
