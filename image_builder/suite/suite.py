@@ -165,6 +165,11 @@ def is_member(host: Host, variables: Mapping[str, Any]) -> bool:
     )
 
 
+def is_held_back(host: Host, variables: Mapping[str, Any]) -> bool:
+    """Return whether the kubelet may have failed to start until the GPUs passed, by trying again: a member's may."""
+    return bool(variables.get("gpu_preflight_hard")) and is_member(host, variables)
+
+
 def starts_again(unit: str, lines: Iterable[str]) -> None:
     """Fail unless a unit is restarted after every failure: a brief fault must not last for the whole boot."""
     expected = {"Restart=on-failure", "StartLimitIntervalSec=0"}

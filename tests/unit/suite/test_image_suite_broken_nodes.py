@@ -230,14 +230,15 @@ def member_node(group: str) -> dict[str, Answer]:
 # What `test -e` answers about a kubeconfig that the node has.
 MEMBER: dict[str, Answer] = {"test -e /etc/kubernetes/kubelet.conf": ""}
 CLUSTER = {"kubelet_mode": "cluster", "kubelet_kubeconfig": "/etc/kubernetes/kubelet.conf"}
+HARD = {**CLUSTER, "gpu_preflight_hard": True}
 
 
 def unit_node(state: str = "active", restarts: int = 0) -> dict[str, Answer]:
     return {"systemctl show": f"ActiveState={state}\nNRestarts={restarts}"}
 
 
-def restarted_node(kind: str, state: str) -> dict[str, Answer]:
-    unit = f"Id=node-join.service\nType={kind}\nActiveState={state}\nNRestarts=1\n"
+def restarted_node(kind: str, state: str, name: str = "node-join") -> dict[str, Answer]:
+    unit = f"Id={name}.service\nType={kind}\nActiveState={state}\nNRestarts=1\n"
     return {"systemctl show": f"Id=ssh.service\nType=notify\nActiveState=active\nNRestarts=0\n\n{unit}"}
 
 
@@ -378,6 +379,13 @@ CASES = (
             "after a crash": {**MEMBER, **unit_node(restarts=1)},
         },
         CLUSTER,
+    ),
+    Case(
+        "test_kubelet_runs",
+        "test_kubelet_runs",
+        {**MEMBER, **unit_node(restarts=9)},  # the GPUs passed in the end
+        {"held back": {**MEMBER, **unit_node("activating", restarts=9)}},
+        HARD,
     ),
     Case(
         "test_kubelet_runs",
@@ -656,8 +664,19 @@ CASES = (
             "still trying": {**MEMBER, **restarted_node("oneshot", "activating")},
             "a daemon": {**MEMBER, **restarted_node("notify", "active")},
             "no node of a cluster": restarted_node("oneshot", "active"),
+            "the kubelet": {**MEMBER, **restarted_node("simple", "active", "kubelet")},
         },
         CLUSTER,
+    ),
+    Case(
+        "test_boot",
+        "test_no_unit_was_restarted",
+        {**MEMBER, **restarted_node("simple", "active", "kubelet")},  # the GPUs passed in the end
+        {
+            "another daemon": {**MEMBER, **restarted_node("simple", "active", "containerd")},
+            "no node of a cluster": restarted_node("simple", "active", "kubelet"),
+        },
+        HARD,
     ),
     Case(
         "test_boot",
