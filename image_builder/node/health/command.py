@@ -180,7 +180,10 @@ def document(
 
 
 def _invocation(link: Path) -> str:
-    """Return the id of a unit's last start; empty if it isn't running."""
+    """Return the id of a unit's last start; empty if it isn't running or starting.
+
+    systemd sets it when the unit begins to start, before ExecStartPre, and so at each automatic restart.
+    """
     try:
         return os.readlink(link)
     except OSError:
@@ -222,7 +225,7 @@ def report_condition(
             status.tell(f"health: {settings.condition} could not be set: {error.message}")
         return report.after_failure(reported, now, wait)
     status.tell(f"health: {settings.condition} is {node_condition.status}: {node_condition.reason}")
-    return report.after_success(node_condition, host, kubelet, since)
+    return report.after_success(node_condition, host, kubelet, since, now)
 
 
 def write_metrics(latest: memory.Memory, settings: Settings) -> bool:

@@ -16,6 +16,8 @@ from image_builder.node.health.model import Sample
 _MESSAGE_BYTES = 1024
 # Limits of the wait after a failed attempt, in seconds: the first, and the longest.
 FIRST_WAIT, LONGEST_WAIT = 60.0, 1800.0
+# How long an unchanged condition isn't sent again, in seconds: a kubelet may start over and over.
+RESEND_SECONDS = 600.0
 PREFIX = "node_health_"
 HELP: Mapping[str, str] = {
     "state": "1 for the state that the node is in, 0 for the others.",
@@ -91,8 +93,8 @@ class Condition:
 class Reported:
     """What Kubernetes has: the condition, and the physical host's name. And how often changing it has failed.
 
-    ``not_before`` is a time of the monotonic clock. ``kubelet`` is the id of the kubelet's last known start,
-    ``since`` the condition's time (RFC 3339).
+    ``not_before`` and ``sent``, when it was last changed, are times of the monotonic clock. ``kubelet`` is the id of
+    the kubelet's last known start, ``since`` the condition's time (RFC 3339).
     """
 
     status: str = ""
@@ -103,6 +105,7 @@ class Reported:
     codes: tuple[str, ...] = ()
     kubelet: str = ""
     since: str = ""
+    sent: float = 0.0
 
 
 def condition(alarms: Sequence[Alarm], boot_id: str, image: str) -> Condition:
@@ -126,9 +129,10 @@ def due(reported: Reported, now: Condition, host: str, kubelet: str, clock: floa
 
     Another code is a change, since the gate reads all of them in the message; another detail isn't. A kubelet that
     starts registers its Node if that was deleted: then the condition is gone. ``kubelet`` is empty while none is
-    running.
+    running or starting. Each attempt of one that can't start has a new id, so only changes are reported within
+    ``RESEND_SECONDS`` of the last report.
     """
-    is_new = bool(kubelet) and kubelet != reported.kubelet
+    is_new = bool(kubelet) and kubelet != reported.kubelet and clock >= reported.sent + RESEND_SECONDS
     before = (reported.status, reported.reason, reported.codes, reported.physical_host)
     has_changed = before != (now.status, now.reason, now.codes, host)
     return (is_new or has_changed) and clock >= reported.not_before
@@ -143,9 +147,11 @@ def since(reported: Reported, now: Condition, stamp: str) -> str:
     return (is_same and reported.since) or stamp
 
 
-def after_success(now: Condition, host: str, kubelet: str, since: str) -> Reported:
+def after_success(now: Condition, host: str, kubelet: str, since: str, clock: float) -> Reported:
     """Return what to remember after the condition was set."""
-    return Reported(now.status, now.reason, physical_host=host, codes=now.codes, kubelet=kubelet, since=since)
+    return Reported(
+        now.status, now.reason, physical_host=host, codes=now.codes, kubelet=kubelet, since=since, sent=clock
+    )
 
 
 def after_failure(reported: Reported, clock: float, wait: float) -> Reported:

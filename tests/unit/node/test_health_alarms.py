@@ -43,7 +43,7 @@ class Node:
         current = report.condition(alarms.counting(self.alarms), "boot", "")
         if report.due(self.reported, current, "", "", self.now):
             self.patches += 1
-            self.reported = report.after_success(current, "", "", "")
+            self.reported = report.after_success(current, "", "", "", self.now)
         return alarms.state(self.alarms)
 
 
@@ -114,7 +114,7 @@ def test_settings_weigh_findings() -> None:
     for _ in range(3):
         node.look(WARNING, AT_ONCE)
     assert [one.finding.code for one in alarms.counting(node.alarms)] == ["network.api"]
-    assert node.reported == report.Reported("False", "NetworkApi", codes=("network.api",))
+    assert node.reported == report.Reported("False", "NetworkApi", codes=("network.api",), sent=180.0)
 
 
 def test_disabled_check_takes_its_alarms_along() -> None:

@@ -44,7 +44,7 @@ def test_a_machine_that_is_not_on_hyper_v_has_none(tmp_path: Path) -> None:
 
 def test_a_name_that_comes_after_the_condition_is_reported_too() -> None:
     current = report.Condition("True", "NodeIsHealthy", "")
-    reported = report.after_success(current, "", "", "")
+    reported = report.after_success(current, "", "", "", 0.0)
     assert not report.due(reported, current, "", "", 0.0)
     assert report.due(reported, current, "GGBB90904476", "", 0.0)
-    assert not report.due(report.after_success(current, "H", "", ""), current, "H", "", 0.0)
+    assert not report.due(report.after_success(current, "H", "", "", 0.0), current, "H", "", 0.0)

@@ -26,7 +26,7 @@ def test_api_server_that_doesn_t_listen_is_asked_later_and_later() -> None:
     assert report.due(reported, current, "", "", 0.0)
     reported = report.after_failure(reported, 0.0, 50.0)
     assert not report.due(reported, current, "", "", 49.0) and report.due(reported, current, "", "", 50.0)
-    assert reported.failures == 1 and report.after_success(current, "", "", "").failures == 0
+    assert reported.failures == 1 and report.after_success(current, "", "", "", 0.0).failures == 0
 
 
 def _failed(*codes: str) -> report.Condition:
@@ -41,7 +41,7 @@ def test_each_code_that_comes_or_goes_is_reported_once() -> None:
     clock, both = _failed("clock.off"), _failed("clock.off", "gpu.lost")
     assert clock.reason == both.reason and both.codes == ("clock.off", "gpu.lost")
     for before, now in ((clock, both), (both, clock)):
-        reported = report.after_success(before, "", "", "")
+        reported = report.after_success(before, "", "", "", 0.0)
         assert report.due(reported, now, "", "", 0.0) and not report.due(reported, before, "", "", 0.0)
 
 
@@ -56,17 +56,39 @@ def test_only_another_code_or_status_gets_a_new_time() -> None:
         (none, none, "old"),
         (none, clock, "new"),
     ):
-        assert report.since(report.after_success(before, "", "", "old"), now, "new") == expected
-    assert report.since(report.after_success(both, "", "", ""), both, "new") == "new"
+        assert report.since(report.after_success(before, "", "", "old", 0.0), now, "new") == expected
+    assert report.since(report.after_success(both, "", "", "", 0.0), both, "new") == "new"
+
+
+def test_a_kubelet_that_starts_over_and_over_is_reported_every_ten_minutes() -> None:
+    """Held back by the preflight, or crashing: each attempt to start has a new id."""
+    current, reported, sent = report.condition([], "b", ""), report.Reported(), []
+    for clock in range(60, 3660, 60):
+        if report.due(reported, current, "", f"start {clock}", clock):
+            sent.append(clock)
+            reported = report.after_success(current, "", f"start {clock}", "", clock)
+    assert sent == [60, 660, 1260, 1860, 2460, 3060]
+    assert report.due(reported, _failed("clock.off"), "", reported.kubelet, sent[-1] + 60)
+
+
+def test_a_kubelet_that_starts_after_a_quiet_time_is_reported_at_once() -> None:
+    """It may have registered a new Node, without the condition."""
+    current = report.condition([], "b", "")
+    reported = report.after_success(current, "", "1", "", 60.0)
+    assert [report.due(reported, current, "", kubelet, 6000.0) for kubelet in ("1", "", "2")] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_what_an_earlier_agent_remembers_is_read(tmp_path: Path) -> None:
     path = tmp_path / "health-state.json"
     for now in (_failed("clock.off"), report.condition([], "b", "")):
-        saved = memory.as_json(memory.Memory("b", reported=report.after_success(now, "", "", "")))
+        saved = memory.as_json(memory.Memory("b", reported=report.after_success(now, "", "", "", 0.0)))
         path.write_text(json.dumps(saved))
         assert not report.due(memory.load(path, "b")[0].reported, now, "", "", 0.0)
-        del saved["reported"]["codes"]
+        del saved["reported"]["codes"], saved["reported"]["sent"]
         path.write_text(json.dumps(saved))
         found, trouble = memory.load(path, "b")
         assert trouble == "" and found.reported.status == now.status
