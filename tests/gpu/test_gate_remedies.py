@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -100,6 +101,12 @@ def test_a_person_lets_a_node_in_that_is_not_well(plane: Ward, nodes: Callable[.
         plane.report(other, "False", SICK)
         assert wait_until(lambda: plane.is_out(other))
         assert plane.is_clean(sick)
+        # Once it is well, it is like any other node.
+        plane.report(sick, "True", "NodeIsHealthy")
+        assert wait_until(lambda: not plane.node(sick, Rules()).admitted)
+        time.sleep(1)  # times are in seconds
+        plane.report(sick, "False", SICK)
+        assert wait_until(lambda: plane.is_out(sick))
 
 
 @pytest.mark.parametrize(

@@ -227,4 +227,8 @@ class Controller:
         return backoff(self._failures, retry_after=retry_after, cap=_LONGEST_PAUSE)
 
 
-_DONE = {Action.ADMIT: "admitted", Action.GATE: "gated"}
+_DONE = {
+    Action.ADMIT: "admitted",
+    Action.GATE: "gated",
+    Action.FORGET: "admitted without the findings that are gone",
+}

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from image_builder.cluster.gate.model import EFFECT, Node, Rules
+from image_builder.cluster.gate.model import ADMITTED, EFFECT, Node, Rules
+from image_builder.cluster.gate.policy import OURS
 from image_builder.drain.fence import pointer
 from image_builder.node.preflight.model import ANSWER, HELD, WISH
 
@@ -18,6 +19,7 @@ class Action(enum.Enum):
     NONE = "none"
     ADMIT = "admit"  # remove the taint
     GATE = "gate"  # put it back
+    FORGET = "forget"  # remove findings that are gone from the admission: if they come back, they count
 
 
 def is_tainted(node: Node, rules: Rules) -> bool:
@@ -34,19 +36,34 @@ def may_work(node: Node) -> bool:
 
 
 def decide(node: Node, rules: Rules) -> Action:
-    """Return the action that makes the node's taint agree with whether it may work."""
+    """Return the action that makes the node's taint agree with whether it may work, or its admission with its state."""
     tainted = is_tainted(node, rules)
-    if may_work(node) == (not tainted):
-        return Action.NONE
-    return Action.ADMIT if tainted else Action.GATE
+    if may_work(node) == tainted:
+        return Action.ADMIT if tainted else Action.GATE
+    return Action.FORGET if _gone(node) else Action.NONE
+
+
+def _gone(node: Node) -> frozenset[str]:
+    """Return the findings that a person admitted with this boot and that the node no longer has."""
+    ailments = node.health.ailments
+    is_cut = any(ailment.condition in OURS and ailment.reason == ailment.condition for ailment in ailments)
+    # A condition whose message has no room for all of its findings doesn't say which are gone.
+    if node.admitted_boot != node.boot_id or is_cut:
+        return frozenset()
+    return node.admitted - {ailment.reason for ailment in ailments}
 
 
 def patch(node: Node, action: Action, rules: Rules) -> list[dict[str, Any]]:
-    """Return the JSON patch that carries out ``ADMIT`` or ``GATE``.
+    """Return the JSON patch that carries out an action other than ``NONE``.
 
-    It tests what the decision was based on, boot id and taints, so that the API server refuses it (422) if either has
-    changed meanwhile. Other fields may change: a busy node's status does so all the time.
+    It tests what the decision was based on, boot id and taints or admission, so that the API server refuses it (422) if
+    that has changed meanwhile. Other fields may change: a busy node's status does so all the time.
     """
+    if action is Action.FORGET:
+        record = {**dict(json.loads(node.admission)), "findings": sorted(node.admitted - _gone(node))}
+        path = pointer(ADMITTED)
+        test = {"op": "test", "path": path, "value": node.admission}
+        return [*_same_boot(node), test, {"op": "add", "path": path, "value": json.dumps(record)}]
     if action is Action.ADMIT:
         return [*_same_boot(node), *_set_taints(node, _without_ours(node, rules))]
     value = FAILED if node.status == "False" else PENDING

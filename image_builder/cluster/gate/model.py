@@ -56,7 +56,8 @@ class Answer:
 class Node:
     """``boot_id`` is the boot that the kubelet reports, ``tested_boot`` the one that the condition is about, and
     ``admitted_boot`` the one that a person admitted, at ``admitted_at`` (Unix time); each is empty if there is none.
-    ``admitted`` are the reasons of the findings that it had then. ``taints`` are the API's own objects, in their order.
+    ``admitted`` are the reasons of the findings that it had then and has had since, ``admission`` is the annotation
+    itself. ``taints`` are the API's own objects, in their order.
 
     ``retested`` is the nonce of the re-test that the condition is about, empty for the boot's own test, and
     ``reported`` is when the condition was written (Unix time, 0: unknown).
@@ -76,6 +77,7 @@ class Node:
     pool: str = ""
     admitted_at: float = 0.0
     admitted: frozenset[str] = frozenset()
+    admission: str = ""
     health: Health = field(default_factory=Health)
 
     @property
@@ -95,7 +97,8 @@ def node_from(document: Mapping[str, Any], rules: Rules) -> Node:
     annotations = meta.get("annotations") or {}
     boot_id = str((status.get("nodeInfo") or {}).get("bootID", ""))
     pool = str((meta.get("labels") or {}).get(rules.pool, ""))
-    admitted_boot, admitted_at, admitted = _admission(annotations.get(ADMITTED, ""))
+    admission = str(annotations.get(ADMITTED, ""))
+    admitted_boot, admitted_at, admitted = _admission(admission)
     return Node(
         name=meta["name"],
         boot_id=boot_id,
@@ -111,6 +114,7 @@ def node_from(document: Mapping[str, Any], rules: Rules) -> Node:
         pool=pool,
         admitted_at=admitted_at,
         admitted=admitted,
+        admission=admission,
         health=health_of(document, boot_id, pool, rules.health),
     )
 

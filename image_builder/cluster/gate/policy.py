@@ -16,12 +16,13 @@ Status = Literal["True", "False"]
 
 # The ailment of a node whose physical host is known to be bad: not a condition of the Node object.
 HOST_CONDITION, HOST_REASON = "PhysicalHost", "HostKnownBad"
+# Our agent's conditions.
+OURS = ("NodeHealthy", "image-builder/NodeHealthy")
 # Conditions that mark a node as bad, as patterns, and the status that does. Ours; node-problem-detector's (its
 # config/, August 2026; not NTPProblem) and what AKS adds to it (https://learn.microsoft.com/azure/aks/node-problem-detector);
 # and those of NVSentinel's monitors (its docs/INTEGRATIONS.md and docs/configuration/nic-health-monitor.md).
 CONDITIONS: Mapping[str, Status] = {
-    "NodeHealthy": "False",
-    "image-builder/NodeHealthy": "False",
+    **dict.fromkeys(OURS, "False"),
     **dict.fromkeys(
         (
             *(

@@ -12,7 +12,7 @@ from typing import get_args
 from image_builder.cluster.gate.decide import is_tainted
 from image_builder.cluster.gate.health import Ailment
 from image_builder.cluster.gate.model import Node, Rules
-from image_builder.cluster.gate.policy import HOST_CONDITION, Policy
+from image_builder.cluster.gate.policy import HOST_CONDITION, OURS, Policy
 from image_builder.cluster.gate.retest import cap
 from image_builder.drain.quarantine import ASKING, RUN, Record, Remedy
 from image_builder.node.preflight.hold import OPEN, Hold
@@ -31,7 +31,7 @@ def record_for(node: Node, holds: Mapping[str, Hold], policy: Policy, now: float
     """Return the record with which a node belongs in quarantine for a lasting ailment, the gravest; None if none.
 
     Ailments that the breaker holds don't count, nor those that a person admitted with this boot: earlier ones, and
-    those of the same name, since a condition's time is that of its newest finding.
+    those of our agent that were never gone since, as its condition's time is that of its newest finding.
     """
     is_by_hand = node.admitted_boot == node.boot_id
     records = []
@@ -41,7 +41,8 @@ def record_for(node: Node, holds: Mapping[str, Hold], policy: Policy, now: float
         # The time is of the node's clock; one far ahead of ours would keep the node in until ours gets there.
         is_lasting = abs(now - ailment.since) >= lasts
         is_held = _is_held(node.pool, ailment.reason, holds)
-        is_admitted = is_by_hand and (ailment.since <= node.admitted_at or ailment.reason in node.admitted)
+        is_known = ailment.condition in OURS and ailment.reason in node.admitted
+        is_admitted = is_by_hand and (ailment.since <= node.admitted_at or is_known)
         if rule.remedy != "ignore" and is_lasting and not is_held and not is_admitted:
             records.append(_record(node, ailment, rule.remedy, now))
     return max(records, key=lambda record: _RANKS[record.remedy], default=None)

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from image_builder.cluster.gate.decide import Action, decide, may_work, patch
 from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
+from image_builder.cluster.gate.triage import Step, step_of
+from image_builder.node.finding import kubernetes_reason
 from image_builder.node.preflight.model import CONDITION
+from image_builder.text import stamp
 
 RULES = Rules()
 FIRST, SECOND = (f"{digit * 8}-{digit * 4}-{digit * 4}-{digit * 4}-{digit * 12}" for digit in "12")
@@ -67,6 +70,7 @@ def apply(changes: list[dict[str, Any]], document: dict[str, Any]) -> dict[str, 
         place = patched
         for folder in folders:
             place = place[folder]
+        name = name.replace("~1", "/")
         if change["op"] == "test":
             if place.get(name) != change["value"]:
                 return None
@@ -133,6 +137,84 @@ def test_an_annotation_that_names_no_boot_lets_nobody_in(annotation: str) -> Non
     assert not may_work(node_from(document, RULES))
     document["metadata"]["annotations"] = {ADMITTED: json.dumps({"boot_id": FIRST})}
     assert may_work(node_from(document, RULES))
+
+
+ADMITTED_AT = 1_700_000_000.0
+LATER = ADMITTED_AT + 30 * 86400
+
+
+def ill(document: dict[str, Any], message: str, since: float) -> dict[str, Any]:
+    """Return a node with the condition that our agent sets for a message, a good one if that is empty."""
+    code = message.partition(":")[0]  # the gate reads the codes of several findings in the message
+    condition = {
+        "type": "NodeHealthy",
+        "status": "False" if message else "True",
+        "reason": kubernetes_reason(code) if code else "NodeIsHealthy",
+        "message": f"{message} (boot {FIRST})",
+        "lastTransitionTime": stamp(since),
+    }
+    after = copy.deepcopy(document)
+    after["status"]["conditions"] = [condition]
+    return after
+
+
+def admitted(*findings: str, boot: str = FIRST) -> dict[str, Any]:
+    document = made(FIRST, [])
+    record = {"by": "me", "at": stamp(ADMITTED_AT), "reason": "r", "boot_id": boot, "findings": findings}
+    document["metadata"]["annotations"] = {ADMITTED: json.dumps(record)}
+    return document
+
+
+def taken_out(document: dict[str, Any]) -> str:
+    """Return the reason for which a node is taken out an hour later, empty if it isn't."""
+    step = step_of(node_from(document, RULES), {}, RULES.health, RULES, LATER + 3600)
+    assert step is None or (step[0] is Step.TAKE_OUT and step[1])
+    return step[1].reason if step and step[1] else ""
+
+
+BOTH = "2 findings: clock.off: 2 s off; gpu.lost: GPU 3"
+
+
+def test_an_admitted_finding_that_went_away_and_comes_back_counts() -> None:
+    before = admitted("ClockOff", "GpuLost")
+    renewed = ill(before, BOTH, LATER)
+    assert decide(node_from(renewed, RULES), RULES) is Action.NONE and taken_out(renewed) == ""
+    gone = ill(before, "clock.off: 2 s off", ADMITTED_AT - 60)
+    node = node_from(gone, RULES)
+    assert decide(node, RULES) is Action.FORGET
+    after = apply(patch(node, Action.FORGET, RULES), gone)
+    assert after is not None and decide(node_from(after, RULES), RULES) is Action.NONE
+    old, new = (json.loads(d["metadata"]["annotations"][ADMITTED]) for d in (before, after))
+    assert new == {**old, "findings": ["ClockOff"]}
+    # The one that stayed is still admitted, although the other's return renews the condition's time.
+    assert taken_out(ill(after, BOTH, LATER)) == "GpuLost"
+    assert taken_out(ill(after, BOTH.replace("gpu.lost", "gpu.slow"), LATER)) == "GpuSlow"
+    assert taken_out(ill(after, "clock.off: 2 s off", LATER)) == ""
+
+
+def test_all_of_an_admissions_findings_may_go() -> None:
+    well = ill(admitted("GpuLost"), "", ADMITTED_AT + 60)
+    after = apply(patch(node_from(well, RULES), Action.FORGET, RULES), well)
+    assert after is not None and taken_out(ill(after, "gpu.lost: GPU 3", LATER)) == "GpuLost"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        ill(admitted("GpuLost", boot=SECOND), "", LATER),
+        # The message has no room for the second one.
+        ill(admitted("GpuLost"), "2 findings: clock.off: 2 s off, and so on...", LATER),
+        ill(admitted(), "", LATER),
+    ],
+    ids=["another boot's", "maybe cut off", "none"],
+)
+def test_nothing_else_changes_an_admission(document: dict[str, Any]) -> None:
+    assert decide(node_from(document, RULES), RULES) is not Action.FORGET
+
+
+def test_an_admission_that_a_person_renews_meanwhile_is_left() -> None:
+    node = node_from(ill(admitted("GpuLost"), "", LATER), RULES)
+    assert apply(patch(node, Action.FORGET, RULES), admitted("GpuLost", "ClockOff")) is None
 
 
 def test_a_bare_node_is_understood() -> None:

@@ -96,6 +96,9 @@ def test_an_admission_holds_for_its_findings_even_if_another_renews_their_condit
     assert step_of(subject, {}, REBOOTS, RULES, NOW) is None
     need = step_of(replace(subject, health=Health(ailments=(other, known))), {}, REBOOTS, RULES, NOW)
     assert need and need[1] and need[1].reason == "ClockOff"
+    # The times of others' conditions are exact.
+    others = replace(subject, health=Health(ailments=(replace(known, condition="GpuXidWatch"),)))
+    assert step_of(others, {}, REBOOTS, RULES, NOW)
     # An earlier version did not name the findings.
     assert step_of(node("n", replace(SICK, since=NOW - 600), **admission), {}, REBOOTS, RULES, NOW)
 
