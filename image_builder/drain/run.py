@@ -36,7 +36,8 @@ class Outcome:
     """How the drain of a host ended: ``empty`` and cordoned, or ``skipped`` and freed, unless that is denied.
 
     ``tenants`` are the pods that caused the skip, ``node`` is the Node that was empty, ``evicted`` are the pods that
-    were evicted from it.
+    were evicted from it. ``is_final``: waiting for its pods is no use, as a change of it is denied, or a person
+    uncordoned it.
     """
 
     host: str
@@ -45,6 +46,7 @@ class Outcome:
     tenants: tuple[Tenant, ...] = ()
     node: dict[str, Any] | None = field(default=None, compare=False, repr=False)
     evicted: tuple[str, ...] = ()
+    is_final: bool = False
 
 
 @dataclass
@@ -166,7 +168,9 @@ class Drain:
             if partners:
                 return  # their gangs may extend to further hosts
         was_denied = False
-        for action in decide(looks, elsewhere, self._policy, self._clock()):
+        actions = decide(looks, elsewhere, self._policy, self._clock())
+        # Evictions come last: they can't be undone, and a denial of anything else may save a gang from them.
+        for action in sorted(actions, key=lambda action: action.verb == "evict"):
             if was_denied and action.verb == "evict":
                 continue  # the pods may be of a host that the next turn skips, or of its gangs
             try:
@@ -240,7 +244,8 @@ class Drain:
             except KubeError as error:
                 if not fence.is_denied(error):
                     raise
-                return error.message
+                visit.denied = error.message
+                return visit.denied
             visit.idle_since = None  # pods bound before this may not be visible yet
             self._tell(f"{name}: cordoned again")
             return ""
@@ -290,10 +295,13 @@ class Drain:
                 visit = self._visits[host.name]
                 self._end(Outcome(host.name, "empty", node=visit.node, evicted=tuple(visit.evicted)))
             case "skip":
+                visit = self._visits[host.name]
+                is_final = bool(visit.denied) or action.reason == UNCORDONED
                 self._post(host.name, "DrainSkipped", f"{action.reason} ({self._run})")
-                reason = self._freed(host.name, action.reason)
-                evicted = tuple(self._visits[host.name].evicted)
-                self._end(Outcome(host.name, "skipped", reason, host.tenants, evicted=evicted))
+                reason, evicted = self._freed(host.name, action.reason), tuple(visit.evicted)
+                self._end(
+                    Outcome(host.name, "skipped", reason, host.tenants, evicted=evicted, is_final=is_final)
+                )
 
     def _freed(self, name: str, reason: str) -> str:
         """Remove our cordon from a host; return the reason for that, and why the cordon stays if that is denied."""

@@ -55,7 +55,7 @@ def _ending(outcome: drains.Outcome) -> Outcome:
     if outcome.state == "empty":
         return OK
     # A host skipped without a pod is held or cordoned by somebody else, or is gone.
-    is_busy = bool(outcome.tenants) and outcome.reason != drains.UNCORDONED
+    is_busy = bool(outcome.tenants) and not outcome.is_final
     return ended("busy" if is_busy else "skipped", why(outcome))
 
 

@@ -199,8 +199,9 @@ def test_a_gang_of_which_one_host_is_denied_is_freed_as_a_whole(server: Server) 
     assert not server.nodes["gpu-1"]["spec"].get("unschedulable")
 
 
+@pytest.mark.parametrize(("denied", "other"), [("gpu-1", "gpu-2"), ("gpu-2", "gpu-1")])
 def test_nothing_of_a_gang_is_evicted_once_asking_one_of_its_pods_is_denied(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, denied: str, other: str
 ) -> None:
     """Another drain has cordoned its hosts so long ago that pods are due to be asked and evicted at once."""
     names = ("gpu-1", "gpu-2")
@@ -210,7 +211,7 @@ def test_nothing_of_a_gang_is_evicted_once_asking_one_of_its_pods_is_denied(
     server.pods = {name: [pod_object(f"of-{name}", owner="Job", spec={"nodeName": name})] for name in names}
 
     def ask(_client: Client, pod: Pod, *_: object) -> None:
-        if pod.host == "gpu-1":
+        if pod.host == denied:
             raise KubeError("a policy denied request", 422)
 
     monkeypatch.setattr("image_builder.drain.run.ask", ask)
@@ -219,7 +220,7 @@ def test_nothing_of_a_gang_is_evicted_once_asking_one_of_its_pods_is_denied(
     work.turn()
     work.turn()
     assert {outcome.state for outcome in work.outcomes.values()} == {"skipped"} and server.evicted == []
-    assert work.outcomes["gpu-2"].reason == "it shares a gang with gpu-1: a policy denied request"
+    assert work.outcomes[other].reason == f"it shares a gang with {denied}: a policy denied request"
 
 
 def test_a_cordon_that_is_denied_to_be_removed_stays_and_is_told(server: Server) -> None:
@@ -231,6 +232,7 @@ def test_a_cordon_that_is_denied_to_be_removed_stays_and_is_told(server: Server)
     clock.now += 61
     work.turn()
     assert 'its cordon stays: nodes "gpu-1" is forbidden' in work.outcomes["gpu-1"].reason
+    assert not work.outcomes["gpu-1"].is_final
     other = drain(server, clock, max_wait_seconds=600.0)
     other.turn()
     other.release()
@@ -246,7 +248,8 @@ def test_a_denied_cordon_of_a_node_that_registers_again_ends_its_drain(server: S
     server.nodes["gpu-1"] = {**again, "metadata": {**again["metadata"], "uid": "uid-9"}}
     server.denied = {"gpu-1"}
     work.turn()
-    assert work.outcomes["gpu-1"].state == "skipped" and "denied" in work.outcomes["gpu-1"].reason
+    outcome = work.outcomes["gpu-1"]
+    assert outcome.state == "skipped" and "denied" in outcome.reason and outcome.is_final
 
 
 def test_an_eviction_is_asked_for_once_until_it_is_time_again(server: Server) -> None:

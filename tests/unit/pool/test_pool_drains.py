@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,6 +119,29 @@ def test_a_partner_of_a_gang_is_freed_again_unless_the_roll_wants_it_empty(asked
             time.sleep(0.01)
     assert sorted(cluster.evicted) == [f"on-{host}" for host in HOSTS]
     assert [host for host in HOSTS if is_cordoned(cluster.nodes[host])] == [*asked]
+
+
+def test_a_busy_host_whose_cordon_is_denied_is_skipped_and_not_awaited() -> None:
+    cluster, reports = Cluster(), Reports()
+    cluster.pods[HOSTS[1]], cluster.denied = [], {HOSTS[0]}
+    with at_work(cluster, reports, deadline=0.0) as drains:
+        drains.add([(HOSTS[0], "drain", 1)])
+        _, outcome, _ = reports.get(timeout=30)
+    assert outcome.kind == "skipped" and "denied" in outcome.detail and f"on-{HOSTS[0]}" in outcome.detail
+
+
+def test_a_busy_host_that_a_person_uncordoned_is_skipped_even_if_our_mark_stays_on_it() -> None:
+    cluster, reports = Cluster(), Reports()
+    cluster.pods[HOSTS[1]] = []
+    with at_work(cluster, reports, deadline=math.inf) as drains:
+        drains.add([(HOSTS[0], "drain", 1)])
+        while not is_cordoned(cluster.nodes[HOSTS[0]]) and reports.empty():
+            time.sleep(0.01)
+        cluster.denied = {HOSTS[0]}
+        del cluster.nodes[HOSTS[0]]["spec"]["unschedulable"]
+        _, outcome, _ = reports.get(timeout=30)
+    assert outcome.kind == "skipped"
+    assert outcome.detail.startswith("somebody uncordoned it; its cordon stays: ")
 
 
 class Troubled(Cluster):
