@@ -125,11 +125,12 @@ def run(
 
 
 def _tell(text: str, *, as_json: bool) -> None:
-    """Write one line of the controller's log; nodes' own words may be part of it."""
-    if as_json:
-        print(json.dumps({"at": _now(), "said": text}), flush=True)
-    else:
-        print(printable(text), file=sys.stderr, flush=True)
+    """Write one line of the controller's log, from any thread; nodes' own words may be part of it."""
+    stream = sys.stdout if as_json else sys.stderr
+    line = json.dumps({"at": _now(), "said": text}) if as_json else printable(text)
+    # ``print`` writes text and newline separately, between which another thread may write.
+    stream.write(f"{line}\n")
+    stream.flush()
 
 
 def _run(settings: Settings, connection: Callable[[], Client], *, approves: bool, as_json: bool) -> None:

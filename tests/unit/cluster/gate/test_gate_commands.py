@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from typer.testing import CliRunner
@@ -37,3 +40,28 @@ def test_a_line_of_the_log_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
     out, err = capsys.readouterr()
     assert err == text.replace("\n", "\ufffd").replace("\x1b", "\ufffd") + "\n"
     assert out.count("\n") == 1 and json.loads(out)["said"] == text
+
+
+class Stream(io.StringIO):
+    """A stream that remembers its writes, between which other threads may write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.writes.append(text)
+        return len(text)
+
+
+@pytest.mark.parametrize(("as_json", "stream"), [(False, "stderr"), (True, "stdout")])
+def test_lines_of_several_threads_do_not_run_into_each_other(
+    monkeypatch: pytest.MonkeyPatch, as_json: bool, stream: str
+) -> None:
+    written = Stream()
+    monkeypatch.setattr(sys, stream, written)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda number: commands._tell(f"n{number}", as_json=as_json), range(9)))
+    lines = [text.removesuffix("\n") for text in written.writes if text.endswith("\n")]
+    said = [json.loads(line)["said"] if as_json else line for line in lines]
+    assert len(written.writes) == 9 and sorted(said) == [f"n{number}" for number in range(9)]
