@@ -187,8 +187,13 @@ class Lock(Strict):
 
     @property
     def without_address(self) -> set[str]:
-        """Return third parties' repositories with no address: earlier versions locked ``debian-backports`` that way."""
-        return {n for n, uri in self.repositories.items() if uri is None and n not in (DEBIAN, SECURITY)}
+        """Return third parties' repositories that files are locked from without their address.
+
+        Earlier versions locked ``debian-backports`` that way.
+        """
+        files = [file for group in self.groups.values() for file in group.packages]
+        used = {file.repository for file in (*files, *(f for s in self.sources.values() for f in s.files))}
+        return {n for n, uri in self.repositories.items() if uri is None and n in used - {DEBIAN, SECURITY}}
 
     def group(self, name: str) -> LockedGroup:
         """Return a group; raises LockError when the lock was made for other stages."""
