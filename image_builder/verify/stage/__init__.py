@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator
+from pathlib import Path
 
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages.kind import Draft, StageKind
 from image_builder.bake.stages.seal import SEAL
 from image_builder.canonical import JSON, digest
 from image_builder.definition import ImageDefinition, published_variables
-from image_builder.system.trees import file_digests
+from image_builder.settings import CHECKS
+from image_builder.system.trees import files_in, named_digests
 
 _SUITE = "image_builder/suite"
 
@@ -25,17 +27,24 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
             for image in draft.definition.preload
             if draft.lock.locked_image(image.ref)
         ],
-        "checks": _own_checks(draft.definition),
+        # The user's own checks are among the files; without this, ids of images that have none would change.
+        "checks": {},
         "pytest": importlib.metadata.version("pytest"),
         "testinfra": importlib.metadata.version("pytest-testinfra"),
     }
-    yield StagePlan(KIND.name, KIND.name, options, draft.code(KIND), draft.tree_ids)
+    own = _own_checks(draft.definition)
+    code = {**draft.code(KIND), **named_digests(own)}
+    yield StagePlan(KIND.name, KIND.name, options, code, draft.tree_ids, places=own)
 
 
-def _own_checks(definition: ImageDefinition) -> dict[str, JSON]:
-    """Return the digests of the user's own checks and mutations, by file."""
+def _own_checks(definition: ImageDefinition) -> dict[str, Path]:
+    """Return the files of the user's own checks and mutations, by the names under which they count.
+
+    An editor's lock, a link that leads nowhere, isn't one: it may be gone before the checks have run.
+    """
     folder = definition.checks
-    return {**file_digests(folder, [folder])} if folder else {}
+    files = filter(Path.is_file, files_in(folder)) if folder else ()
+    return {f"{CHECKS}/{file.relative_to(folder)}": file for file in files} if folder else {}
 
 
 def _packages(draft: Draft) -> list[dict[str, JSON]]:

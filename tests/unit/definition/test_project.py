@@ -10,11 +10,13 @@ import pytest
 
 from image_builder import settings
 from image_builder.bake.lock.model import Lock, LockedGroup
+from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import requirements, resolve
 from image_builder.cli.command import extensions
 from image_builder.definition import Inventory, layer_reading, load_inventory, published_variables
 from image_builder.errors import DefinitionError, UsageError
 from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT, project_root
+from image_builder.system.trees import named_digests
 
 ROLE = "roles/site_banner"
 NO_COMMANDS = "must be a list of commands, each a text, or a mapping of `break` and `mend`"
@@ -76,7 +78,7 @@ def test_variables_beside_playbooks_count_in_their_plays_alone(project: Path) ->
     assert published_variables(definition)["system_swap_off"] is True
 
 
-def stage_ids(project: Path, *extra: str, checkout: Path = REPO_ROOT) -> dict[str, str]:
+def plan(project: Path, *extra: str, checkout: Path = REPO_ROOT) -> Plan:
     definition = read(project, *extra, checkout=checkout).define("node")
     groups = requirements(definition, extensions()).groups
     lock = Lock(
@@ -88,8 +90,11 @@ def stage_ids(project: Path, *extra: str, checkout: Path = REPO_ROOT) -> dict[st
             for name, group in groups.items()
         },
     )
-    plan = resolve(definition, lock, checkout, extensions())
-    return {stage.name: stage.id for stage in plan.stages}
+    return resolve(definition, lock, checkout, extensions())
+
+
+def stage_ids(project: Path, *extra: str, checkout: Path = REPO_ROOT) -> dict[str, str]:
+    return {stage.name: stage.id for stage in plan(project, *extra, checkout=checkout).stages}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,17 @@ def test_what_changes_in_the_repository_changes_the_stages_that_read_it(
         stream.write("# more\n")
     changed = [name for name, stage_id in stage_ids(project).items() if stage_id != before[name]]
     assert changed[0] == first
+
+
+def test_own_checks_are_compared_again_before_their_verdict_is_stored(project: Path) -> None:
+    """So are all files with a place (``executor``). An editor's lock may be gone by then."""
+    (project / "checks/.#mutations.yml").symlink_to("me@host.1:2")
+    stage = plan(project).stage("verify")
+    places = {
+        f"checks/{name}": project / "checks" / name for name in ("mutations.yml", "test_site_banner.py")
+    }
+    assert stage.places == places
+    assert named_digests(places).items() <= stage.code.items()
 
 
 def test_directories_of_roles_are_those_of_the_configuration(project: Path) -> None:
