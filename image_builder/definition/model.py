@@ -395,7 +395,8 @@ class ImageDefinition:
     place_of: Callable[[str], str] = field(default=lambda _: "", repr=False, compare=False)
     # Roles evaluated so far, by playbook; see evaluate.evaluated_playbook.
     evaluated: dict[Path, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # What layers read, by layer; see reading.layer_reading.
+    # Plays as Ansible loads them, by playbook, and what layers read, by layer; see reading.
+    plays: dict[Path, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     readings: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

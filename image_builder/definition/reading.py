@@ -99,6 +99,11 @@ def _beside(playbook: Path) -> Iterator[Path]:
             yield from files_in(path)
 
 
+def _is_of_kernel(file: Path) -> bool:
+    target = Path(os.path.realpath(file))
+    return any(map(target.is_relative_to, _OF_KERNEL))
+
+
 def _uncommented(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
 
@@ -112,23 +117,20 @@ class _Reader:
         self.texts: dict[Path, str] = {}
         self.unknown: set[str] = set()
         self.opened: set[Path] = set()
+        self.fetched: set[Path] = set()
 
     def reading(self) -> PlaybookReading:
         playbook = self.layer.playbook
         roles = {use.name: self._role_files(use.name) for use in self.book.uses(self.layer)}
-        play = engine.read_play(
-            playbook,
-            self.book.role_folders,
-            self.inventory,
-            self.definition.extra_variables,
-            frozenset(_OWN_LOOKUPS),
-        )
+        play = self._play(self.layer)
         self.unknown |= play.unknown
+        beside = set(_beside(playbook))
+        self.fetched = play.fetched | (self._fetched_by_layers() if beside else set())
         unlisted = tuple(sorted(play.roles - roles.keys()))
         roles |= {name: self._role_files(name) for name in unlisted}
-        in_roles = {file for files in roles.values() for file in files}
+        in_roles = {file for files in roles.values() for file in files if not self._is_fetched(file)}
         files = {f for f in play.files - in_roles if f.is_file() and not self._of_a_role(f)}
-        around = {playbook, *_beside(playbook), *files}
+        around = {playbook, *files, *(file for file in beside if not self._is_fetched(file))}
         if config := self.definition.ansible_config:
             around.add(config)
             around.update(file for folder in engine.configured_plugins(config) for file in files_in(folder))
@@ -148,16 +150,36 @@ class _Reader:
         any_variable = _OTHERS in spoken
         self._variable_lookups(self.of_host if any_variable else spoken, variables)
         every = around | in_roles | self.opened | play.sent
-        of_kernel = {file for file in every if any(map(file.is_relative_to, _OF_KERNEL))}
-        self.unknown |= {f"{file}: what it holds is known only while the play runs" for file in of_kernel}
+        varying = {file for file in every if _is_of_kernel(file)}
+        varying |= set(filter(self._is_fetched, every | play.files))
+        self.unknown |= {f"{file}: what it holds is known only while the play runs" for file in varying}
         return PlaybookReading(
-            {self._name(file): file for file in sorted(every - of_kernel)},
+            {self._name(file): file for file in sorted(every - varying)},
             spoken,
             self._values(),
             tuple(sorted(self.unknown)),
             unlisted,
             play.faults,
         )
+
+    def _play(self, layer: Layer) -> engine.PlayReading:
+        """Return a play as Ansible loads it, only once per definition."""
+        plays, definition = self.definition.plays, self.definition
+        if layer.playbook not in plays:
+            variables, extra = play_variables(definition, layer), definition.extra_variables
+            plays[layer.playbook] = engine.read_play(
+                layer.playbook, self.book.role_folders, variables, extra, frozenset(_OWN_LOOKUPS)
+            )
+        play: engine.PlayReading = plays[layer.playbook]
+        return play
+
+    def _fetched_by_layers(self) -> set[Path]:
+        """Return what the plays of all layers write, because what is beside playbooks counts for each of them."""
+        fetched: set[Path] = set()
+        for name in self.definition.layers:
+            with suppress(KeyError, engine.UnreadableError):  # reported for the layer itself
+                fetched |= self._play(self.book.layer(name)).fetched
+        return fetched
 
     def _role_files(self, name: str) -> list[Path]:
         try:
@@ -169,6 +191,10 @@ class _Reader:
     def _is_declaration(self, file: Path, role: str) -> bool:
         """Return whether a role's file is one of those that hold variables."""
         return any(file.is_relative_to(self.book.role(role).path / part) for part in _DECLARED)
+
+    def _is_fetched(self, file: Path) -> bool:
+        """Return whether a play itself writes a file; one that it doesn't also read decides nothing."""
+        return any(map(file.is_relative_to, self.fetched))
 
     def _of_a_role(self, file: Path) -> bool:
         """Return whether a file is in a role; if it isn't one of the files that count, it never reaches an image."""

@@ -47,13 +47,14 @@ _SET_FOR_PLAYS = frozenset({"COLLECTIONS_PATHS", "DEFAULT_ROLES_PATH", "DEFAULT_
 class PlayReading:
     """What a play reads: ``files``, ``roles`` (the names of those whose files it reads), and what isn't known.
 
-    ``sent`` are files that reach the image unchanged. ``followed`` are files of tasks whose strings have already been
-    examined. ``lookups`` are the program's own lookups that are called. ``unknown`` are sentences, each with the place
-    that it is about.
+    ``sent`` are files that reach the image unchanged, ``fetched`` files and directories that the play itself writes.
+    ``followed`` are files of tasks whose strings have already been examined. ``lookups`` are the program's own lookups
+    that are called. ``unknown`` are sentences, each with the place that it is about.
     """
 
     files: set[Path] = field(default_factory=set)
     sent: set[Path] = field(default_factory=set)
+    fetched: set[Path] = field(default_factory=set)
     followed: set[Path] = field(default_factory=set)
     roles: set[str] = field(default_factory=set)
     lookups: set[str] = field(default_factory=set)
@@ -207,6 +208,7 @@ class _Walk:
         for role in self.play.roles:
             self.blocks(role.get_handler_blocks(play=self.play))
         self.result.files |= self.loader.reads.files
+        self.result.fetched |= self.sources.fetched
         self.result.lookups |= self.rounds.own_lookups
         self.result.faults = self.faults.found(certain=not self.result.unknown)
         for file in self.result.files | self.result.sent:

@@ -36,7 +36,10 @@ _DELIMITERS = tuple(
 
 
 class Sources:
-    """Records in ``sent`` and in the loader's reads what tasks read, and through ``unknown`` what can't be known."""
+    """Records in ``sent`` and in the loader's reads what tasks read, and through ``unknown`` what can't be known.
+
+    ``fetched`` are the files and directories that tasks fetch from the image to the build machine.
+    """
 
     def __init__(
         self,
@@ -48,14 +51,17 @@ class Sources:
     ) -> None:
         self.rounds, self.loader, self.sent, self.unknown = rounds, loader, sent, unknown
         self.faults = faults
+        self.fetched: set[Path] = set()
 
     def has(self, item: Any) -> bool:
-        """Return whether a task's module reads files."""
-        return _module(item) in _MODULES
+        """Return whether a task's module reads or writes files."""
+        return _module(item) in {"fetch", *_MODULES}
 
     def note(self, item: Any, variables: Mapping[str, Any]) -> None:
-        """Record what a task's module reads in one round."""
+        """Record what a task's module reads or writes in one round."""
         module = _module(item)
+        if module == "fetch":
+            self._note_fetched(item, variables)
         if module not in _MODULES:
             return
         names, folder = _MODULES[module]
@@ -73,6 +79,23 @@ class Sources:
             if isinstance(source, str) and source.strip():
                 path = _first(source) if module == "script" else source.rstrip("\n")
                 self._note_file(item, module, folder, path, variables)
+
+    def _note_fetched(self, item: Any, variables: Mapping[str, Any]) -> None:
+        """Record where a task fetches a file to, as Ansible's ``fetch`` puts it."""
+        arguments = self._arguments(item, variables)
+        try:
+            source, dest, flat = (
+                self.rounds.evaluate(arguments.get(name), variables) for name in ("src", "dest", "flat")
+            )
+        except UnknownError:
+            return
+        if isinstance(source, str) and isinstance(dest, str):
+            place = Path(self.loader.path_dwim(dest))
+            if not boolean(flat, strict=False):
+                place /= variables["inventory_hostname"]
+            elif dest.endswith("/"):
+                place /= Path(source).name
+            self.fetched.add(place)
 
     def _arguments(self, item: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return a task's arguments as they are written, including the play's defaults for its module."""

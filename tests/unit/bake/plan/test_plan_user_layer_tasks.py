@@ -375,6 +375,44 @@ def test_what_a_task_sets_is_not_what_the_inventory_has(root: Path, before: str)
     assert warning.endswith("the file `{{ site_file }}` is named only while the play runs")
 
 
+FETCHED = [
+    pytest.param("dest: fetched/", "playbooks/layers/fetched/worker/etc/a", id="by host"),
+    pytest.param("dest: fetched/, flat: true", "playbooks/layers/fetched/a", id="into a directory"),
+    pytest.param('dest: "{{ role_path }}/files/a", flat: true', "roles/needed/files/a", id="into a role"),
+]
+
+
+@pytest.mark.parametrize(("dest", "fetched"), FETCHED)
+def test_what_the_play_fetches_is_not_what_it_reads(root: Path, dest: str, fetched: str) -> None:
+    """Nor what other layers read, though what is beside their playbooks is beside this one, too."""
+    more = {fetched: "site_name\n", f"{fetched}.txt": "old\n"}
+    _with_task(root, ROLE, f"fetch: {{src: /etc/a, {dest}}}", more)
+    before = plan(root)
+    assert before.warnings == ()
+    _new(fetched)(root)
+    assert changed(before, plan(root)) == set()
+    _new(f"{fetched}.txt")(root)
+    assert ("mine" in changed(before, plan(root))) is ("/worker/" not in fetched)
+
+
+@pytest.mark.parametrize(("dest", "fetched"), FETCHED)
+def test_what_the_play_fetches_and_reads_is_known_only_to_it(root: Path, dest: str, fetched: str) -> None:
+    _with_task(root, ROLE, f"fetch: {{src: /etc/a, {dest}}}", {fetched: "old\n"})
+    with (root / ROLE).open("a") as tasks:
+        tasks.write(f'- name: Send\n  copy: {{src: "{root / fetched}", dest: /etc/b}}\n')
+    (warning,) = plan(root).warnings
+    assert warning.endswith(f"{root / fetched}: what it holds is known only while the play runs")
+
+
+def test_a_link_to_a_file_of_the_kernel_is_one(root: Path) -> None:
+    (root / "roles/mine/files/up").symlink_to("/proc/uptime")
+    stage = plan(root).stage("mine")
+    assert stage.options["unknown"] == (
+        f"{root}/roles/mine/files/up: what it holds is known only while the play runs",
+    )
+    assert "roles/mine/files/up" not in stage.places, "it would count as changed while the stage runs"
+
+
 def test_what_include_vars_brings_is_known(root: Path) -> None:
     more = {
         "inventory/more/b.yml": "site_file: '{{ inventory_dir }}/more/sent'\n",
