@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.bake import space
-from image_builder.bake.lock.fetch import Download, fetch
+from image_builder.bake.lock.fetch import Download, fetch, is_cached
 from image_builder.bake.lock.model import Lock, LockedArchive, LockedFile
 from image_builder.bake.lock.repository import write_repository
 from image_builder.bake.lock.resolve import addresses
@@ -30,7 +30,7 @@ from image_builder.bake.pull.network import Endpoints, Network
 from image_builder.bake.stages import Stage, StageContext
 from image_builder.bake.stages.kind import StageKind
 from image_builder.bake.store import Store
-from image_builder.definition import ImageDefinition
+from image_builder.definition import ImageDefinition, UnreadableError, reread
 from image_builder.errors import (
     CommandError,
     ImageBuilderError,
@@ -45,9 +45,11 @@ from image_builder.system import process
 from image_builder.system.sandbox import Root
 from image_builder.system.trees import code_digests, named_digests, remove_tree
 
-# The errors that may say that the store's disk is full, and the lines about a sandbox's directories in memory.
+# The errors that may say that the store's disk is full, and the lines about a sandbox's directories in memory. What
+# stages bind to these paths below /run is on that disk.
 _SAYING_FULL = (CommandError, PullError, ImageBuilderError)
-_IN_MEMORY = re.compile(r".*(?<![\w./-])/(?:dev|run|tmp)/.*")
+_ON_DISK = r"/(?:disk|esp|out|pack|tree|work|image-builder/(?:build|disk|out))\b"
+_IN_MEMORY = re.compile(rf".*(?<![\w./-])/(?:dev|tmp|run(?!{_ON_DISK}))/.*")
 
 
 @dataclass(frozen=True)
@@ -91,22 +93,22 @@ def fetch_locked(work: Build, todo: Sequence[StagePlan]) -> None:
     """Fetch every locked file that the stages in ``todo`` will use, before the first of them starts."""
     lock, store, monitor = work.lock, work.store, work.monitor
     names = {s.name for s in todo}
-    packages = {p.sha256: p for n, g in lock.groups.items() if n in names for p in g.packages}
-    others = {file.sha256: file for stage in todo for file in work.kind(stage).files(stage, lock)}
-    if not packages and not others:
-        return
-    by_folder: dict[str, Mapping[str, LockedFile | LockedArchive]] = {"debs": packages, "files": others}
-    used = {
-        file.repository
-        for folder, files in by_folder.items()
-        for file in files.values()
-        if isinstance(file, LockedFile) and not (store.path / folder / file.sha256).exists()
+    by_folder: dict[str, Mapping[str, LockedFile | LockedArchive]] = {
+        "debs": {p.sha256: p for n, g in lock.groups.items() if n in names for p in g.packages},
+        "files": {file.sha256: file for stage in todo for file in work.kind(stage).files(stage, lock)},
     }
-    where = addresses(work.definition, work.settings, lock, used)
+    if not any(by_folder.values()):
+        return
     with shown_stage(monitor, "fetch"):
-        for folder, files in by_folder.items():
+        lacking = {
+            folder: [f for f in files.values() if not is_cached(store.path / folder, f.sha256)]
+            for folder, files in by_folder.items()
+        }
+        used = {f.repository for files in lacking.values() for f in files if isinstance(f, LockedFile)}
+        where = addresses(work.definition, work.settings, lock, used)
+        for folder, files in lacking.items():
             fetch(
-                [_download(file, where, work) for file in files.values()],
+                [_download(file, where, work) for file in files],
                 store.path / folder,
                 work.staging,
                 lambda done, all_: monitor.stage_progress("fetch", done, all_, "B"),
@@ -223,12 +225,26 @@ def _run_stage(work: Build, stage: StagePlan) -> None:
 
 
 def _require_unchanged(work: Build, stage: StagePlan) -> None:
-    """Raise ImageBuilderError if a file that the stage's id covers differs from what it was when the id was made."""
+    """Raise ImageBuilderError if what the stage's id covers differs from what it was when the id was made.
+
+    That is files, and variables of the inventory, which a play reads by itself. An id that is new in every build is
+    never used again.
+    """
+    if "run" in stage.options:
+        return
     root = work.settings.repo_root
     own = [root / name for name in stage.code if name not in stage.places]
     now = code_digests(root, filter(os.path.lexists, own))
     now |= named_digests({name: path for name, path in stage.places.items() if os.path.lexists(path)})
     changed = [name for name, digest in sorted(stage.code.items()) if now.get(name) != digest]
+    if (reading := work.kind(stage).reading) and not changed:
+        before = stage.options["variables"]
+        try:
+            after = reading(reread(work.definition, work.settings.vault), stage).variables
+        except UnreadableError as error:
+            raise ImageBuilderError(f"{error.place}: {error.reason}") from error
+        differing = (n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
+        changed = [f"the inventory's {name}" for name in sorted(differing)]
     if changed:
         raise ImageBuilderError(
             f"changed while the stage ran: {', '.join(changed)}", hint="run the build again"

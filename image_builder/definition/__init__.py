@@ -8,9 +8,9 @@ layer_needs(worker, "system").packages
 
 from __future__ import annotations
 
-from image_builder.definition.engine import configured_inventories
+from image_builder.definition.engine import UnreadableError, configured_inventories
 from image_builder.definition.evaluate import published_variables, resolved_variables
-from image_builder.definition.inventory import Inventory, load_inventory
+from image_builder.definition.inventory import Inventory, load_inventory, reread
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk, ImagePull, PreloadedImage
 from image_builder.definition.needs import Archive, LayerNeeds, Repository, layer_needs
 from image_builder.definition.reading import PlaybookReading, layer_reading, seal_reading
@@ -26,11 +26,13 @@ __all__ = [
     "PlaybookReading",
     "PreloadedImage",
     "Repository",
+    "UnreadableError",
     "configured_inventories",
     "layer_needs",
     "layer_reading",
     "load_inventory",
     "published_variables",
+    "reread",
     "resolved_variables",
     "seal_reading",
 ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from image_builder.canonical import JSON
 from image_builder.definition import engine
@@ -15,9 +16,9 @@ from image_builder.definition.checks import check_problems
 from image_builder.definition.collections import collection_problems
 from image_builder.definition.host_variables import HostVariables, builder_variables, read_host_variables
 from image_builder.definition.model import (
+    BUILDER_NAMES,
     NOT_FOR_ROLES,
     PREFIX,
-    BuilderVariables,
     ImageBase,
     ImageDefinition,
 )
@@ -158,18 +159,10 @@ class Inventory:
         definition = ImageDefinition(
             name=name,
             **{key.removeprefix(PREFIX): value for key, value in builder} | {"base": base},
-            variables=_for_roles(variables, builder),
-            variables_of_ours=_for_roles(read_host_variables(self._source_of_ours, name), builder)
-            if self._source_of_ours
-            else None,
+            **self._read_by_plays(name, builder.for_roles()),
             inventory_paths=self.paths,
             roots=self.roots,
             extra=self.extra,
-            extra_variables=MappingProxyType(
-                {k: v for k, v in variables.plain.items() if k in self._source.extra}
-            ),
-            magic=magic,
-            hostvars=self._hostvars,
             place_of=variables.place_of,
         )
         problems += (
@@ -183,6 +176,18 @@ class Inventory:
             problems += address_problems(definition, self._source)
             problems += version_problems(definition, variables, self._source)
         return definition, tuple(problems)
+
+    def _read_by_plays(self, name: str, builder: Mapping[str, JSON]) -> dict[str, Any]:
+        """Return the parts of a definition that plays read in the inventory, given the builder's own variables."""
+        variables, ours = self.variables(name), self._source_of_ours
+        extra = {k: v for k, v in variables.plain.items() if k in self._source.extra}
+        return {
+            "variables": _for_roles(variables, builder),
+            "variables_of_ours": _for_roles(read_host_variables(ours, name), builder) if ours else None,
+            "extra_variables": MappingProxyType(extra),
+            "magic": MappingProxyType(self._source.magic(name)),
+            "hostvars": self._hostvars,
+        }
 
     def _hostvars(self) -> dict[str, JSON]:
         """Return every host's variables by host, like Ansible's ``hostvars``."""
@@ -198,10 +203,24 @@ class Inventory:
         return base.model_copy(update={"keyring": keyring}), problem
 
 
-def _for_roles(variables: HostVariables, builder: BuilderVariables) -> Mapping[str, JSON]:
+def _for_roles(variables: HostVariables, builder: Mapping[str, JSON]) -> Mapping[str, JSON]:
     """Return a host's variables as roles see them."""
     own = {k: v for k, v in variables.plain.items() if k not in NOT_FOR_ROLES}
-    return MappingProxyType(own | builder.for_roles())
+    return MappingProxyType({**own, **builder})
+
+
+def reread(definition: ImageDefinition, vault: Sequence[VaultId]) -> ImageDefinition:
+    """Return a definition with the variables that a play finds in the inventory now.
+
+    The builder's own variables stay, since plays get them as they were checked. Raises what ``load_inventory`` does,
+    and UsageError if the image is gone.
+    """
+    own, project = definition.repo_root, definition.roots[0]
+    paths, extra = definition.inventory_paths, definition.extra
+    inventory = load_inventory(paths, vault, repo_root=own, project=project, extra=extra)
+    (name,) = inventory.select([definition.name])
+    builder = {k: v for k, v in definition.variables.items() if k in BUILDER_NAMES}
+    return replace(definition, **inventory._read_by_plays(name, builder))
 
 
 def load_inventory(

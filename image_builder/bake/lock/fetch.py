@@ -96,7 +96,7 @@ def fetch(
     downloads.
     """
     files = {w.sha256: w for w in downloads}
-    missing = [w for w in files.values() if not _is_cached(cache / w.sha256, w.sha256)]
+    missing = [w for w in files.values() if not is_cached(cache, w.sha256)]
     total, done = sum(w.size or 0 for w in missing), 0
     failures: list[str] = []
     stop = threading.Event()
@@ -143,9 +143,10 @@ def located(url: str) -> str:
     return f"file:{urllib.request.pathname2url(os.path.abspath(directory))}/{parts.path}"
 
 
-def _is_cached(path: Path, sha256: str) -> bool:
+def is_cached(cache: Path, sha256: str) -> bool:
+    """Return whether a file is in ``cache``, undamaged."""
     try:
-        return trees.sha256(path) == sha256
+        return trees.sha256(cache / sha256) == sha256
     except FileNotFoundError:
         return False
 

@@ -15,7 +15,7 @@ from image_builder.bake.plan.model import Plan, StagePlan
 if TYPE_CHECKING:
     from image_builder.bake.lock.model import Lock, LockedArchive, LockedFile
     from image_builder.bake.pull.network import Endpoint
-    from image_builder.definition import ImageDefinition
+    from image_builder.definition import ImageDefinition, PlaybookReading
 
 MIB = 1 << 20
 # Trees that aren't part of an image get a fixed date, so that images and locks can share them.
@@ -72,7 +72,7 @@ class StageKind:
     A stage that runs ``beside`` the layers waits for the network or compiles, and requires none of the upper layers;
     one that ``pulls`` contacts registries. An ``enterable`` stage can be entered after it failed
     (``--shell-on-failure``). ``reports`` are the documents kept from a failed stage. ``layer`` names the layer that
-    installs what the stage builds.
+    installs what the stage builds. ``reading`` returns what the play of a stage reads, if it runs one.
     """
 
     name: str
@@ -88,6 +88,7 @@ class StageKind:
     enterable: bool = False
     reports: tuple[str, ...] = ()
     layer: str | None = None
+    reading: Callable[[ImageDefinition, StagePlan], PlaybookReading] | None = None
 
 
 class Draft:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,7 +19,13 @@ from image_builder.bake.lock.model import LockedArchive, LockedFile
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.stages import StageContext
+from image_builder.bake.stages.convert import run as convert
+from image_builder.bake.stages.disk import run as disk
+from image_builder.bake.stages.go.openapi import BUILD
 from image_builder.bake.stages.layer import run as layer
+from image_builder.bake.stages.preload import run as preload
+from image_builder.bake.stages.preload_store import run as preload_store
+from image_builder.bake.stages.rehearsal import run as rehearsal
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.cli import failure
@@ -29,10 +36,14 @@ from image_builder.settings import Settings
 from image_builder.system import process
 from image_builder.system.trees import code_digests, named_digests
 from image_builder.verify.stage import run as verify
+from tests.unit.bake.plan.user_layer import definition, edit, plan, root
 
+__all__ = ["root"]
+
+_SOURCE_TEXT = "Source: kubernetes\n"
 _SOURCE: dict[str, Any] = {
     "name": "k.dsc",
-    "sha256": "b" * 64,
+    "sha256": hashlib.sha256(_SOURCE_TEXT.encode()).hexdigest(),
     "size": 1,
     "path": "k.dsc",
     "repository": "debian",
@@ -100,7 +111,7 @@ def test_a_preload_takes_over_from_a_sound_one_alone(store: Store) -> None:
     ],
 )
 def test_a_stage_gets_links_to_its_own_locked_files(store: Store, stage: StagePlan, names: set[str]) -> None:
-    for digest in ("a" * 64, "b" * 64):
+    for digest in ("a" * 64, _SOURCE["sha256"]):
         (store.path / "files" / digest).write_text(digest)
     with store.staging() as staging:
         files = _given(store, stage, staging).files
@@ -109,9 +120,11 @@ def test_a_stage_gets_links_to_its_own_locked_files(store: Store, stage: StagePl
             assert path.stat().st_nlink == 2
 
 
-@pytest.mark.parametrize(("cached", "used"), [(False, {"debian"}), (True, set())])
+@pytest.mark.parametrize(
+    ("cached", "used"), [(None, {"debian"}), ("damaged", {"debian"}), (_SOURCE_TEXT, set())]
+)
 def test_a_mirror_is_used_only_for_what_the_store_lacks(
-    store: Store, monkeypatch: pytest.MonkeyPatch, cached: bool, used: set[str]
+    store: Store, monkeypatch: pytest.MonkeyPatch, cached: str | None, used: set[str]
 ) -> None:
     def addresses(*arguments: object) -> dict[str, str]:
         assert arguments[-1] == used
@@ -119,8 +132,8 @@ def test_a_mirror_is_used_only_for_what_the_store_lacks(
 
     monkeypatch.setattr(executor, "addresses", addresses)
     monkeypatch.setattr(executor, "fetch", lambda *_: None)
-    if cached:
-        (store.path / "files" / _SOURCE["sha256"]).touch()
+    if cached is not None:
+        (store.path / "files" / _SOURCE["sha256"]).write_text(cached)
     with store.staging() as staging:
         executor.fetch_locked(_work(store, staging), [StagePlan("kubelet_build", "go")])
 
@@ -158,6 +171,62 @@ def test_a_stage_whose_sources_change_while_it_runs_is_not_committed(
         with pytest.raises(StageError, match=f"changed while the stage ran: {edited}$") as failed:
             _run_stage(work, stage)
     assert failed.value.hint == "run the build again"
+    assert store.ids() == []
+
+
+def test_a_stage_that_is_new_in_every_build_may_change_what_it_reads(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example, by a lookup that runs a program."""
+    read = {"roles/r/files/made": tmp_path / "made"}
+    stage = StagePlan("verify", "verify", {"run": "a"}, {"roles/r/files/made": "0" * 64}, places=read)
+    monkeypatch.setattr(verify, "run", lambda _: {})
+    with store.staging() as staging:
+        _run_stage(_work(store, staging), stage)
+    assert store.has(stage.id)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "reason"),
+    [
+        ("mine", "site_of_include: a", "site_of_include: b", "the inventory's site_of_include$"),
+        # The layer has a lookup of `vars`.
+        ("mine", "site_name: a", "site_more: a", r"the inventory's \(others\)"),
+        ("mine", "mine_included: included", "mine_included: {}", "mine.yml:13: the role '{}' was not found"),
+        ("mine", "worker:", "other:", "no image matches `worker`"),
+        ("first", "site_name: a", "site_name: b", None),
+        # A play gets the builder's own variables from the bake.
+        ("mine", "suite: trixie", "suite: bookworm", None),
+    ],
+)
+def test_a_layer_whose_variables_change_while_it_runs_is_not_committed(
+    store: Store,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    old: str,
+    new: str,
+    reason: str | None,
+) -> None:
+    """Its play reads the inventory by itself. What an editor leaves next to it doesn't count."""
+    stage = plan(root).stage(name)
+
+    def run(_: StageContext) -> dict[str, JSON]:
+        (root / "inventory/.hosts.yml.swp").touch()
+        edit("inventory/hosts.yml", old, new)(root)
+        return {}
+
+    monkeypatch.setattr(layer, "run", run)
+    with store.staging() as staging:
+        work = _work(store, staging)
+        settings = replace(work.settings, repo_root=root)
+        work = replace(work, definition=definition(root), settings=settings, new_ids={*stage.requires})
+        if not reason:
+            _run_stage(work, stage)
+            assert store.has(stage.id)
+            return
+        with pytest.raises(StageError, match=reason):
+            _run_stage(work, stage)
     assert store.ids() == []
 
 
@@ -216,8 +285,15 @@ def test_one_may_enter_what_a_play_left(
         # As mkfs.erofs words its errors (``preload_store``).
         (ImageBuilderError("mkfs.erofs: erofs: failed to write: [Error 122] Disk quota exceeded"), 6),
         (CommandError("exit status 2: tar", tail="tar: usr/x: Cannot write: Disk quota exceeded"), 6),
-        # The sandbox has these directories in memory.
+        # The sandbox has these directories in memory, except for what a stage binds there.
         (CommandError("exit status 1: cp", tail="cp: error writing '/tmp/x': No space left on device"), 10),
+        (CommandError("exit status 1: cp", tail="cp: error writing '/run/x': No space left on device"), 10),
+        (CommandError("exit status 1: cp", tail="cp: '/run/outer/x': No space left on device"), 10),
+        *(
+            (CommandError("exit status 2: tar", tail=f"tar: {place}/x: Cannot write: Disk quota exceeded"), 6)
+            for place in (convert._OUT, disk._OUT, disk._WORK, preload._OUT, preload_store._OUT, BUILD)
+        ),
+        (CommandError("exit status 1: cp", tail=f"cp: '{rehearsal._DISK}/x': No space left on device"), 6),
         (VerifyError("a check failed: no space left on device"), 12),
         (OSError(errno.EIO, "Input/output error"), 10),
     ],

@@ -89,6 +89,10 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
         )
 
 
+def _reading(definition: ImageDefinition, stage: StagePlan) -> PlaybookReading:
+    return layer_reading(definition, stage.name)
+
+
 def _space(stage: StagePlan, sizes: Sizes) -> Need:
     return Need(sizes.unpacked.get(stage.name, 0.0) + WRITTEN)
 
@@ -107,4 +111,5 @@ KIND = StageKind(
     space=_space,
     files=_files,
     enterable=True,
+    reading=_reading,
 )

@@ -8,7 +8,7 @@ from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages.kind import Draft, StageKind
 from image_builder.bake.stages.layer import PLAY_DATA, play_options
 from image_builder.canonical import JSON
-from image_builder.definition import seal_reading
+from image_builder.definition import ImageDefinition, PlaybookReading, seal_reading
 from image_builder.system.trees import named_digests
 
 SEAL = "seal"
@@ -29,4 +29,10 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
     yield StagePlan(SEAL, KIND.name, options, code, draft.tree_ids, places=reading.files)
 
 
-KIND = StageKind(SEAL, "image_builder.bake.stages.seal.run", _plan, PLAY_DATA, enterable=True)
+def _reading(definition: ImageDefinition, _stage: StagePlan) -> PlaybookReading:
+    return seal_reading(definition, _PLAYBOOK)
+
+
+KIND = StageKind(
+    SEAL, "image_builder.bake.stages.seal.run", _plan, PLAY_DATA, enterable=True, reading=_reading
+)
