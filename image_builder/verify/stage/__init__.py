@@ -27,8 +27,6 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
             for image in draft.definition.preload
             if draft.lock.locked_image(image.ref)
         ],
-        # The user's own checks are among the files; without this, ids of images that have none would change.
-        "checks": {},
         "pytest": importlib.metadata.version("pytest"),
         "testinfra": importlib.metadata.version("pytest-testinfra"),
     }
@@ -42,9 +40,9 @@ def _own_checks(definition: ImageDefinition) -> dict[str, Path]:
 
     An editor's lock, a link that leads nowhere, isn't one: it may be gone before the checks have run.
     """
-    folder = definition.checks
-    files = filter(Path.is_file, files_in(folder)) if folder else ()
-    return {f"{CHECKS}/{file.relative_to(folder)}": file for file in files} if folder else {}
+    if (folder := definition.checks) is None:
+        return {}
+    return {f"{CHECKS}/{file.relative_to(folder)}": file for file in filter(Path.is_file, files_in(folder))}
 
 
 def _packages(draft: Draft) -> list[dict[str, JSON]]:
