@@ -269,7 +269,10 @@ class SshTarget:
         # Written under another name next to the target and renamed: a daemon that watches the directory
         # (kubelet for static pods, which skips names with a leading dot) never reads half a file.
         partial = posixpath.join(posixpath.dirname(path), f".{posixpath.basename(path)}.partial")
-        script = 'install -D -o root -g root -m "$1" "$2" "$3" && mv -f "$3" "$4" && rm -f "$2"'
+        script = (
+            """trap 'rm -f "$2" "$3"' EXIT; """
+            """install -D -o root -g root -m "$1" "$2" "$3" && mv -f "$3" "$4" """
+        )
         self.run(["sh", "-c", script, "put", f"{mode:o}", source, partial, path])
 
 

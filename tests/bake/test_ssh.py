@@ -2,99 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import paramiko
 import pytest
-from paramiko.common import AUTH_FAILED, AUTH_SUCCESSFUL, OPEN_SUCCEEDED
 
 from image_builder.errors import BootError, CommandError
 from image_builder.machine.ssh import SshAddress, SshTarget
 from image_builder.machine.vm import write_key
+from tests.support.ssh_server import Server
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
 
-class _Session(paramiko.ServerInterface):
-    def __init__(self, allowed: str) -> None:
-        self.allowed = allowed
-
-    def get_allowed_auths(self, _username: str) -> str:
-        return "publickey"
-
-    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
-        same = key.get_base64() == self.allowed.split()[1]
-        return AUTH_SUCCESSFUL if same and username == "root" else AUTH_FAILED
-
-    def check_channel_request(self, _kind: str, _chanid: int) -> int:
-        return OPEN_SUCCEEDED
-
-    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
-        threading.Thread(target=self._execute, args=(channel, command), daemon=True).start()
-        return True
-
-    def _execute(self, channel: paramiko.Channel, command: bytes) -> None:
-        time.sleep(0.05)
-        with channel, channel.makefile("rb") as stdin:
-            done = subprocess.run(
-                ["sh", "-c", command.decode()], input=stdin.read(), capture_output=True, check=False
-            )
-            channel.sendall(done.stdout)
-            channel.sendall_stderr(done.stderr)
-            channel.send_exit_status(done.returncode)
-
-
-class _Server:
-    """Serves on one port; its host key can be changed."""
-
-    def __init__(self, allowed: str) -> None:
-        self.key: paramiko.PKey = paramiko.ECDSAKey.generate()
-        self.allowed = allowed
-        self.transports: list[paramiko.Transport] = []
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self.socket.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self.socket.accept()
-            except OSError:
-                return
-            transport = paramiko.Transport(connection)
-            transport.add_server_key(self.key)
-            self.transports.append(transport)
-            # A client that doesn't like the host key hangs up, by FIN or by RST.
-            with contextlib.suppress(EOFError, OSError, paramiko.SSHException):
-                transport.start_server(server=_Session(self.allowed))
-
-    def drop(self) -> None:
-        for transport in self.transports:
-            transport.close()
-            # Transport.close() leaves the socket alone if its thread has already ended.
-            transport.sock.close()
-        self.transports.clear()
-
-    def close(self) -> None:
-        self.socket.close()
-        self.drop()
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[_Server]:
-    made = _Server(write_key(tmp_path / "key", "test"))
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "home").mkdir()
+    made = Server(write_key(tmp_path / "key", "test"), tmp_path / "home")
     yield made
     made.close()
 
 
 @pytest.fixture
-def target(server: _Server, tmp_path: Path) -> Iterator[SshTarget]:
+def target(server: Server, tmp_path: Path) -> Iterator[SshTarget]:
     with SshTarget(SshAddress("root", "127.0.0.1", server.port, tmp_path / "key")) as made:
         yield made
 
@@ -105,6 +38,20 @@ def test_command_gives_its_output_status_and_takes_input(target: SshTarget) -> N
     with pytest.raises(CommandError, match="exit status 3") as caught:
         target.run(["sh", "-c", "echo why; exit 3"])
     assert caught.value.tail == "why"
+
+
+def test_a_file_is_put_into_place_and_nothing_else_stays(
+    target: SshTarget, server: Server, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    target.put(b"content", f"{folder}/file", mode=0o600)
+    assert (folder / "file").read_bytes() == b"content" and (folder / "file").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(CommandError, match="exit status"):  # can't be installed
+        target.put(b"content", f"{folder}/file/below")
+    with pytest.raises(CommandError, match="exit status"):  # can't be renamed
+        target.put(b"content", f"{folder}/.")
+    assert [path.name for path in folder.iterdir()] == ["file"]
+    assert [*server.home.iterdir()] == []
 
 
 def test_large_output_comes_whole(target: SshTarget) -> None:
@@ -118,7 +65,7 @@ def test_command_that_hangs_is_given_up(target: SshTarget) -> None:
     assert time.monotonic() - started < 300
 
 
-def test_lost_connection_is_made_again(target: SshTarget, server: _Server) -> None:
+def test_lost_connection_is_made_again(target: SshTarget, server: Server) -> None:
     target.connect()
     server.drop()
     with pytest.raises(CommandError, match=r"lost 127\.0\.0\.1"):
@@ -126,21 +73,21 @@ def test_lost_connection_is_made_again(target: SshTarget, server: _Server) -> No
     assert target.run(["echo", "back"]).stdout == "back\n"
 
 
-def test_changed_host_key_is_refused_even_before_it_was_saved(target: SshTarget, server: _Server) -> None:
+def test_changed_host_key_is_refused_even_before_it_was_saved(target: SshTarget, server: Server) -> None:
     target.connect()
     server.key = paramiko.ECDSAKey.generate()
     with pytest.raises(BootError):
         target.connect()
 
 
-def test_host_key_of_another_type_is_refused(target: SshTarget, server: _Server) -> None:
+def test_host_key_of_another_type_is_refused(target: SshTarget, server: Server) -> None:
     target.connect()
     server.key = paramiko.RSAKey.generate(2048)
     with pytest.raises(BootError):
         target.connect()
 
 
-def test_saved_host_key_is_what_others_must_meet(target: SshTarget, server: _Server, tmp_path: Path) -> None:
+def test_saved_host_key_is_what_others_must_meet(target: SshTarget, server: Server, tmp_path: Path) -> None:
     target.save_known_hosts(tmp_path / "known_hosts")
     (line,) = (tmp_path / "known_hosts").read_text().splitlines()
     assert line.split()[0] == f"[127.0.0.1]:{server.port}"
@@ -156,7 +103,7 @@ def test_saved_host_key_is_what_others_must_meet(target: SshTarget, server: _Ser
         target.connect()
 
 
-def test_strange_key_is_not_let_in(server: _Server, tmp_path: Path) -> None:
+def test_strange_key_is_not_let_in(server: Server, tmp_path: Path) -> None:
     write_key(tmp_path / "other", "stranger")
     with (
         SshTarget(SshAddress("root", "127.0.0.1", server.port, tmp_path / "other")) as stranger,
