@@ -15,6 +15,7 @@ of an earlier one's disk is a reimaged instance.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -29,11 +30,12 @@ from typing import Self
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from image_builder.errors import BootError
+from image_builder.errors import BootError, UsageError
 from image_builder.machine import console, monitor, qemu
 from image_builder.machine.qemu import accelerator
 from image_builder.machine.ssh import SshAddress, SshTarget
 from image_builder.system import process
+from image_builder.text import human_bytes
 
 # Give up on a machine once its console has been quiet for this long, or after this long in all (seconds).
 QUIET_SECONDS = 180.0
@@ -123,6 +125,20 @@ def write_seed(directory: Path, *, instance_id: str, hostname: str) -> Seed:
     return Seed(seed, key)
 
 
+def create_blank(path: Path, size: int) -> None:
+    """Create a sparse file for a blank disk. Raises UsageError if its filesystem has no files of that size."""
+    try:
+        with path.open("xb") as file:
+            file.truncate(size)
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EFBIG:
+            raise
+        raise UsageError(
+            f"a disk of {human_bytes(size)} is larger than a file in {path.parent} can be",
+            hint="a smaller --local-disk, or another --store",
+        ) from None
+
+
 class Vm:
     """A machine as a context manager: powered on inside the block, killed at its end.
 
@@ -178,8 +194,7 @@ class Vm:
             if disk.path is None:
                 path.unlink(missing_ok=True)
             if not path.exists():
-                with path.open("xb") as file:
-                    file.truncate(disk.size)
+                create_blank(path, disk.size)
             drives.append(
                 qemu.Drive(
                     path,

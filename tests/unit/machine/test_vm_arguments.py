@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import stat
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +17,7 @@ import pytest
 from image_builder.definition.connection import Connection, Hop
 from image_builder.errors import BootError, HostError, UsageError
 from image_builder.machine import monitor, qemu, ssh
-from image_builder.machine.vm import write_seed
+from image_builder.machine.vm import create_blank, write_seed
 from image_builder.settings import SUITE
 from image_builder.verify.boot import find_disk, import_command, local_disks, static_pod
 
@@ -266,6 +267,19 @@ def test_local_disks_are_numbered_and_have_the_sizes_that_were_asked_for() -> No
 def test_size_that_is_none_is_refused(size: str) -> None:
     with pytest.raises(UsageError, match="not a disk size"):
         local_disks([size])
+
+
+@pytest.mark.parametrize("size", [2 << 20, (1 << 63) - 1, 1 << 90])
+def test_a_disk_that_is_larger_than_a_file_can_be_is_refused(tmp_path: Path, size: int) -> None:
+    create_blank(tmp_path / "small", 1 << 20)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(UsageError, match="larger than a file in") as caught:
+            create_blank(tmp_path / "disk", size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "--local-disk" in str(caught.value.hint)
 
 
 def test_static_pod_never_pulls_and_each_engine_has_its_import() -> None:
