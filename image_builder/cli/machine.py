@@ -170,9 +170,14 @@ def verify(
         ),
     ] = None,
     vault: VaultIds = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="directory for the reports")] = Path(
-        "output/verify"
-    ),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="directory for the reports  [default: one for the target below output/verify]",
+        ),
+    ] = None,
     store: StoreDir = DEFAULT_STORE,
     summary: ci.Summary = None,
     as_json: AsJson = False,
@@ -191,11 +196,13 @@ def verify(
     def known(host: str) -> Connection:
         return read_connection(inventory, host, vault or ()) if inventory else Connection()
 
+    reports = (output or Path("output/verify", verifying.report_name(target))).absolute()
     with ci.summary(summary, f"verify {target}") as page, render.monitor(f"verify {target}") as monitor:
+        monitor.note(f"reports in {reports}")
         result = verifying.verify(
             target,
             facts,
-            output.absolute(),
+            reports,
             settings=host_settings(store),
             monitor=monitor,
             inventory=known,

@@ -123,19 +123,27 @@ def read(
 
 def _passed(manifest: Manifest, marker: str, document: bytes, booted: Path) -> str:
     """Return how many checks passed. Raises PublishError or VerifyError if that doesn't prove this build."""
-    if marker == "offline":
-        _require_listed(manifest, _VERIFY, document)
-    else:
-        record: dict[str, Any] = json.loads((booted / "boot.json").read_bytes())
-        if record.get("build_id") != manifest.build_id:
-            raise PublishError("another build was booted")
-        if record.get("console_problems") != []:
-            raise PublishError("the console had problems")
-    suite = verification.from_json(json.loads(document))
+    content = json.loads(document)
+    suite = verification.from_json(content)
     if suite.marker != marker:
         raise PublishError(f"it is of the checks `{suite.marker}`, not `{marker}`")
     verification.require_passed(suite)
+    if marker == "offline":
+        _require_listed(manifest, _VERIFY, document)
+    else:
+        _require_boot(manifest, booted / "boot.json", content)
     return f"{len(suite.passed)}/{len(suite.checks)}"
+
+
+def _require_boot(manifest: Manifest, file: Path, suite: dict[str, Any]) -> None:
+    """Raise PublishError unless boot.json is of a boot of this build with this suite and a clean console."""
+    record: dict[str, Any] = json.loads(file.read_bytes())
+    if record.get("build_id") != manifest.build_id:
+        raise PublishError("another build was booted")
+    if record.get("suite") != suite:
+        raise PublishError(f"{file} is of another boot, or of one without --verify")
+    if record.get("console_problems") != []:
+        raise PublishError("the console had problems")
 
 
 def _require_listed(manifest: Manifest, name: str, document: bytes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import stat
@@ -53,10 +52,11 @@ from image_builder.pool.steps.control_plane import ControlPlane, Kubernetes, Unw
 from image_builder.pool.steps.fleet import Change, Fleet, Setup
 from image_builder.pool.steps.roll import RollFleet
 from image_builder.pool.steps.slice import parse_workers
-from image_builder.pool.steps.suite import FACTS, Suite
+from image_builder.pool.steps.suite import Suite
 from image_builder.settings import Settings, VaultId
 from image_builder.system.signals import waking
 from image_builder.text import short_list
+from image_builder.verify.runner import read_facts
 
 UNWATCHED = "no --kubeconfig: the control plane is not watched, and its gate passes everything"
 _AGENT = "image-builder-roll"
@@ -336,19 +336,9 @@ def _suite(faults: Faults, options: Options, hosts: Sequence[Host]) -> Suite | N
 def _built_image(path: Path) -> str:
     """Return the image that a facts.json describes.
 
-    Raises ImageBuilderError if the file isn't one: by the time the suite would report that, hosts would have joined.
+    Raises UsageError if the file isn't one: by the time the suite would report that, hosts would have joined.
     """
-    try:
-        facts = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ImageBuilderError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ImageBuilderError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        raise ImageBuilderError(f"{path}: not JSON") from None
-    if missing := [key for key in FACTS if not isinstance(facts, dict) or key not in facts]:
-        raise ImageBuilderError(f"{path}: not a facts.json of a build: it lacks {', '.join(missing)}")
-    return str(facts["image"])
+    return str(read_facts(path)["image"])
 
 
 def _configurations(options: Options, hosts: Iterable[Host]) -> dict[str, Path]:

@@ -20,14 +20,13 @@ from image_builder.machine.ssh import SshTarget
 from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
 from image_builder.settings import Settings
 from image_builder.verify.result import SuiteResult, require_passed
-from image_builder.verify.runner import clear_records, observe_suite, require_red
+from image_builder.verify.runner import SUITE_SECONDS, clear_records, observe_suite, read_facts, require_red
 
 # An emulated machine unpacks preloaded images at a tenth of a real one's speed.
 SYSTEM_SECONDS = 1200.0
 _SYSTEM_STEP = 5.0
 # On such a machine with shared processors, a pod took 288 s.
 POD_SECONDS = 900.0
-SUITE_SECONDS = 3600.0
 # A cloud's disk is larger than the image, and the root must grow into it. Loading an archive takes three times its
 # size: the archive, what Docker first unpacks it to, and the layers.
 GROWTH_BYTES = 8 << 30
@@ -38,6 +37,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 PauseArchive = Callable[[str], bytes]
 """Returns an archive of a pause image under a reference, as `docker load` takes it."""
 DISK_SUFFIXES = (".qcow2", ".raw", ".vhd")
+_RECORD, _FACTS = "boot.json", "facts.json"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class BootResult:
     def write(self, out_dir: Path) -> None:
         """Write boot.json."""
         record = json.dumps(self.as_json(), indent=1) + "\n"
-        (out_dir / "boot.json").write_text(record, encoding="utf-8")
+        (out_dir / _RECORD).write_text(record, encoding="utf-8")
 
     def require_passed(self) -> None:
         """Raise VerifyError unless every check passed and the console was clean."""
@@ -137,14 +137,16 @@ def boot(
     ``facts`` is the suite's facts.json, by default the one next to the disk; ``pause_archive`` provides the pod's image
     if the machine's image doesn't preload it. ``secure_boot`` None means as the image declares; ``extra_disks`` None
     means a blank local disk if the image has the layer ``node``. ``then`` gets the machine before it is switched off.
-    Raises BootError, CommandError, HostError, and VerifyError if the suite or a check of the user's own proves nothing.
+    Raises UsageError, BootError, CommandError, HostError, and VerifyError if the suite or a check of the user's own
+    proves nothing.
     """
     disk = find_disk(artefact)
-    facts = facts or disk.parent / "facts.json"
     specification = _specification(facts, disk, needed=verify)
+    facts = facts or disk.parent / _FACTS
     variables = specification.get("variables", {})
     out_dir.mkdir(parents=True, exist_ok=True)
     clear_records(out_dir)
+    (out_dir / _RECORD).unlink(missing_ok=True)
     store = Store(settings.store)
     store.prepare()
     monitor.stages_planned([(name, "", False) for name in ("boot", "verify")[: 1 + verify]])
@@ -163,9 +165,10 @@ def boot(
                     pod_seconds = start_pod(vm, ssh, variables, monitor, pause_archive)
                     suite = _run_suite(ssh, facts, out_dir, settings, monitor)
                 result = _result(vm, specification, state, system_seconds, pod_seconds, suite)
-                result.write(out_dir)
                 if suite and not keep:
                     _prove(ssh, suite, facts, out_dir, settings, monitor)
+                # Last: `publish` accepts a machine's verification only with this record.
+                result.write(out_dir)
             if then:
                 then(ssh)
             if keep or not verify:
@@ -176,13 +179,16 @@ def boot(
     return result
 
 
-def _specification(facts: Path, disk: Path, *, needed: bool) -> dict[str, Any]:
-    """Return the content of facts.json, empty if there is none. Raises BootError if it is ``needed``."""
-    if facts.is_file():
-        specification: dict[str, Any] = json.loads(facts.read_bytes())
-        return specification
+def _specification(facts: Path | None, disk: Path, *, needed: bool) -> dict[str, Any]:
+    """Return the content of ``facts``, by default of the facts.json next to a disk, empty if there is none.
+
+    Raises BootError if there is none but it is ``needed``, UsageError if it isn't that of a build.
+    """
+    default = disk.parent / _FACTS
+    if facts or default.is_file():
+        return read_facts(facts or default)
     if needed:
-        raise BootError(f"{facts} is missing: it says what {disk.name} must be")
+        raise BootError(f"{default} is missing: it says what {disk.name} must be")
     return {}
 
 

@@ -5,6 +5,7 @@ The suite is the one that every build runs; a facts.json says what the target mu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from image_builder.settings import Settings
 from image_builder.system import process, sparse
 from image_builder.system.sandbox import open_root
 from image_builder.verify.result import SuiteResult
-from image_builder.verify.runner import observe_suite
+from image_builder.verify.runner import SUITE_SECONDS, clear_records, observe_suite, read_facts
 
 _REMOTE = "ssh://"
 FACTS = "facts.json"
@@ -29,6 +30,15 @@ MANIFEST = "manifest.json"
 def is_remote(target: str) -> bool:
     """Return whether ``target`` is a machine to connect to, rather than a local directory."""
     return target.startswith(_REMOTE)
+
+
+def report_name(target: str) -> str:
+    """Return the name of a target's reports: ``admin@node7-2222``, or a directory's whole path as one word."""
+    place = (
+        target.removeprefix(_REMOTE).partition("?")[0] if is_remote(target) else str(Path(target).resolve())
+    )
+    # A name of a file has at most 255 bytes. The end of a path tells more than its beginning.
+    return re.sub(r"[^\w.@-]+", "-", place)[-80:].strip("-.") or "root"
 
 
 def verify(
@@ -60,6 +70,7 @@ def verify(
             f"not a directory: {target}" if not folder.is_dir() else f"no {FACTS} in or beside {target}",
             hint="give the directory of a build, or of an unpacked image with --facts FILE",
         )
+    clear_records(out_dir)
     store = Store(settings.store)
     store.prepare()
     with store.staging() as staging:
@@ -88,6 +99,7 @@ def _address(target: str, inventory: Callable[[str], Connection]) -> ssh.SshAddr
 
 
 def _run(url: str, facts: Path, out_dir: Path, settings: Settings, monitor: Monitor) -> SuiteResult:
+    read_facts(facts)  # the suite would report a damaged file without its name
     out_dir.mkdir(parents=True, exist_ok=True)
     with shown_stage(monitor, "verify"):
         # Failed checks are part of the result, so that they can be shown; ``require_passed`` judges it.
@@ -99,6 +111,7 @@ def _run(url: str, facts: Path, out_dir: Path, settings: Settings, monitor: Moni
             python=settings.python,
             log=out_dir / "suite.log",
             checks=settings.checks,
+            timeout=SUITE_SECONDS,
             on_progress=lambda _name, done, total: monitor.stage_progress("verify", done, total, "checks"),
         )
 

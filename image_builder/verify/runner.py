@@ -8,11 +8,11 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from image_builder.bake import identity
 from image_builder.canonical import JSON
-from image_builder.errors import CommandError, VerifyError
+from image_builder.errors import CommandError, UsageError, VerifyError
 from image_builder.settings import MUTATIONS, REPO_ROOT, SUITE
 from image_builder.system import process
 from image_builder.text import json_lines
@@ -21,7 +21,11 @@ from image_builder.verify.result import SuiteResult, blind, junit_outcomes, read
 if TYPE_CHECKING:
     from image_builder.definition import ImageDefinition
 
-_JUNIT, _REPORT = "junit.xml", "suite.jsonl"
+_JUNIT, _REPORT, _RESULT = "junit.xml", "suite.jsonl", "verify.json"
+# Required keys of a facts.json; the suite refuses a file without them (image_builder/suite/suite.py).
+FACTS = ("image", "build_id", "variables", "packages")
+# The limit for a whole run on a machine, also on an emulated one.
+SUITE_SECONDS = 3600.0
 _PROGRESS = re.compile(r"^(\S+::\S.*?) (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) *\[ *(\d+)/(\d+)\]")
 # Every exit of pytest is judged here, including one by a signal.
 _ANY_STATUS = range(-64, 256)
@@ -54,6 +58,21 @@ def definition_facts(
             "esp": identity.partition_uuid(build_id, "esp"),
         },
     }
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return the content of a facts.json. Raises UsageError, naming the file, if it isn't that of a build."""
+    try:
+        facts = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path}: not JSON") from None
+    if missing := [key for key in FACTS if not isinstance(facts, dict) or key not in facts]:
+        raise UsageError(f"{path}: not a facts.json of a build: it lacks {', '.join(missing)}")
+    return dict(facts)
 
 
 def write_facts(path: Path, facts: Mapping[str, JSON]) -> None:
@@ -155,7 +174,7 @@ def require_red(
 
 def clear_records(out_dir: Path) -> None:
     """Remove the records of an earlier run, so that they can't pass for those of the next one."""
-    for name in (_JUNIT, _REPORT):
+    for name in (_JUNIT, _REPORT, _RESULT):
         (out_dir / name).unlink(missing_ok=True)
 
 
@@ -206,7 +225,7 @@ def read_results(
             f"{error.message}\n{_tail(output)}", hint=error.hint or f"pytest's output is in {log}"
         ) from error
     report.unlink()
-    (out_dir / "verify.json").write_text(json_lines(result.as_json()), encoding="utf-8")
+    (out_dir / _RESULT).write_text(json_lines(result.as_json()), encoding="utf-8")
     return result
 
 

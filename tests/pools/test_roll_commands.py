@@ -24,7 +24,7 @@ from image_builder.pool.plan.model import OK
 from image_builder.pool.plan.plan import Plan, load
 from image_builder.pool.run.journal import journal_of, open_journal
 from image_builder.pool.run.records import Began, Intent, Opened, Result
-from image_builder.pool.steps.suite import FACTS
+from image_builder.verify.runner import FACTS
 from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, actions, add_version
 from tests.support.arm.limits import Limits
 from tests.support.arm.model import Json

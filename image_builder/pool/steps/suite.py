@@ -40,8 +40,6 @@ from image_builder.verify.runner import (
     suite_arguments,
 )
 
-# Required keys of a facts.json; the suite refuses a file without them, host by host (image_builder/suite/suite.py).
-FACTS = ("image", "build_id", "variables", "packages")
 # Failure numbers of `verify`.
 CHECKS, NO_RESULT = 1, 2
 # The session outlives the suite's timeout by this much, so that the suite's end is what is reported.

@@ -141,7 +141,9 @@ def write_build(
     boot = output / "boot" / build_id[:12]
     boot.mkdir(parents=True)
     (boot / "verify.json").write_bytes(suite("booted"))
-    (boot / "boot.json").write_text(json.dumps({"build_id": build_id, "console_problems": []}))
+    (boot / "boot.json").write_text(
+        json.dumps({"build_id": build_id, "suite": json.loads(suite("booted")), "console_problems": []})
+    )
     return record
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 
-from image_builder.pool.steps.suite import FACTS
+from image_builder.verify.runner import FACTS
 from tests.support.arm.fleet import BUILDS, NEW
 from tests.support.pools.rolls import World
 

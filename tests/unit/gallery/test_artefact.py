@@ -46,6 +46,11 @@ def _flip(path: Path, offset: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
+def _set_suite(boot: Path, result: object) -> None:
+    record = json.loads((boot / "boot.json").read_text())
+    (boot / "boot.json").write_text(json.dumps({**record, "suite": result}))
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -64,10 +69,12 @@ def _flip(path: Path, offset: int) -> None:
         ),
         (
             lambda _, boot: (boot / "boot.json").write_text(
-                (boot / "boot.json").read_text().replace("[]", '["oops"]')
+                (boot / "boot.json").read_text().replace('problems": []', 'problems": ["oops"]')
             ),
             "console had problems",
         ),
+        (lambda _, boot: _set_suite(boot, None), "without --verify"),
+        (lambda _, boot: _set_suite(boot, json.loads(suite("booted", failed=1))), "of another boot"),
     ],
 )
 def test_an_unverified_build_is_taken_only_when_that_is_asked_for(

@@ -25,9 +25,8 @@ from image_builder.pool.run.journal import journal_of, open_journal, requests_of
 from image_builder.pool.run.records import Intent, Opened, Stopped
 from image_builder.pool.run.rolling import STOPPED
 from image_builder.pool.steps import ansible
-from image_builder.pool.steps.suite import FACTS
 from image_builder.settings import REPO_ROOT
-from image_builder.verify.runner import definition_facts
+from image_builder.verify.runner import FACTS, definition_facts
 from tests.support.nodes import joins
 from tests.support.pools.simulated import rolls
 
