@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from suite import Facts, applicability, check_name, title
-from targets import TARGET, parse_target
+from targets import TARGET, open_target, parse_target
 
 _REPORT = pytest.StashKey["_Report"]()
 _FACTS = pytest.StashKey[Facts]()
@@ -50,6 +50,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_NOT_APPLICABLE] = []
     if config.option.report:
         config.stash[_REPORT] = _Report(Path(config.option.report))
+        config.pluginmanager.register(config.stash[_REPORT])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Log in to a machine first: if that fails, the run ends before anything is collected."""
+    target = session.config.stash[TARGET]
+    if target.address and not session.config.option.collectonly:
+        open_target(target).run(":")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -120,6 +129,11 @@ class _Report:
 
     def write(self, event: Mapping[str, Any]) -> None:
         self.stream.write(json.dumps(event) + "\n")
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Record why pytest.exit ended the run."""
+        if isinstance(excinfo.value, pytest.exit.Exception):
+            self.write({"event": "ended", "reason": str(excinfo.value.msg)})
 
     def phase(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """Add setup, call or teardown to the check's record; write it after teardown."""

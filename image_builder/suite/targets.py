@@ -15,7 +15,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from testinfra.host import Host
 
 from image_builder.errors import UsageError
 from image_builder.machine import ssh
-from image_builder.machine.shell import Shell
+from image_builder.machine.shell import Shell, ShellEndedError
 from image_builder.machine.ssh import SshAddress
 
 TARGET = pytest.StashKey["Target"]()
 # No command that a check runs takes this long, even on an emulated machine.
 _COMMAND_SECONDS = 300.0
+# What a login and a shell's start raise; the key's file may be damaged (ValueError).
+_REFUSALS = (OSError, EOFError, ValueError, paramiko.SSHException)
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ def parse_target(url: str) -> Target:
     )
 
 
+@cache
 def open_target(target: Target) -> Host:
-    """Return testinfra's host for a target that isn't a mutant."""
+    """Return testinfra's host for a target that isn't a mutant: one connection for the whole run."""
     if not target.booted:
         return enter(target.path)
     backend = _StrictParamiko(target.address) if target.address else Relayed(socket.socket(fileno=0))
@@ -111,12 +114,18 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
         # Otherwise it asks an interpreter on the machine as soon as something isn't ASCII.
         self._encoding = "utf-8"
         self._shell: Shell | None = None
+        # Why the last login gave no shell; there is no further one.
+        self._refusal = ""
 
     def run(self, command: str, *args: str, **kwargs: Any) -> CommandResult:  # noqa: ARG002 (testinfra's signature)
-        """Run a command as root. Raises TimeoutError, ShellEndedError; the next one then gets another shell."""
+        """Run a command as root. Raises TimeoutError, ShellEndedError; the next one then gets another shell.
+
+        If a new connection gives no shell, the run ends: each of the other checks would wait for the machine as long,
+        or be refused by it once more.
+        """
         line = _line(self, command, args)
         if self._shell is None:
-            self._shell = Shell(self._transport(), sudo=self.address.user != "root", seconds=self.timeout)
+            self._shell = self._start()
         try:
             status, out, err = self._shell.run(line, _COMMAND_SECONDS)
         except OSError:
@@ -124,15 +133,39 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
             raise
         return self.result(status, self.encode(line), out, err)
 
-    def _transport(self) -> paramiko.Transport:
-        """Return the connection, or a new one if it was lost."""
-        transport = self.client.get_transport()
+    def _start(self) -> Shell:
+        """Start a shell over the connection, or over a new one if it was lost, and check that it is one."""
+        kept = self._kept_transport()
+        if self._refusal:
+            pytest.exit(self._refusal)
+        try:
+            transport = kept or self.client.get_transport()
+            assert transport is not None
+            shell = Shell(transport, sudo=self.address.user != "root", seconds=self.timeout)
+            shell.run(":", _COMMAND_SECONDS)
+        except _REFUSALS as error:
+            self.__dict__.pop("client", None)
+            if kept:
+                raise
+            self._refusal = self._explain(error)
+            pytest.exit(self._refusal)
+        return shell
+
+    def _kept_transport(self) -> paramiko.Transport | None:
+        """Return the connection; forget it if it was lost."""
+        client: paramiko.SSHClient | None = self.__dict__.get("client")
+        transport = client.get_transport() if client else None
         if transport is None or not transport.is_active():
-            self.client.close()
-            del self.client
-            transport = self.client.get_transport()
-        assert transport is not None
+            self.__dict__.pop("client", None)
+            return None
         return transport
+
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, ConnectionError):
+            return str(error)
+        last_line = error.last_line if isinstance(error, ShellEndedError) else ""
+        to = self.address
+        return f"no root shell on {to.user}@{to.host}:{to.port}: {last_line or str(error) or type(error).__name__}"
 
     @cached_property
     def client(self) -> paramiko.SSHClient:
@@ -143,7 +176,11 @@ class _StrictParamiko(ParamikoBackend):  # type: ignore[misc]
             *((hop.user or to.user, hop.address, hop.port) for hop in to.jump),
             (to.user, to.host, to.port),
         ):
-            self._clients.append(self._log_in(user, host, port))
+            try:
+                self._clients.append(self._log_in(user, host, port))
+            except _REFUSALS as error:
+                reason = str(error) or type(error).__name__
+                raise ConnectionError(f"can't log in to {user}@{host}:{port}: {reason}") from error
         transport = self._clients[-1].get_transport()
         assert transport is not None
         transport.set_keepalive(15)

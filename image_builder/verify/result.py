@@ -150,6 +150,8 @@ def read_run(
                 checks[check.name] = check
             case "finished":
                 finished = event
+            case "ended":
+                raise VerifyError(f"the suite ended early: {event['reason']}")
             case other:
                 raise VerifyError(f"the suite's report has an unknown event {other!r}")
     if collected is None or finished is None:

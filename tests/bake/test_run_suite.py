@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import paramiko
 import pytest
 
 from image_builder.errors import VerifyError
-from image_builder.settings import REPO_ROOT, SUITE
+from image_builder.events import Monitor
+from image_builder.machine.ssh import SshAddress
+from image_builder.machine.vm import write_key
+from image_builder.settings import REPO_ROOT, SUITE, Settings
+from image_builder.verify import command
 from image_builder.verify.result import SuiteResult, require_passed
 from image_builder.verify.runner import observe_suite
 from tests.support.images.builds import Workplace
+from tests.support.ssh_server import Server
 
 pytestmark = [pytest.mark.root, pytest.mark.process]
 
@@ -49,15 +58,15 @@ def suite(tmp_path: Path) -> Path:
     return folder
 
 
-def run(suite: Path, checks: str, *, timeout: float | None = None) -> SuiteResult:
+def run(suite: Path, checks: str, *, timeout: float | None = None, target: str = "") -> SuiteResult:
     (suite / "test_it.py").write_text(checks, encoding="utf-8")
     out = suite.parent / "out"
     out.mkdir(exist_ok=True)
     result = observe_suite(
-        f"sandbox:{out}",
+        target or f"sandbox:{out}",
         suite.parent / "facts.json",
         out,
-        marker="offline",
+        marker="booted" if target else "offline",
         python=Path(sys.executable),
         log=out / "log",
         suite=suite,
@@ -67,7 +76,7 @@ def run(suite: Path, checks: str, *, timeout: float | None = None) -> SuiteResul
     return result
 
 
-def refused(suite: Path, checks: str, **more: float) -> str:
+def refused(suite: Path, checks: str, **more: Any) -> str:
     with pytest.raises(VerifyError) as error:
         run(suite, checks, **more)
     return error.value.message
@@ -220,3 +229,122 @@ def test_a_run_that_hangs_fails(suite: Path) -> None:
 def test_unreadable_facts_fail(suite: Path) -> None:
     (suite.parent / "facts.json").write_text("{}", encoding="utf-8")
     assert "the facts lack" in refused(suite, HEADER)
+
+
+ON_A_MACHINE = """
+import pytest
+from suite import booted
+
+@booted
+def test_one(host):
+    assert host.run("echo here").stdout == "here\\n"
+
+@booted
+def test_two(host):
+    assert host.run("true").rc == 0
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(write_key(tmp_path / "key", "test"), tmp_path)
+    yield made
+    made.close()
+
+
+def _url(server: Server, key: Path, user: str = "root") -> str:
+    known_hosts = key.with_name("known_hosts")
+    known_hosts.write_text(
+        f"[127.0.0.1]:{server.port} {server.key.get_name()} {server.key.get_base64()}\n", encoding="utf-8"
+    )
+    return SshAddress(user, "127.0.0.1", server.port, key, known_hosts).url
+
+
+def test_one_login_serves_all_checks_on_a_machine(suite: Path, server: Server, tmp_path: Path) -> None:
+    result = run(suite, ON_A_MACHINE, target=_url(server, tmp_path / "key"))
+    assert (len(result.passed), server.connections) == (2, 1)
+
+
+def test_a_machine_that_lets_nobody_in_is_asked_once(suite: Path, server: Server, tmp_path: Path) -> None:
+    where = f"127.0.0.1:{server.port}"
+    target = _url(server, tmp_path / "key")
+    (suite.parent / "out").mkdir()
+    (suite.parent / "out/verify.json").write_text("{}")
+    write_key(tmp_path / "other", "stranger")
+    stranger = refused(suite, ON_A_MACHINE, target=_url(server, tmp_path / "other"))
+    assert f"ended early: can't log in to root@{where}: Authentication failed" in stranger
+    assert not (suite.parent / "out/verify.json").exists()
+    server.key = paramiko.ECDSAKey.generate()
+    changed = refused(suite, ON_A_MACHINE, target=target)
+    assert f"can't log in to root@{where}: Host key for server" in changed
+    assert server.connections == 2
+    server.close()
+    assert f"can't log in to root@{where}: " in refused(suite, ON_A_MACHINE, target=target)
+
+
+def test_a_user_without_a_root_shell_is_told_why(suite: Path, server: Server, tmp_path: Path) -> None:
+    server.user, server.instead = "admin", "echo sudo: a password is required >&2; exit 1"
+    message = refused(suite, ON_A_MACHINE, target=_url(server, tmp_path / "key", "admin"))
+    where = f"admin@127.0.0.1:{server.port}"
+    assert f"ended early: no root shell on {where}: sudo: a password is required" in message
+    assert server.connections == 1
+
+
+LOST = """
+@booted
+def test_three_loses_the_connection(host):
+    host.backend.client.close()
+    host.run("true")
+
+@booted
+def test_four(host):
+    try:
+        host.run("true")
+    except Exception:
+        pass
+
+@booted
+def test_five(host):
+    host.run("true")
+
+@booted
+def test_six(host):
+    print("never begun")
+"""
+
+
+def test_a_machine_that_is_lost_and_does_not_come_back_ends_the_run(
+    suite: Path, server: Server, tmp_path: Path
+) -> None:
+    target = _url(server, tmp_path / "key")
+    server.next_key = paramiko.ECDSAKey.generate()
+    message = refused(suite, ON_A_MACHINE + LOST, target=target)
+    assert f"ended early: can't log in to root@127.0.0.1:{server.port}: Host key" in message
+    assert server.connections == 2
+    log = (suite.parent / "out/log").read_text()
+    assert "::test_three_loses_the_connection FAILED" in log and "::test_six" not in log
+
+
+def test_a_machine_that_is_lost_is_logged_in_to_again(suite: Path, server: Server, tmp_path: Path) -> None:
+    message = refused(suite, ON_A_MACHINE + LOST, target=_url(server, tmp_path / "key"))
+    assert "1 of 6 checks failed" in message and "::test_three" in message
+    assert server.connections == 2
+
+
+def test_a_machine_has_a_limited_time_for_all_checks(
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "SUITE_SECONDS", 0.5)
+    write_key(tmp_path / "key", "test")
+    (tmp_path / "known_hosts").touch()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        url = SshAddress("root", "127.0.0.1", port, tmp_path / "key", tmp_path / "known_hosts").url
+        with pytest.raises(VerifyError, match="did not end"):
+            command.verify(
+                url,
+                suite.parent / "facts.json",
+                tmp_path / "out",
+                settings=Settings(store=tmp_path / "store"),
+                monitor=Monitor(),
+            )
