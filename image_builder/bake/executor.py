@@ -30,7 +30,7 @@ from image_builder.bake.pull.network import Endpoints, Network
 from image_builder.bake.stages import Stage, StageContext
 from image_builder.bake.stages.kind import StageKind
 from image_builder.bake.store import Store
-from image_builder.definition import ImageDefinition, UnreadableError, reread
+from image_builder.definition import ImageDefinition, PlaybookReading, UnreadableError, reread
 from image_builder.errors import (
     CommandError,
     ImageBuilderError,
@@ -237,18 +237,26 @@ def _require_unchanged(work: Build, stage: StagePlan) -> None:
     now = code_digests(root, filter(os.path.lexists, own))
     now |= named_digests({name: path for name, path in stage.places.items() if os.path.lexists(path)})
     changed = [name for name, digest in sorted(stage.code.items()) if now.get(name) != digest]
+    hint = "run the build again"
     if (reading := work.kind(stage).reading) and not changed:
-        before = stage.options["variables"]
-        try:
-            after = reading(reread(work.definition, work.settings.vault), stage).variables
-        except UnreadableError as error:
-            raise ImageBuilderError(f"{error.place}: {error.reason}") from error
-        differing = (n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
-        changed = [f"the inventory's {name}" for name in sorted(differing)]
+        changed = [f"the inventory's {name}" for name in _changed_variables(work, stage, reading)]
+        hint += "; an inventory script must give the same values each time"
     if changed:
-        raise ImageBuilderError(
-            f"changed while the stage ran: {', '.join(changed)}", hint="run the build again"
-        )
+        raise ImageBuilderError(f"changed while the stage ran: {', '.join(changed)}", hint=hint)
+
+
+def _changed_variables(
+    work: Build, stage: StagePlan, reading: Callable[[ImageDefinition, StagePlan], PlaybookReading]
+) -> list[str]:
+    """Return the variables that a stage's play would read in the inventory with other values now."""
+    try:
+        now = reread(work.definition, work.settings.vault)
+        if (now, now.magic) == (work.definition, work.definition.magic):
+            return []  # working out what the play reads takes a second, reading the inventory a twentieth
+        before, after = stage.options["variables"], reading(now, stage).variables
+    except UnreadableError as error:
+        raise ImageBuilderError(f"{error.place}: {error.reason}") from error
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
 def _cause(error: ImageBuilderError | OSError, store: Store) -> ImageBuilderError:

@@ -26,9 +26,10 @@ def _literal(quote: str) -> str:
 
 
 # Whichever begins first matches: a string may contain what looks like a comment.
-_STRINGS = f"({_literal(chr(34))}|{_literal(chr(39))})"
-_COMMENT = re.compile(rf"{_STRINGS}|#[^\n]*", re.DOTALL)
-_EMPTY_LINES = re.compile(rf"{_STRINGS}|(?:[ ]*\n)+", re.DOTALL)
+_STRINGS = f"{_literal(chr(34))}|{_literal(chr(39))}"
+# All that stays is matched in one piece: a call for each string would take most of the time.
+_COMMENT = re.compile(rf"((?:[^\"'#]+|{_STRINGS})+)|#[^\n]*", re.DOTALL)
+_EMPTY_LINES = re.compile(rf"((?:[^\"' \n]+|{_STRINGS}|[ ]+(?![ \n])|\n(?![ ]*\n))+)|(?:[ ]*\n)+", re.DOTALL)
 # A string that is the first statement of a module, a class or a function.
 _DOCSTRING = re.compile(
     rf"(\A\s*|^[ ]*(?:class|def|async[ ]def|\))[^\n]*:\n\s*)(?:{_literal(chr(34))})[ ]*$",

@@ -11,9 +11,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import docker.auth
-from docker.errors import DockerException
-
 from image_builder.errors import CommandError, PullError
 from image_builder.system import process
 
@@ -43,6 +40,10 @@ def credentials_for(registry: str) -> Credentials | None:
     First IMAGE_BUILDER_REGISTRY_AUTH, then the Docker client's configuration (DOCKER_CONFIG, ~/.docker) with
     its ``credHelpers`` and ``credsStore``. Raises PullError, without any secret in it.
     """
+    # Imported where they are used: a build in which nothing has changed doesn't need them.
+    import docker.auth
+    from docker.errors import DockerException
+
     if inline := os.environ.get(VARIABLE):
         try:
             account = json.loads(inline).get(registry)
@@ -104,5 +105,7 @@ def docker_header(credentials: Credentials | None) -> dict[str, str]:
     auth = {"username": credentials.username, "password": credentials.password}
     if credentials.token:
         auth = {"identitytoken": credentials.token}
+    import docker.auth
+
     encoded: bytes = docker.auth.encode_header(auth)
     return {"X-Registry-Auth": encoded.decode("ascii")}

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from image_builder.cluster.gate.model import ADMITTED, EFFECT, Node, Rules
-from image_builder.cluster.gate.policy import OURS
 from image_builder.drain.fence import pointer
 from image_builder.node.preflight.model import ANSWER, HELD, WISH
 
@@ -45,12 +44,10 @@ def decide(node: Node, rules: Rules) -> Action:
 
 def _gone(node: Node) -> frozenset[str]:
     """Return the findings that a person admitted with this boot and that the node no longer has."""
-    ailments = node.health.ailments
-    is_cut = any(ailment.condition in OURS and ailment.reason == ailment.condition for ailment in ailments)
     # A condition whose message has no room for all of its findings doesn't say which are gone.
-    if node.admitted_boot != node.boot_id or is_cut:
+    if node.admitted_boot != node.boot_id or node.health.is_cut:
         return frozenset()
-    return node.admitted - {ailment.reason for ailment in ailments}
+    return node.admitted - {ailment.reason for ailment in node.health.ailments}
 
 
 def patch(node: Node, action: Action, rules: Rules) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class Health:
     ``well`` are the conditions that say that all is well with this boot, and those whose finding the policy ignores.
     ``machine`` is its id in Azure, ``scale_set`` that of its scale set in lower case, ``host`` the physical machine's
     name; each is empty if the Node doesn't name it. ``cordon``: which of our runs cordoned it. ``is_left``: NVSentinel
-    is working on it, or its pool is left to NVSentinel.
+    is working on it, or its pool is left to NVSentinel. ``is_cut``: a message has no room for all of its findings.
     """
 
     ailments: tuple[Ailment, ...] = ()
@@ -56,6 +56,7 @@ class Health:
     scale_set: str = ""
     host: str = ""
     is_left: bool = False
+    is_cut: bool = False
 
 
 def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Policy) -> Health:
@@ -63,6 +64,7 @@ def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Poli
     meta, spec, status = (document.get(name) or {} for name in ("metadata", "spec", "status"))
     ailments: list[Ailment] = []
     well = set()
+    is_cut = False
     for condition in status.get("conditions") or ():
         kind, state = str(condition.get("type", "")), condition.get("status")
         message = str(condition.get("message", ""))
@@ -71,6 +73,7 @@ def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Poli
         if bad is None or state not in ("True", "False") or (boot and boot[1] != boot_id):
             continue
         reasons = _reasons(kind, str(condition.get("reason") or kind), message)
+        is_cut |= state == bad and kind in reasons and len(reasons) > 1
         bad_reasons = [reason for reason in reasons if policy.rule(kind, reason).remedy != "ignore"]
         if state != bad or not bad_reasons:
             well.add(kind)
@@ -93,6 +96,7 @@ def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Poli
         scale_set=set_id[1].lower() if set_id else "",
         host=hosts.host_of(document),
         is_left=is_at_work or (pool in policy.nvsentinel and is_managed),
+        is_cut=is_cut,
     )
 
 

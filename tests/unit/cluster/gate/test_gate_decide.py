@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from image_builder.cluster.gate.decide import Action, decide, may_work, patch
 from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
+from image_builder.cluster.gate.policy import Policy, Rule
 from image_builder.cluster.gate.triage import Step, step_of
 from image_builder.node.finding import kubernetes_reason
 from image_builder.node.preflight.model import CONDITION
@@ -210,6 +211,10 @@ def test_all_of_an_admissions_findings_may_go() -> None:
 )
 def test_nothing_else_changes_an_admission(document: dict[str, Any]) -> None:
     assert decide(node_from(document, RULES), RULES) is not Action.FORGET
+    # What the policy ignores may hide findings that it doesn't.
+    rules = (Rule(reason="Gpu*", remedy="reimage"), Rule(remedy="ignore"))
+    ignoring = Rules(health=Policy(rules=rules))
+    assert decide(node_from(document, ignoring), ignoring) is not Action.FORGET
 
 
 def test_an_admission_that_a_person_renews_meanwhile_is_left() -> None:
