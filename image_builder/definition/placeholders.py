@@ -16,7 +16,10 @@ from image_builder.errors import Problem
 _VARIABLES = ("group_vars", "host_vars")
 _SUFFIXES = ("", ".yml", ".yaml", ".json", ".ini")
 _KEY = re.compile(r"[ -]*[\"']?([A-Za-z_][A-Za-z0-9_.-]*)[\"']?\s*:(\s|$)")
-_REPLACE = re.compile(r"\bREPLACE\b")
+# A value that is the mark, in quotes or not, or a comment that begins with it.
+_REPLACE = re.compile(
+    r"(?:^|[:=,\[{-])\s*([\"']?)REPLACE(?:[_-]\w[\w-]*)?\1\s*(?:$|[,\]}#])|=REPLACE\s|\s#\s*REPLACE\b"
+)
 _ZEROS = re.compile(r"(?<![0-9A-Fa-f])0{64}(?![0-9A-Fa-f])")
 
 
