@@ -16,11 +16,11 @@ from image_builder.canonical import JSON
 from image_builder.definition import engine
 from image_builder.definition.model import BUILDER_NAMES, ImageDefinition
 from image_builder.definition.roles import Layer, RoleBook, RoleUse, short_name
-from image_builder.definition.values import looked_up_names, strings, vaulted_names
+from image_builder.definition.values import is_template, looked_up_names, made_from, strings, vaulted_names
 
 # A value that no lookup returns.
 _ANOTHER = "another answer of a lookup"
-_VARS = re.compile(r"\bvars\s*\[")
+_VARS = re.compile(r"\bvars\b")
 
 
 def role_variables(
@@ -31,6 +31,7 @@ def role_variables(
     extra: Mapping[str, JSON] = MappingProxyType({}),
 ) -> dict[str, JSON]:
     """Return the variables that a role's tasks see, untemplated."""
+    of_play, _ = layer_variables(layer, inventory, extra)
     others = [book.role(other.name) for other in book.uses(layer)]
     *needed, own = (book.role(other.name) for other in book.with_dependencies(use))
     parents = [(parent, book.role(parent.name)) for parent in use.parents]
@@ -39,7 +40,7 @@ def role_variables(
         *(role.defaults for _, role in parents),
         own.defaults,
         inventory,
-        layer.play_vars,
+        of_play,
         *(role.constants for role in others),
         *(scope for parent, role in parents for scope in (parent.vars, role.constants)),
         *(role.constants for role in needed),
@@ -61,6 +62,31 @@ def role_variables(
     }
 
 
+def layer_variables(
+    layer: Layer, inventory: Mapping[str, JSON], extra: Mapping[str, JSON]
+) -> tuple[dict[str, Any], bool]:
+    """Return the variables of a layer's play, those of its files last, and whether it is known which files these are.
+
+    Of several names for one file, the first that exists counts, as in Ansible.
+    """
+    variables, known = dict(layer.play_vars), True
+    for names in layer.vars_files:
+        for written in names:
+            name = engine.plain(written)
+            try:
+                if is_template(name):
+                    of_play = {str(k): engine.plain(v) for k, v in variables.items()}
+                    name = engine.Evaluator({**inventory, **of_play, **extra}).evaluate(name)
+            except engine.EvaluationError:
+                known = False
+                break
+            if file := engine.file_of_play(layer.playbook, "vars", str(name)):
+                content = engine.read_yaml(file)
+                variables |= content if isinstance(content, Mapping) else {}
+                break
+    return variables, known
+
+
 def play_variables(definition: ImageDefinition, layer: Layer) -> dict[str, JSON]:
     """Return an image's variables in a layer's play: the inventory's, Ansible's own, and the bake's."""
     of_host = definition.variables_in(layer.playbook)
@@ -73,8 +99,9 @@ class EvaluatedRole:
     """A role of an image: its variables as written, the values they evaluate to, and why others have none.
 
     ``values``, ``failures`` and ``unpredictable`` (known only to a play) hold the role's own variables and the
-    builder's. A variable that is vaulted, or may be derived from a vaulted one, is in none of them. ``looked_up`` are
-    the variables whose value depends on a lookup.
+    builder's. A variable that is vaulted, or may be derived from a vaulted one or from one whose file only the play
+    chooses, is in none of them. ``looked_up`` are the variables whose value depends on a lookup. It isn't ``complete``
+    if only the play knows which files its ``vars_files`` are.
     """
 
     layer: Layer
@@ -84,6 +111,7 @@ class EvaluatedRole:
     failures: Mapping[str, str]
     unpredictable: Mapping[str, str]
     looked_up: frozenset[str]
+    complete: bool = True
 
 
 def evaluated_roles(definition: ImageDefinition) -> list[EvaluatedRole]:
@@ -116,28 +144,34 @@ def evaluated_playbook(definition: ImageDefinition, layer: Layer) -> tuple[Evalu
 def _evaluate(
     definition: ImageDefinition, book: RoleBook, layer: Layer, use: RoleUse, owners: Collection[str]
 ) -> EvaluatedRole:
-    raw = role_variables(book, layer, use, play_variables(definition, layer), definition.extra_variables)
+    inventory = play_variables(definition, layer)
+    raw = role_variables(book, layer, use, inventory, definition.extra_variables)
     texts = [text for value in raw.values() for text in strings(value) if "vars" in text]
     if any("hostvars" in text for text in texts):
         raw["hostvars"] = definition.hostvars()
     if any(_VARS.search(text) for text in texts):
         raw["vars"] = dict(raw)
-    secret = vaulted_names(raw)
+    _, complete = layer_variables(layer, inventory, definition.extra_variables)
+    chosen_late = {name for other in book.uses(layer) for name in book.role(other.name).ambiguous}
+    left_out = vaulted_names(raw) | made_from(chosen_late & raw.keys(), raw)
     names = [
         name
         for name in raw
-        if name not in secret
+        if name not in left_out
         and (name in BUILDER_NAMES or owner(name.removeprefix("__"), owners) == short_name(use.name))
     ]
     evaluation = engine.evaluate_all(raw, names, layer.playbook.parent)
+    undefined = {name: why for name, why in evaluation.failures.items() if why.endswith(" is undefined")}
+    unknown = {} if complete else undefined
     return EvaluatedRole(
         layer,
         use,
         raw,
         evaluation.values,
-        evaluation.failures,
-        evaluation.unpredictable,
+        {name: why for name, why in evaluation.failures.items() if name not in unknown},
+        {**evaluation.unpredictable, **unknown},
         _looked_up(raw, evaluation.values, layer),
+        complete,
     )
 
 

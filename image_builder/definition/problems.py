@@ -10,15 +10,22 @@ import difflib
 from pathlib import Path
 
 from image_builder.definition import engine
-from image_builder.definition.evaluate import EvaluatedRole, evaluated_roles, owner
+from image_builder.definition.evaluate import (
+    EvaluatedRole,
+    evaluated_roles,
+    layer_variables,
+    owner,
+    play_variables,
+)
 from image_builder.definition.host_variables import HostVariables
 from image_builder.definition.model import BUILDER_NAMES, PREFIX, ImageDefinition
 from image_builder.definition.needs import layer_needs, wanted_names
 from image_builder.definition.pools import ANSIBLE_NAMES, POOL_NAMES
 from image_builder.definition.reading import layer_reading
-from image_builder.definition.roles import LAYERS, Role, RoleBook, undeclared_roles, unknown_roles
+from image_builder.definition.roles import Role, RoleBook, RoleUse, undeclared_roles, unknown_roles
 from image_builder.definition.values import Place, is_template, strings, words
 from image_builder.errors import DefinitionError, Problem
+from image_builder.system.trees import files_in
 from image_builder.text import did_you_mean
 
 # How similar a name must be to a known one to count as a misspelling of it (difflib's ratio).
@@ -37,10 +44,18 @@ def variable_problems(variables: HostVariables, roots: tuple[Path, ...]) -> list
             continue
         if name.startswith("__"):
             reason = f"is internal to role `{role}`{did_you_mean(name[2:], every)}"
+        elif role and not options_of[role] and _mentions(book.role(role), name):
+            specs = Place(str(book.role(role).path / "meta" / "argument_specs.yml"))
+            reason = f"unknown variable: declare it in {specs}"
         else:
             reason = f"unknown variable{did_you_mean(name, every)}"
         problems.append(Problem(variables.where([name]), name, reason))
     return problems
+
+
+def _mentions(role: Role, name: str) -> bool:
+    files = (file for part in role.parts for file in files_in(part))
+    return any(name in words(file.read_text("utf-8", "replace")) for file in files if file.is_file())
 
 
 def role_problems(definition: ImageDefinition, variables: HostVariables) -> list[Problem]:
@@ -70,6 +85,7 @@ def role_problems(definition: ImageDefinition, variables: HostVariables) -> list
             texts = [text for text in strings(template) if is_template(text)]
             made_from[problem.path] = frozenset(word for text in texts for word in words(text))
         problems += faults + judged_problems(definition, evaluated, variables, excused=bool(faults))
+    problems += _overridden(definition, [evaluated.use for evaluated in every], variables)
     # A value derived from a wrong one is wrong too: reporting it would be noise.
     wrong = made_from.keys()
     return [p for p in problems if not (made_from.get(p.path, frozenset()) - {p.path}) & wrong]
@@ -115,11 +131,11 @@ def idle_layers(definition: ImageDefinition, source: engine.Source) -> list[Prob
     for name in definition.layers:
         layer = book.layer(name)
         where = str(engine.place_of(layer.hosts) or Place(str(layer.playbook)))
-        variables = {str(k): engine.plain(v) for k, v in layer.play_vars.items()}
+        extra = definition.extra_variables
+        of_play, _ = layer_variables(layer, play_variables(definition, layer), extra)
+        variables = {**{str(k): engine.plain(v) for k, v in of_play.items()}, **extra}
         try:
-            hosts = engine.Evaluator({**variables, **definition.extra_variables}).evaluate(
-                engine.plain(layer.hosts)
-            )
+            hosts = engine.Evaluator(variables).evaluate(engine.plain(layer.hosts))
         except engine.EvaluationError as error:
             problems.append(Problem(where, f"layer {name}", f"hosts: {error}"))
             continue
@@ -167,17 +183,26 @@ def _where(role: Role, evaluated: EvaluatedRole, variables: HostVariables, name:
     return variables.where([name]) or str(engine.place_in({**role.defaults, **role.constants}, [name]) or "")
 
 
+def _overridden(definition: ImageDefinition, every: list[RoleUse], variables: HostVariables) -> list[Problem]:
+    """Return the inventory's variables that have no effect because every use of a role passes it another value."""
+    uses: dict[str, list[RoleUse]] = {}
+    for use in every:
+        uses.setdefault(use.name, []).append(use)
+    return [
+        Problem(variables.where([name]), name, f"has no effect: {first.place} sets it")
+        for first, *more in uses.values()
+        for name in first.vars
+        if name in variables.tagged.keys() - definition.extra_variables.keys()
+        and all(name in use.vars for use in more)
+    ]
+
+
 def argument_problems(
     definition: ImageDefinition, evaluated: EvaluatedRole, variables: HostVariables
 ) -> list[Problem]:
     """Check the values of a role's public variables against its argument specs, as Ansible will."""
     role = RoleBook(definition.roots).role(evaluated.use.name)
-    playbook = LAYERS / evaluated.layer.playbook.name
-    problems = [
-        Problem(variables.where([name]), name, f"has no effect: {playbook} sets it")
-        for name in evaluated.use.vars
-        if name in variables.tagged
-    ]
+    problems: list[Problem] = []
     for name, option in role.options.items():
         where = _where(role, evaluated, variables, name)
         if name in evaluated.values:
@@ -185,7 +210,7 @@ def argument_problems(
             problems += [Problem(where, name, reason) for reason in faults]
         elif name in evaluated.failures and is_template(evaluated.raw[name]):
             problems.append(Problem(where, name, evaluated.failures[name]))
-        elif name not in evaluated.raw and option.get("required"):
+        elif name not in evaluated.raw and option.get("required") and evaluated.complete:
             where = variables.where(["image_layers"])
             reason = f"role `{role.name}` of image `{definition.name}` needs it"
             problems.append(Problem(where, name, reason))

@@ -16,7 +16,12 @@ from pathlib import Path
 
 from image_builder.canonical import JSON, digest
 from image_builder.definition import engine
-from image_builder.definition.evaluate import evaluated_playbook, play_variables, role_variables
+from image_builder.definition.evaluate import (
+    evaluated_playbook,
+    layer_variables,
+    play_variables,
+    role_variables,
+)
 from image_builder.definition.model import ImageDefinition
 from image_builder.definition.roles import VARIABLES_BESIDE, Layer, RoleBook, RoleUse, read_layer
 from image_builder.definition.values import (
@@ -144,7 +149,11 @@ class _Reader:
         for name, of_role in roles.items():
             declared = [f for f in of_role if self._is_declaration(f, name)]
             self._lookups(declared, functools.partial(self._scope, name))
-        variables = {**self.inventory, **{str(k): engine.plain(v) for k, v in self.layer.play_vars.items()}}
+        of_play, known = layer_variables(self.layer, self.inventory, self.definition.extra_variables)
+        if not known:
+            reason = "which of its `vars_files` are read is known only while the play runs"
+            self.unknown.add(f"{self._name(playbook)}: {reason}")
+        variables = {**self.inventory, **{str(k): engine.plain(v) for k, v in of_play.items()}}
         variables |= self.definition.extra_variables
         self._lookups(files - play.followed, lambda: variables)
         any_variable = _OTHERS in spoken

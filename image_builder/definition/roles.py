@@ -14,7 +14,7 @@ from typing import Any
 
 from image_builder.definition import engine
 from image_builder.definition.collections import Collection, installed
-from image_builder.definition.values import Place, is_template
+from image_builder.definition.values import Place
 from image_builder.errors import Problem
 from image_builder.settings import CONFIGURATION
 from image_builder.text import did_you_mean
@@ -74,8 +74,10 @@ class Role:
     @cached_property
     def specs(self) -> Mapping[str, Any]:
         """Return the argument specs by entry point. Raises UnreadableError if they can't be read."""
-        file = self.path / "meta" / "argument_specs.yml"
-        content = engine.read_untagged_yaml(file) if file.is_file() else {}
+        file = self._meta("argument_specs") or self._meta("main")
+        if file is None:
+            return {}
+        content = engine.read_untagged_yaml(file)
         specs = _inner(file, content, "argument_specs")
         options = _inner(file, _inner(file, specs, "main"), "options")
         for name in options:
@@ -90,22 +92,24 @@ class Role:
 
     @cached_property
     def dependencies(self) -> tuple[RoleUse, ...]:
-        """Return the roles that run before this one, as listed in ``meta/main.yml``.
+        """Return the roles that run before this one, as its metadata list them.
 
         Raises UnreadableError if the file can't be read.
         """
-        file = self.path / "meta" / "main.yml"
-        content = engine.read_yaml(file) if file.is_file() else None
+        file = self._meta("main")
+        content = engine.read_yaml(file) if file else None
         return _uses(content.get("dependencies"), ("role", "name")) if isinstance(content, Mapping) else ()
 
     @property
     def declarations(self) -> list[Path]:
         """Return the files that hold the role's variables and their specs."""
-        specs = self.path / "meta" / "argument_specs.yml"
         loaded = (engine.variable_files(self.path / part) for part in ("defaults", "vars"))
         files = [*itertools.chain(*loaded), *self._includable]
-        files += [file for file in (specs, self.path / "meta" / "main.yml") if file.is_file()]
+        files += [file for name in ("argument_specs", "main") if (file := self._meta(name))]
         return sorted(files)
+
+    def _meta(self, name: str) -> Path | None:
+        return engine.role_file(self.path / "meta", name)
 
     @property
     def parts(self) -> list[Path]:
@@ -128,13 +132,14 @@ class RoleUse:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's play."""
+    """A layer's play. Each of its ``vars_files`` is a list of names of which the first that exists counts."""
 
     name: str
     playbook: Path
     uses: tuple[RoleUse, ...]
     play_vars: Mapping[str, Any]
     hosts: Any = "all"
+    vars_files: tuple[Sequence[Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -276,7 +281,11 @@ def read_layer(name: str, playbook: Path) -> Layer:
     if not isinstance(plays, list) or len(plays) != 1 or not isinstance(plays[0], Mapping):
         raise engine.UnreadableError(Place(str(playbook), 1), "a layer must be exactly one play")
     uses = _uses(plays[0].get("roles"), ("role",))
-    return Layer(name, playbook, uses, _play_vars(playbook, plays[0]), plays[0].get("hosts"))
+    variables = dict(_mapping(plays[0].get("vars"), Place(str(playbook))))
+    written = plays[0].get("vars_files") or []
+    files = [written] if isinstance(written, str) else written
+    vars_files = tuple(file if isinstance(file, list) else [file] for file in files)
+    return Layer(name, playbook, uses, variables, plays[0].get("hosts"), vars_files)
 
 
 def _uses(entries: Any, keys: Sequence[str]) -> tuple[RoleUse, ...]:
@@ -293,17 +302,6 @@ def _uses(entries: Any, keys: Sequence[str]) -> tuple[RoleUse, ...]:
         variables = _mapping(fields.get("vars"), place)
         uses.append(RoleUse(str(name), {**variables, **engine.role_parameters(fields)}, place))
     return tuple(uses)
-
-
-def _play_vars(playbook: Path, play: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a play's variables; those of its files win, except that files named by a template are left out."""
-    variables = dict(_mapping(play.get("vars"), Place(str(playbook))))
-    files = play.get("vars_files") or []
-    for name in [files] if isinstance(files, str) else files:
-        if isinstance(name, str) and not is_template(name) and (playbook.parent / name).is_file():
-            content = engine.read_yaml(playbook.parent / name)
-            variables.update(content if isinstance(content, Mapping) else {})
-    return variables
 
 
 def _mapping(variables: Any, place: Place | None) -> Mapping[str, Any]:

@@ -107,7 +107,7 @@ def referenced_names(texts: Iterable[str], variables: Mapping[str, JSON]) -> fro
 
 def vaulted_names(variables: Mapping[str, JSON]) -> frozenset[str]:
     """Return the variables that are vaulted, or whose templates name one that is, directly or through others."""
-    return _made_from({name for name, value in variables.items() if is_vaulted(value)}, variables)
+    return made_from({name for name, value in variables.items() if is_vaulted(value)}, variables)
 
 
 def looked_up_names(variables: Mapping[str, JSON]) -> frozenset[str]:
@@ -117,10 +117,11 @@ def looked_up_names(variables: Mapping[str, JSON]) -> frozenset[str]:
         for name, value in variables.items()
         if any(is_template(text) and _LOOKUP.search(text) for text in strings(value))
     }
-    return _made_from(called, variables)
+    return made_from(called, variables)
 
 
-def _made_from(sources: set[str], variables: Mapping[str, JSON]) -> frozenset[str]:
+def made_from(sources: set[str], variables: Mapping[str, JSON]) -> frozenset[str]:
+    """Return the variables in ``sources``, and those whose templates name one, directly or through others."""
     if not sources:
         return frozenset()
     names = set(sources)

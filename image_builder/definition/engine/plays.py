@@ -102,6 +102,20 @@ def variable_files(folder: Path) -> list[Path]:
     return [Path(file) for file in found]
 
 
+def role_file(folder: Path, name: str) -> Path | None:
+    """Return the file of a name that Ansible loads of a role's ``meta``, whichever extension it has."""
+    files = (folder / f"{name}{extension}" for extension in _EXTENSIONS)
+    return next((file for file in files if file.is_file()), None)
+
+
+def file_of_play(playbook: Path, folder: str, name: str) -> Path | None:
+    """Return the file that a play names, searched for in the playbook's ``folder`` and beside it."""
+    try:
+        return Path(DataLoader().path_dwim_relative_stack([str(playbook.parent)], folder, name))
+    except AnsibleError:
+        return None
+
+
 def role_parameters(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables in a role's entry next to its keywords; they win over those under ``vars``."""
     return {key: value for key, value in entry.items() if key not in _KEYWORDS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from image_builder.canonical import JSON
 from image_builder.definition.engine.origins import untagged
 from image_builder.definition.engine.reads import NotingLoader, Reads, noting
 from image_builder.definition.values import is_template, strings, words
+
+# Only a play gathers facts.
+_FACT = re.compile(r"'ansible_\w+' is undefined")
 
 
 class EvaluationError(Exception):
@@ -129,7 +133,7 @@ def evaluate_all(
         except UnpredictableValueError as error:
             unpredictable[name] = str(error)
         except EvaluationError as error:
-            failures[name] = str(error)
+            (unpredictable if _FACT.search(str(error)) else failures)[name] = str(error)
         else:
             evaluator.settle(name, values[name])
 

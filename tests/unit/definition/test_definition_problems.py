@@ -201,7 +201,7 @@ def lines(inventory: Inventory) -> list[str]:
         ),
         pytest.param(
             "image_layers: [system, runtime]\nruntime_token: t\nruntime_swap: true\n",
-            "group_vars/workers.yml:3  runtime_swap: has no effect: playbooks/layers/runtime.yml sets it",
+            "group_vars/workers.yml:3  runtime_swap: has no effect: REPO/playbooks/layers/runtime.yml:5 sets it",
             id="overridden by the play",
         ),
         pytest.param(
@@ -211,11 +211,30 @@ def lines(inventory: Inventory) -> list[str]:
         ),
     ],
 )
-def test_one_problem(load: Load, text: str, said: str) -> None:
-    found = lines(load(group_vars__workers=text))
+def test_one_problem(load: Load, repo: Path, text: str, said: str) -> None:
+    found = [line.replace(str(repo), "REPO") for line in lines(load(group_vars__workers=text))]
     assert said in found
     extra = [line for line in found if line != said and "image_base.suite: is missing" not in line]
     assert extra == []
+
+
+@pytest.mark.parametrize("plain", ["    - role: runtime\n", "    - role: again\n"])
+def test_a_variable_has_an_effect_where_a_use_of_its_role_does_not_pass_it(
+    load: Load, repo: Path, plain: str
+) -> None:
+    play = repo / "playbooks/layers/runtime.yml"
+    play.write_text(play.read_text() + plain)
+    (repo / "roles/again/meta").mkdir(parents=True)
+    meta = repo / "roles/again/meta/main.yml"
+    meta.write_text("dependencies: [runtime]\n")
+    text = "image_layers: [system, runtime]\nruntime_token: t\nruntime_swap: true\n"
+    assert lines(load(group_vars__workers=text)) == []
+    meta.write_text("dependencies:\n  - {role: runtime, runtime_swap: false, runtime_token: u}\n")
+    play.write_text(play.read_text().replace("- role: runtime\n", "- role: again\n").split("      vars:")[0])
+    assert lines(load(group_vars__workers=text)) == [
+        f"group_vars/workers.yml:2  runtime_token: has no effect: {meta}:2 sets it",
+        f"group_vars/workers.yml:3  runtime_swap: has no effect: {meta}:2 sets it",
+    ]
 
 
 def test_missing_builder_variables_name_the_image(load: Load) -> None:

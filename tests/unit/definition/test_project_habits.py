@@ -61,6 +61,7 @@ def test_parameters_of_a_role_stand_beside_its_keywords(project: Path) -> None:
         f"{entry}      vars: {{site_banner_owner: below}}\n      site_banner_owner: a parameter\n",
     )
     assert published_variables(read(project).define("node"))["site_banner_owner"] == "a parameter"
+    assert problems(project, "site_banner_owner=us") == [], "which wins"
 
 
 def test_roles_are_also_beside_the_layers(project: Path) -> None:
@@ -92,6 +93,81 @@ def test_a_list_that_depends_on_an_included_file_is_refused(project: Path) -> No
     write(project, f"{ROLE}/vars/main.yml", f"__site_banner_names: [toilet]\n{main}")
     (found,) = problems(project)
     assert found.startswith(f"{ROLE}/vars/debian.yml:1 __site_banner_names: vars/main.yml sets it, too")
+
+
+def test_what_a_task_chooses_among_files_of_variables_has_no_value(project: Path) -> None:
+    write(project, f"{ROLE}/vars/trixie.yml", "__site_banner_name: ours\n__site_banner_all: x\n")
+    write(project, f"{ROLE}/vars/yookworm.yml", "__site_banner_name: theirs\n__site_banner_all: x\n")
+    write(project, f"{ROLE}/defaults/main.yml", 'site_banner_owner: "{{ __site_banner_name }}"\n')
+    images = project / "inventories/site/group_vars/images.yml"
+    images.write_text(images.read_text().replace("site_banner_owner:", "#"))
+    values = published_variables(read(project).define("node"))
+    assert values["__site_banner_all"] == "x"
+    assert "__site_banner_name" not in values and "site_banner_owner" not in values
+
+
+PLAY_FILES = [
+    ('["{{ target_distribution }}.yml"]', "debian.yml"),
+    ("[[none.yml, debian.yml, site.yml]]", "debian.yml"),
+    ('[["{{ target_suite }}.yml", "{{ target_distribution }}.yml"]]', "vars/debian.yml"),
+]
+
+
+@pytest.mark.parametrize(("names", "file"), PLAY_FILES)
+def test_files_of_a_play_may_be_named_by_templates_or_lists(project: Path, names: str, file: str) -> None:
+    write(project, LAYER, f"- hosts: images\n  vars_files: {names}\n  roles: [site_banner]\n")
+    write(project, f"playbooks/layers/{file}", "site_tools: [figlet]\n")
+    write(project, f"{ROLE}/vars/main.yml", '__site_banner_packages: "{{ site_tools }}"\n')
+    assert problems(project) == [] and packages(project) == ("figlet",)
+
+
+@pytest.mark.parametrize(
+    ("owner", "known"),
+    [
+        ("{{ ansible_facts['hostname'] }}", True),
+        ("{{ __site_banner_cpus }}", True),
+        ("{{ site_tool }}", False),
+    ],
+)
+def test_what_facts_decide_is_not_refused(project: Path, owner: str, known: bool) -> None:
+    images = project / "inventories/site/group_vars/images.yml"
+    images.write_text(images.read_text().replace("site_banner_owner:", f'site_banner_owner: "{owner}"  #'))
+    write(
+        project, f"{ROLE}/vars/main.yml", "__site_banner_cpus: \"{{ ansible_facts['processor_vcpus'] }}\"\n"
+    )
+    assert (problems(project) == []) is known
+    files = '["{{ ansible_facts.os_family }}.yml"]'
+    write(project, LAYER, f"- hosts: images\n  vars_files: {files}\n  roles: [site_banner]\n")
+    assert problems(project) == []
+    (reason,) = layer_reading(read(project).define("node"), "site").unknown
+    assert reason == f"project/{LAYER}: which of its `vars_files` are read is known only while the play runs"
+
+
+@pytest.mark.parametrize("file", ["argument_specs.yaml", "argument_specs.json", "main.yml", "main.yaml"])
+def test_metadata_of_a_role_are_in_any_file_that_ansible_loads(project: Path, file: str) -> None:
+    (project / SPECS).rename(project / ROLE / "meta/specs")
+    (project / ROLE / "meta/main.yml").unlink()
+    (project / ROLE / "meta/specs").rename(project / ROLE / "meta" / file)
+    assert problems(project) == []
+    role = RoleBook((project,)).role("site_banner")
+    assert list(role.options) == ["site_banner_owner"] and project / ROLE / "meta" / file in role.declarations
+
+
+def test_dependencies_are_in_any_file_that_ansible_loads(project: Path) -> None:
+    (project / ROLE / "meta/main.yml").unlink()
+    write(project, f"{ROLE}/meta/main.yaml", "dependencies: [needed]\n")
+    write(project, "roles/needed/vars/main.yml", "__needed_packages: [figlet]\n")
+    assert packages(project) == ("figlet",)
+
+
+def test_a_variable_of_a_role_without_specs_says_where_to_declare_it(project: Path) -> None:
+    write(project, "roles/common/tasks/main.yml", '- debug: {msg: "{{ common_motd }}"}\n')
+    write(project, "inventories/site/host_vars/node.yml", "common_motd: hi\ncommon_other: hi\n")
+    assert problems(project) == [
+        "inventories/site/host_vars/node.yml:1 common_motd: unknown variable: declare it in "
+        f"{project}/roles/common/meta/argument_specs.yml",
+        "inventories/site/host_vars/node.yml:2 common_other: unknown variable",
+    ]
 
 
 @pytest.mark.parametrize(
