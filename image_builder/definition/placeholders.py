@@ -16,10 +16,8 @@ from image_builder.errors import Problem
 _VARIABLES = ("group_vars", "host_vars")
 _SUFFIXES = ("", ".yml", ".yaml", ".json", ".ini")
 _KEY = re.compile(r"[ -]*[\"']?([A-Za-z_][A-Za-z0-9_.-]*)[\"']?\s*:(\s|$)")
-# A value that is the mark, in quotes or not, or a comment that begins with it.
-_REPLACE = re.compile(
-    r"(?:^|[:=,\[{-])\s*([\"']?)REPLACE(?:[_-]\w[\w-]*)?\1\s*(?:$|[,\]}#])|=REPLACE\s|\s#\s*REPLACE\b"
-)
+# The mark in a value or in a comment behind one, unless it's SQL.
+_REPLACE = re.compile(r"(?<!OR )\bREPLACE(?:_ME)?\b(?!\(| INTO\b)")
 _ZEROS = re.compile(r"(?<![0-9A-Fa-f])0{64}(?![0-9A-Fa-f])")
 
 

@@ -7,6 +7,7 @@ lookups that read files are run. What can't be known before the play is reported
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,8 +43,18 @@ _OWN_LOOKUPS = {
 }
 # Names composed at run time: they may refer to any variable.
 _ANY_VARIABLE = re.compile(
-    r"\b(?:lookup|query|q)\s*\(\s*['\"](?:ansible\.builtin\.)?(?:vars|varnames)\b|\bvars\s*\[|\bhostvars\b|\bgroups\s*[\[.]"
+    r"\b(?:lookup|query|q)\s*\(\s*['\"](?:ansible\.builtin\.)?(?:vars|varnames)\b"
+    r"|\bwith_(?:ansible\.builtin\.)?(?:vars|varnames)\b"
+    r"|\bvars\s*(?:[\[|]|\.\s*\w+\s*\()|\bin\s+vars\s*[-%})]|\(\s*vars\s*[,)]"
+    r"|\bhostvars\b|\bgroups\s*[\[.]"
 )
+# Tests and filters whose result depends on files of the machine that builds; the test's or filter's name is a group.
+_FILE_TEST = r"(?:ansible\.builtin\.)?((?:is_)?(?:directory|file|link|mount|same_file)|exists|link_exists)\b"
+_FILE_ANSWER = re.compile(
+    rf"\bis\s+(?:not\s+)?{_FILE_TEST}|\b(?:select|reject)(?:attr\s*\([^,()]*,|\s*\()\s*['\"]{_FILE_TEST}"
+    r"|\|\s*(?:ansible\.builtin\.)?(fileglob|realpath|expandvars)\b"
+)
+_NOW = re.compile(r"\{[{%](?:(?![%}]\}).)*?\bnow\s*\(", re.DOTALL)
 # In that case, the entry under which all variables that nothing mentions count.
 _OTHERS = "(others)"
 _VAULTED_LOOKUP = "what a vaulted template looks up is known only while the play runs"
@@ -134,7 +145,7 @@ class _Reader:
         unlisted = tuple(sorted(play.roles - roles.keys()))
         roles |= {name: self._role_files(name) for name in unlisted}
         in_roles = {file for files in roles.values() for file in files if not self._is_fetched(file)}
-        files = {f for f in play.files - in_roles if f.is_file() and not self._of_a_role(f)}
+        files = {f for f in play.files - in_roles if f.is_file()}
         around = {playbook, *files, *(file for file in beside if not self._is_fetched(file))}
         if config := self.definition.ansible_config:
             around.add(config)
@@ -156,6 +167,7 @@ class _Reader:
         variables = {**self.inventory, **{str(k): engine.plain(v) for k, v in of_play.items()}}
         variables |= self.definition.extra_variables
         self._lookups(files - play.followed, lambda: variables)
+        self._file_answers(play.files | play.followed)
         any_variable = _OTHERS in spoken
         self._variable_lookups(self.of_host if any_variable else spoken, variables)
         every = around | in_roles | self.opened | play.sent
@@ -205,10 +217,6 @@ class _Reader:
         """Return whether a play itself writes a file; one that it doesn't also read decides nothing."""
         return any(map(file.is_relative_to, self.fetched))
 
-    def _of_a_role(self, file: Path) -> bool:
-        """Return whether a file is in a role; if it isn't one of the files that count, it never reaches an image."""
-        return any(file.is_relative_to(folder) for folder in self.book.role_folders)
-
     def _text(self, file: Path) -> str:
         if file not in self.texts:
             self.texts[file] = file.read_text("utf-8", "replace") if file.is_file() else ""
@@ -228,7 +236,8 @@ class _Reader:
         variables = self.of_host
         names = referenced_names(texts, variables)
         spoken = {name: variables[name] for name in sorted(names)}
-        if any(_ANY_VARIABLE.search(text) for text in texts):
+        composed = itertools.chain(texts, *(strings(value) for value in spoken.values()))
+        if any(_ANY_VARIABLE.search(text) for text in composed):
             # All others count by their digest: there may be secrets among them that no file mentions.
             others: dict[str, JSON] = {
                 name: value
@@ -253,13 +262,26 @@ class _Reader:
     def _lookups(self, files: Iterable[Path], scope: _Scope) -> None:
         """Run the lookups in variable files."""
         for file in files:
-            if file.suffix not in _YAML or file.name == "argument_specs.yml":
+            if file.suffix not in _YAML or file.stem == "argument_specs":
                 continue
             text = self._text(file)
             if (readable := self._decrypted(file)) == text:
                 self._run_lookups(self._name(file), _uncommented(text), scope)
             elif any(lookup_calls(readable)):  # which may name secrets
                 self.unknown.add(f"{self._name(file)}: {_VAULTED_LOOKUP}")
+
+    def _file_answers(self, files: Iterable[Path]) -> None:
+        """Report what tasks, variables and templates ask about files of the machine that builds."""
+        for file in files:
+            templated = file.suffix in (*_YAML, ".j2") or "templates" in file.parts
+            if templated and file.stem != "argument_specs":
+                self._file_answer(self._name(file), _uncommented(self._decrypted(file)))
+
+    def _file_answer(self, where: str, text: str) -> None:
+        for match in _FILE_ANSWER.finditer(text):
+            name = next(filter(None, match.groups()))
+            reason = f"what `{name}` finds on the machine that builds is known only while the play runs"
+            self.unknown.add(f"{where}: {reason}")
 
     def _variable_lookups(self, spoken: Mapping[str, JSON], scope: Mapping[str, JSON]) -> None:
         """Run the lookups in the inventory's values, which may refer to files of any role."""
@@ -273,6 +295,9 @@ class _Reader:
                     self._run_lookups(name, text, lambda: scope)
 
     def _run_lookups(self, where: str, text: str, scope: _Scope) -> None:
+        self._file_answer(where, text)
+        if "now" in text and _NOW.search(text):
+            self.unknown.add(f"{where}: what `now()` gives is known only while the play runs")
         calls = list(lookup_calls(text))
         if not calls:
             return

@@ -55,6 +55,7 @@ class Rounds:
         variables: dict[str, Any] = self.manager.get_vars(play=self.play, task=item)
         variables |= self._set
         variables |= item.get_include_params() if item else {}
+        variables |= self.manager._extra_vars  # nothing that a play sets wins over them
         search = [*item.get_search_path()] if item else []
         variables["ansible_search_path"] = list(dict.fromkeys([*search, self.loader.get_basedir()]))
         variables["vars"] = dict(variables)

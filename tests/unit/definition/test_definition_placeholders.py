@@ -32,6 +32,7 @@ def test_marks_in_values_blocks_and_comments_behind_a_value(load: Load) -> None:
         site_sql: "REPLACE INTO x"
         site_query: REPLACE INTO x
         site_named: {{a: 'REPLACE_ME', b: c}}
+        site_address: https://REPLACE.example
         """
     loaded = load(
         group_vars__all=all_vars, host_vars__plain="x: [REPLACE]\n", group_vars__nobody="y: REPLACE\n"
@@ -39,12 +40,13 @@ def test_marks_in_values_blocks_and_comments_behind_a_value(load: Load) -> None:
     assert lines(loaded) == [
         f"group_vars/all.yml:10  sha256: {ZEROS}",
         f"group_vars/all.yml:15  site_named: {MARK}",
+        f"group_vars/all.yml:16  site_address: {MARK}",
         f"group_vars/all.yml:2  site_registry: {MARK}",
         f"group_vars/all.yml:6  site_key: {MARK}",
         f"group_vars/nobody.yml:1  y: {MARK}",
         f"host_vars/plain.yml:1  x: {MARK}",
     ]
-    assert len(loaded.problems(["plain"])) == 6, "whichever image is asked for"
+    assert len(loaded.problems(["plain"])) == 7, "whichever image is asked for"
 
 
 def test_a_single_file_and_what_lies_beside_it(tmp_path: Path) -> None:

@@ -107,6 +107,21 @@ def test_what_an_edit_runs(root: Path, path: str, old: str, new: str, expected: 
             id="a task elsewhere",
         ),
         pytest.param(
+            "inventory/hosts.yml",
+            "lookup('file', inventory_dir ~ '/ca.pem')",
+            "now().year",
+            "mine_text: what `now()` gives is known only while the play runs",
+            id="the time",
+        ),
+        pytest.param(
+            "roles/mine/meta/main.yml",
+            "role: needed\n",
+            "role: needed\n    vars: {needed_text: \"{{ '/etc/a' is exists }}\"}\n",
+            "roles/mine/meta/main.yml: what `exists` finds on the machine that builds is known only while "
+            "the play runs",
+            id="a file of the machine that builds",
+        ),
+        pytest.param(
             "playbooks/layers/mine.yml",
             "{{ mine_included }}",
             "{{ ansible_facts.kernel }}",

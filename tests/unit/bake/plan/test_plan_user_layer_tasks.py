@@ -21,6 +21,7 @@ INVENTORY = """
     site_pairs: [{src: "{{ inventory_dir }}/certs/a.pem", dest: /etc/a.pem}]
     site_file: "{{ inventory_dir }}/certs/a.pem"
     site_vars: "{{ inventory_dir }}/more"
+    site_composed: "{{ vars['site_' ~ 'other'] }}"
     site_motd: "{{ inventory_dir }}/site.j2"
     site_name: a
 """
@@ -30,6 +31,7 @@ FILES = {
     "inventory/more/a.yml": "mine_more: old\n",
     "inventory/site.j2": "{% include 'part.j2' %}\n",
     "inventory/any.j2": "{% include site_name %}\n",
+    "inventory/asks.j2": "{{ '/etc/*.conf' | fileglob }}\n",
     "inventory/part.j2": "{{ lookup('file', inventory_dir ~ '/certs/a.pem') }}\n",
     "roles/mine/files/looks.conf": "{{ lookup('file', site_file) }}\n",
     "roles/first/vars/main.yml": '__first_src: "{{ site_file }}"\n',
@@ -242,6 +244,17 @@ def test_a_role_that_nothing_says_it_of_may_lead_out_of_its_files(root: Path, ta
     assert changed(before, plan(root)) - {"verify"} == EVERY_PLAY - {"verify"}
 
 
+ANSWER = "finds on the machine that builds is known only while the play runs"
+
+
+def test_a_roles_notes_count_once_a_task_sends_them(root: Path) -> None:
+    notes = "roles/needed/templates/README.md"
+    _with_task(root, ROLE, "template: {src: README.md, dest: /etc/a}", {notes: "old\n"})
+    before = plan(root)
+    _new(notes)(root)
+    assert changed(before, plan(root)) - {"verify"} == MINE - {"verify"}
+
+
 FACT = "{{ ansible_facts.kernel }}"
 
 
@@ -339,6 +352,24 @@ delegate_to: "{{ groups.images | first }}"
             id="include of any name",
         ),
         pytest.param(
+            """
+command: id
+when: site_file is not exists
+""",
+            f"what `exists` {ANSWER}",
+            id="a condition on a file of the machine that builds",
+        ),
+        pytest.param(
+            """copy: {content: "{{ [site_file] | select('file') | list }}", dest: /etc/a}""",
+            f"what `file` {ANSWER}",
+            id="a choice of its files",
+        ),
+        pytest.param(
+            """template: {src: "{{ inventory_dir }}/asks.j2", dest: /etc/a}""",
+            f"what `fileglob` {ANSWER}",
+            id="a template that asks for its files",
+        ),
+        pytest.param(
             """own: {}""", "a task on the machine that builds reads what it likes", id="a plugin of one's own"
         ),
     ],
@@ -352,7 +383,7 @@ def test_what_is_not_known_before_the_play_is_said(root: Path, place: str, task:
     _with_task(root, place, task, own)
     first = plan(root)
     assert changed(first, plan(root)) == MINE
-    assert warning in [w.split(": ", 2)[2] for w in first.warnings]
+    assert any(w.endswith(f": {warning}") for w in first.warnings)
     assert {w.partition(": ")[0] for w in first.warnings} == {"stage mine runs in every build"}
 
 
@@ -411,6 +442,37 @@ def test_a_link_to_a_file_of_the_kernel_is_one(root: Path) -> None:
         f"{root}/roles/mine/files/up: what it holds is known only while the play runs",
     )
     assert "roles/mine/files/up" not in stage.places, "it would count as changed while the stage runs"
+
+
+def test_an_extra_variable_wins_over_what_include_vars_brings(root: Path) -> None:
+    _with_task(root, ROLE, 'include_vars: "{{ site_vars }}/b.yml"', {"inventory/more/b.yml": "site_on: no\n"})
+    with (root / ROLE).open("a") as tasks:
+        tasks.write('- name: Send\n  copy: {src: "{{ site_file }}", dest: /etc/a}\n  when: site_on | bool\n')
+    before, sent = plan(root), plan(root, "site_on=yes")
+    _new(CERTS)(root)
+    assert changed(before, plan(root)) == set()
+    assert changed(sent, plan(root, "site_on=yes")) - {"verify"} == MINE - {"verify"}
+
+
+COMPOSED = [
+    "copy: {content: \"{{ vars.get('site_' ~ 'other') }}\", dest: /etc/a}",
+    'copy: {content: "{{ vars | dict2items }}", dest: /etc/a}',
+    'copy: {content: "{% for name in vars %}{{ name }}{% endfor %}", dest: /etc/a}',
+    'copy: {content: "{{ dict(vars) }}", dest: /etc/a}',
+    'debug: {msg: "{{ site_composed }}"}',
+    'debug: {msg: "{{ item }}"}\nwith_varnames: ^site_',
+    "debug: {msg: \"{{ item }}\"}\nwith_vars: [\"{{ 'site_' ~ 'other' }}\"]",
+]
+
+
+@pytest.mark.parametrize("task", COMPOSED)
+def test_a_name_composed_while_the_play_runs_may_be_any_variables(root: Path, task: str) -> None:
+    _with_task(root, ROLE, task)
+    edit("roles/mine/tasks/main.yml", " {{ lookup('vars', 'site_' ~ 'name') }}", "")(root)
+    edit("inventory/hosts.yml", "    site_name: a\n", "    site_name: a\n    site_other: a\n")(root)
+    before = plan(root)
+    edit("inventory/hosts.yml", "site_other: a", "site_other: b")(root)
+    assert changed(before, plan(root)) - {"verify"} == MINE - {"verify"}
 
 
 def test_what_include_vars_brings_is_known(root: Path) -> None:

@@ -102,17 +102,17 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def definition(root: Path) -> ImageDefinition:
-    return load_inventory([root / "inventory/hosts.yml"], repo_root=root).define("worker")
+def definition(root: Path, *extra: str) -> ImageDefinition:
+    return load_inventory([root / "inventory/hosts.yml"], repo_root=root, extra=extra).define("worker")
 
 
-def plan(root: Path) -> Plan:
+def plan(root: Path, *extra: str) -> Plan:
     groups = {
         name: LockedGroup(suite="trixie", components=["main"], requested=[], packages=list[LockedPackage]())
         for name in ("tools", "base", "first", "mine")
     }
     lock = Lock(image="worker", source_date_epoch=1, repositories={"debian": None}, groups=groups)
-    return resolve(definition(root), lock, root, extensions())
+    return resolve(definition(root, *extra), lock, root, extensions())
 
 
 def changed(before: Plan, after: Plan) -> set[str]:
