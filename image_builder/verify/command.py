@@ -19,8 +19,9 @@ from image_builder.machine import ssh
 from image_builder.settings import Settings
 from image_builder.system import process, sparse
 from image_builder.system.sandbox import open_root
+from image_builder.verify.boot import SUITE_SECONDS
 from image_builder.verify.result import SuiteResult
-from image_builder.verify.runner import SUITE_SECONDS, clear_records, observe_suite, read_facts
+from image_builder.verify.runner import clear_records, observe_suite, read_facts
 
 _REMOTE = "ssh://"
 FACTS = "facts.json"

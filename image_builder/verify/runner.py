@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _JUNIT, _REPORT, _RESULT = "junit.xml", "suite.jsonl", "verify.json"
 # Required keys of a facts.json; the suite refuses a file without them (image_builder/suite/suite.py).
 FACTS = ("image", "build_id", "variables", "packages")
-# The limit for a whole run on a machine, also on an emulated one.
-SUITE_SECONDS = 3600.0
 _PROGRESS = re.compile(r"^(\S+::\S.*?) (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) *\[ *(\d+)/(\d+)\]")
 # Every exit of pytest is judged here, including one by a signal.
 _ANY_STATUS = range(-64, 256)

@@ -13,8 +13,8 @@ from typing import Any
 from image_builder.events import Monitor
 from image_builder.lab import pause
 from image_builder.node import layout
-from image_builder.verify.boot import start_pod
-from image_builder.verify.runner import SUITE_SECONDS, observe_suite
+from image_builder.verify.boot import SUITE_SECONDS, start_pod
+from image_builder.verify.runner import observe_suite
 from tests.boot.engines import engine_of
 from tests.boot.node import BOOT_SECONDS, GIB, MIB, Image, Instance, Local, allocated
 

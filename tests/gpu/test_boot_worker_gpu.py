@@ -24,9 +24,9 @@ from image_builder.events import Monitor
 from image_builder.lab import pause
 from image_builder.machine.ssh import SshTarget
 from image_builder.settings import Settings
-from image_builder.verify.boot import BootResult, boot, wait_for_system
+from image_builder.verify.boot import SUITE_SECONDS, BootResult, boot, wait_for_system
 from image_builder.verify.result import SuiteResult, blind
-from image_builder.verify.runner import SUITE_SECONDS, observe_suite
+from image_builder.verify.runner import observe_suite
 from tests.boot.node import shell
 from tests.support.images import mutants
 from tests.support.images.builds import Workplace

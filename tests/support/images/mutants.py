@@ -9,8 +9,9 @@ from pathlib import Path
 
 from image_builder.system.namespace import run_isolated
 from image_builder.system.sandbox import open_root
+from image_builder.verify.boot import SUITE_SECONDS
 from image_builder.verify.result import SuiteResult, from_json
-from image_builder.verify.runner import SUITE_SECONDS, observe_suite
+from image_builder.verify.runner import observe_suite
 from tests.suite import booted
 
 
