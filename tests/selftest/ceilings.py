@@ -19,19 +19,21 @@ CEILING_GB = 25.0
 _MARGIN = 1.2
 # Seconds that a fixed computation takes on the machine of these figures. It wasn't timed there: this is its time on a
 # slower machine, divided by the ratio of the unit tests' times on both.
-# Hosts that share their memory bandwidth with others are two or three times as slow, depending on the hour.
-_KEYS, _SECONDS = 200_000, 0.17
+# Hosts that share their memory bandwidth with others are two to four times as slow, depending on the hour: on one of
+# them, without any load of its own, it took 2.5 times as long in one evening hour of 2026-11-27, and 3.6 to
+# 3.9 times in another, when the unit tests took 3.5 times as long.
+_KEYS, _SECONDS, _SLOWEST = 200_000, 0.17, 4.0
 
 
 def slowness() -> float:
-    """Return how many times slower this machine is than that of the ceilings, between 1 and 2.5."""
+    """Return how many times slower this machine is than that of the ceilings, between 1 and 4."""
 
     def seconds() -> float:
         started = time.process_time()
         sorted({str(number): (number, [number]) for number in range(_KEYS)}.items())
         return time.process_time() - started
 
-    return min(2.5, max(1.0, min(seconds() for _ in range(5)) / _SECONDS))
+    return min(_SLOWEST, max(1.0, min(seconds() for _ in range(5)) / _SECONDS))
 
 
 def lines(
