@@ -134,13 +134,11 @@ def boot(
 
     With ``verify``, the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``, ``boot.json``
     and ``console.log``; failed checks are part of the result (``require_passed``). If all passed, the machine is then
-    broken to show that the user's own checks can fail, unless it is to be kept. Without ``verify``, or with ``keep``,
-    the machine stays up until it powers itself off or KeyboardInterrupt is raised.
-    ``facts`` is the suite's facts.json, by default the one next to the disk; ``pause_archive`` provides the pod's image
-    if the machine's image doesn't preload it. ``secure_boot`` None means as the image declares; ``extra_disks`` None
-    means a blank local disk if the image has the layer ``node``. ``then`` gets the machine before it is switched off.
-    Raises UsageError, BootError, CommandError, HostError, and VerifyError if the suite or a check of the user's own
-    proves nothing.
+    broken to show that the user's own checks can fail, unless ``keep``. Without ``verify``, or with ``keep``, it stays
+    up until it powers itself off or KeyboardInterrupt is raised. ``facts`` is by default the facts.json next to the
+    disk; ``pause_archive`` provides the pod's image if the machine's image doesn't preload it. By default Secure Boot
+    is as the image declares, and there is a blank local disk if it has the layer ``node``. ``then`` gets the machine
+    before it is switched off. Raises UsageError, BootError, CommandError, HostError, VerifyError.
     """
     disk = find_disk(artefact)
     specification = _specification(facts, disk, needed=verify)
