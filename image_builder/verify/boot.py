@@ -133,12 +133,11 @@ def boot(
     """Boot ``artefact`` (a disk, or the directory of one build), then end the machine.
 
     With ``verify``, the suite's booted checks run, and ``out_dir`` gets ``verify.json``, ``junit.xml``, ``boot.json``
-    and ``console.log``; failed checks are part of the result (``require_passed``). If all passed, the machine is then
-    broken to show that the user's own checks can fail, unless ``keep``. Without ``verify``, or with ``keep``, it stays
-    up until it powers itself off or KeyboardInterrupt is raised. ``facts`` is by default the facts.json next to the
-    disk; ``pause_archive`` provides the pod's image if the machine's image doesn't preload it. By default Secure Boot
-    is as the image declares, and there is a blank local disk if it has the layer ``node``. ``then`` gets the machine
-    before it is switched off. Raises UsageError, BootError, CommandError, HostError, VerifyError.
+    and ``console.log``; failed checks are part of the result. If all passed, the machine is then broken to show that
+    the user's own checks can fail, unless ``keep``. Without ``verify``, or with ``keep``, it stays up until it powers
+    itself off or KeyboardInterrupt is raised. ``facts`` is by default the disk's facts.json; ``then`` gets
+    the machine; ``pause_archive`` provides the pod's image if it has none. By default Secure Boot is as it declares,
+    with a blank local disk for the layer ``node``. Raises UsageError, BootError, CommandError, HostError, VerifyError.
     """
     disk = find_disk(artefact)
     specification = _specification(facts, disk, needed=verify)
