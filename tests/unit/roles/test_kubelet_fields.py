@@ -1,6 +1,7 @@
-"""The role kubelet's fields, checked against the sources of each version: ../shared/facts/kubelet-fields.json.
+"""The role kubelet's fields, checked against the sources of each version: tests/data/kubelet-fields.json.
 
-The file begins with 1.28. No field was removed since 1.20, so an older version has none that 1.28 lacks.
+The file has the fields of KubeletConfiguration (v1beta1) from the tags of kubernetes/kubelet. It begins with 1.28.
+No field was removed since 1.20, so an older version has none that 1.28 lacks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.facts import SHARED, needs_facts
+from image_builder.settings import REPO_ROOT
 from tests.support.roles.kubelet import (
     CRI_DOCKERD,
     KNOWN,
@@ -23,15 +24,13 @@ from tests.support.roles.kubelet import (
     table,
 )
 
-pytestmark = needs_facts
-
 VERSIONS = tuple(f"1.{minor}" for minor in range(28, 38))
 
 
 @cache
 def sources() -> dict[str, set[str]]:
     """Return the fields of KubeletConfiguration by minor version."""
-    read = json.loads((SHARED / "facts/kubelet-fields.json").read_text("utf-8"))
+    read = json.loads((REPO_ROOT / "tests/data/kubelet-fields.json").read_text("utf-8"))
     return {version: set(row["fields"]) for version, row in read.items()}
 
 

@@ -1,4 +1,4 @@
-"""Each pin of the example for Azure is checked against its source: a line of ../shared/facts, or another fact of ours.
+"""Each pin of the example for Azure that another fact of ours confirms is checked against that fact.
 
 A pin is a version, an address, a checksum, a VM size, a suite, a package of the kernel or one of its options.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
 
 from image_builder.settings import REPO_ROOT
-from tests.support.facts import SHARED, needs_facts
 from tests.unit.definition.test_azure_example import EXAMPLE, MISSING_BRANCHES, OPTIONS, REPOSITORIES
 
 _PIN = re.compile(
@@ -27,35 +26,19 @@ _OWN = re.compile(
 )
 
 
-class Source(NamedTuple):
-    """A file below ../shared and a pattern of a line in it, in which ``part`` of the pin replaces ``PIN``."""
-
-    file: str
-    line: str
-    part: str = r".+"
-
-
-_ND = Source(
-    "facts/gpu.md", r"^\| PIN \| 8.H100-80 SXM \| 96/1900 \|.* 8, 28 TiB total \| 8.400G \|", r"ND\w+"
-)
-SOURCES = {
-    "all:cluster_kubernetes": Source("facts/kubelet-fields.json", r'^\s*"PIN": \{'),
-    "all:container_runtime_containerd_version": Source("facts/builders.md", r"containerd only \(PIN\.\d"),
-    "all:container_runtime_pause_image": Source(
-        "facts/runtime.md", r"registry\.k8s\.io/PIN\"", r"pause:\d+\.\d+"
-    ),
-    "all:network_accounting_internal_cidrs.1": Source("facts/pools.md", r"wireserver \(PIN ", r"[\d.]+(?=/)"),
-    "all:network_accounting_internal_cidrs.2": Source(
-        "review/node.md", r"A pod asks PIN for", r"[\d.]+(?=/)"
-    ),
-    "gpu:nvidia_driver_version": Source("facts/gpu.md", r"`aks-gpu-cuda-lts` PIN \(default managed\)"),
-    "gpu:nvidia_container_toolkit_version": Source("facts/gpu.md", r"^### .*Container toolkit & CDI \(PIN\)"),
-    "h100:nvidia_vm_sizes.0": _ND,
-    "hosts:all.children.vmss_h100_a.vars.pool_vm_size": _ND,
-    "hosts:all.children.vmss_cpu.vars.pool_vm_size": Source(
-        "review/features.md", r"^\| `PIN` \| CPU pool.*handled"
-    ),
-    "main:pool_api_server_versions.0": Source("programs/README.md", r"`kubernetes-PIN/kubelet\.xz`"),
+# What no other fact of the repository can confirm: releases, sizes and addresses of others.
+OF_OTHERS = {
+    "all:cluster_kubernetes",
+    "all:container_runtime_containerd_version",
+    "all:container_runtime_pause_image",
+    "all:network_accounting_internal_cidrs.1",
+    "all:network_accounting_internal_cidrs.2",
+    "gpu:nvidia_driver_version",
+    "gpu:nvidia_container_toolkit_version",
+    "h100:nvidia_vm_sizes.0",
+    "hosts:all.children.vmss_h100_a.vars.pool_vm_size",
+    "hosts:all.children.vmss_cpu.vars.pool_vm_size",
+    "main:pool_api_server_versions.0",
 }
 
 
@@ -84,7 +67,7 @@ def _has_options(kernel: str, pins_by_path: Mapping[str, str]) -> bool:
     return wanted <= OPTIONS[kernel]
 
 
-# Pins without a line in ../shared/facts, and the check of each: against another pin, or the vendor's instructions.
+# The other pins, and the check of each: against another pin, or the vendor's instructions.
 CHECKS: dict[str, Callable[[str, Mapping[str, str]], bool]] = {
     "all:image_base.suite": lambda value, _: value in REPOSITORIES,
     "gpu:image_base.suite": _has_branch,
@@ -138,29 +121,14 @@ def pins(folder: Path) -> dict[str, str]:
 PINS = pins(EXAMPLE)
 
 
-def test_every_pin_has_a_source() -> None:
-    assert sorted(PINS) == sorted([*SOURCES, *CHECKS])
-
-
-def is_in_source(path: str, value: str) -> bool:
-    """Return whether a pin is in its source."""
-    source = SOURCES[path]
-    part = re.search(source.part, value)
-    pattern = source.line.replace("PIN", re.escape(part[0]) if part else "nothing")
-    return re.search(pattern, (SHARED / source.file).read_text("utf-8"), re.MULTILINE) is not None
+def test_every_pin_is_checked_or_of_others() -> None:
+    assert sorted(PINS) == sorted([*OF_OTHERS, *CHECKS])
 
 
 def _other(value: str) -> str:
     """Return another pin of the same form: with each digit, suite, package or option replaced by the next one."""
     other = {"trixie": "sid", "bookworm": "trixie", "linux-image-amd64": "linux-image-cloud-amd64"}.get(value)
     return other or re.sub(r"\d", lambda digit: str((int(digit[0]) + 1) % 10), value)
-
-
-@needs_facts
-@pytest.mark.parametrize("path", sorted(SOURCES))
-def test_a_pin_is_what_its_source_says(path: str) -> None:
-    assert is_in_source(path, PINS[path])
-    assert not is_in_source(path, _other(PINS[path]))
 
 
 @pytest.mark.parametrize("path", sorted(CHECKS))
@@ -170,18 +138,3 @@ def test_a_pin_is_what_another_fact_says(path: str) -> None:
     other = other if other != value else value.replace("https:", "http:")
     assert CHECKS[path](value, PINS)
     assert not CHECKS[path](other, PINS)
-
-
-@needs_facts
-def test_what_kernel_and_repositories_lack_is_what_the_facts_say() -> None:
-    rows = (SHARED / "review/features.md").read_text("utf-8").splitlines()
-    (kernel,) = (row for row in rows if row.startswith("| kernel | suite's cloud kernel |"))
-    has, _, rest = kernel.partition(" yes; ")
-    lacks = set(re.findall(r"`(\w+)`", rest.partition(" not set")[0]))
-    assert "`mlx5_ib`" in has and "INFINIBAND_IPOIB" in lacks
-    assert not lacks & OPTIONS["linux-image-cloud-amd64"]
-    assert lacks & OPTIONS["linux-image-amd64"] == {"INFINIBAND_IPOIB"}
-    (driver,) = (row for row in rows if row.startswith("| driver | "))
-    (branch,) = MISSING_BRANCHES["trixie"]
-    assert f"R{branch} is LTS" in driver and "the Debian 12 one has it" in driver
-    assert "Not in that repository per open issue 38" in driver
