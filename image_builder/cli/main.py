@@ -86,10 +86,9 @@ def test(
     fast: Annotated[
         bool, typer.Option("--fast", help="lint, types and unit tests only; needs no root")
     ] = False,
-    everything: Annotated[bool, typer.Option("--all", help="also run slow tests (several hours)")] = False,
-    proofs: Annotated[
-        bool, typer.Option(help="skip test files that have passed on this host with the same content")
-    ] = True,
+    slow: Annotated[
+        bool, typer.Option("--slow", help="only the tests that take too long for every commit; up to 90 minutes")
+    ] = False,
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,
 ) -> int:
@@ -101,18 +100,11 @@ def test(
 
         image-builder test --fast -k lock
     """
-    if fast and everything:
-        raise UsageError("--fast and --all can't be used together")
+    if fast and slow:
+        raise UsageError("--fast and --slow can't be used together")
     # Next to this package in a checkout; never installed.
-    checks: ModuleType = importlib.import_module("tests.selftest")
-    status: int = checks.run(
-        context.args,
-        fast=fast,
-        store=store.absolute(),
-        as_json=as_json,
-        nightly=everything,
-        use_proofs=proofs,
-    )
+    checks: ModuleType = importlib.import_module("tests.selftest.command")
+    status: int = checks.run(context.args, fast=fast, slow=slow, store=store.absolute(), as_json=as_json)
     return status
 
 

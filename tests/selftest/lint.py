@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +28,9 @@ class Linter:
 
 
 def linters(cache: Path) -> list[Linter]:
-    """Return the linters, slow ones first; their caches are in ``cache``."""
+    """Return the linters, quick ones first; their caches are in ``cache``."""
     scripts = [*_SHELL_SCRIPTS, *sorted(os.fspath(p.relative_to(REPO_ROOT)) for p in _shell_files())]
     return [
-        Linter("ansible-lint", ("ansible-lint", "--offline", "-q", "--nocolor")),
-        Linter("mypy", ("mypy", f"--cache-dir={cache / 'mypy'}")),
         Linter("import-linter", ("lint-imports", "--no-cache")),
         Linter("ruff", ("ruff", "check", f"--cache-dir={cache / 'ruff'}", "--quiet", ".")),
         Linter(
@@ -39,21 +38,32 @@ def linters(cache: Path) -> list[Linter]:
             ("ruff", "format", f"--cache-dir={cache / 'ruff'}", "--check", "--output-format=concise", "."),
         ),
         Linter("shellcheck", ("shellcheck", *scripts)),
+        Linter("ansible-lint", ("ansible-lint", "--offline", "-q", "--nocolor")),
+        Linter("mypy", ("mypy", f"--cache-dir={cache / 'mypy'}")),
     ]
 
 
-def lint(cache: Path, write: Callable[[str], None]) -> bool:
-    """Run the linters, two at a time, and print their output. Return whether all of them passed."""
-    content = True
-    with ThreadPoolExecutor(2) as pool:
-        for linter, (status, output, seconds) in zip(
-            (found := linters(cache)), pool.map(lambda one: _lint(one, cache), found), strict=True
-        ):
-            if status:
-                content = False
-                write(output.rstrip())
-            write(f"{linter.name}: {'failed' if status else 'clean'} ({seconds:.1f} s)")
-    return content
+@contextmanager
+def beside(cache: Path, write: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Run the linters, one after another, beside the block; yields a function that waits for them.
+
+    It prints their output and returns whether all of them passed.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        found = linters(cache)
+        ended = [pool.submit(_lint, linter, cache) for linter in found]
+
+        def is_clean() -> bool:
+            clean = True
+            for linter, future in zip(found, ended, strict=True):
+                status, output, seconds = future.result()
+                if status:
+                    clean = False
+                    write(output.rstrip())
+                write(f"{linter.name}: {'failed' if status else 'clean'} ({seconds:.1f} s)")
+            return clean
+
+        yield is_clean
 
 
 def _shell_files() -> Iterator[Path]:

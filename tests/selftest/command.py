@@ -1,0 +1,132 @@
+"""This project's own checks, fast ones first: lint and types, the unit tests, then everything that needs root.
+
+This package starts them all and prints a single closing line. Times are printed, and never judged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from image_builder.errors import UsageError
+from image_builder.settings import REPO_ROOT
+from tests.selftest import lint, runs
+from tests.selftest.surroundings import cache_directory
+from tests.support.images import programs
+
+_WORDS = ("failed", "passed", "skipped", "errors")
+_SLOWEST = 15
+
+
+def run(arguments: Sequence[str], *, fast: bool, slow: bool, store: Path, as_json: bool) -> int:
+    """Run the checks and return the exit status: 0 when all passed.
+
+    With ``arguments`` (for pytest) only pytest runs, once. ``fast`` omits the tests that need root; ``slow`` runs only
+    those that take too long for every commit. Progress goes to standard output, or to standard error if ``as_json``
+    reserves standard output for the result.
+    """
+    if not fast and os.geteuid() != 0:
+        raise UsageError("the whole suite needs root", hint="image-builder test --fast needs none")
+    write = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
+    kind = "chosen" if arguments else "fast" if fast else "slow" if slow else "all"
+    place = runs.Surroundings(store, cache_directory(), _reports(kind), _seed(), write)
+    write(f"seed: IMAGE_BUILDER_KILL_SEED={place.seed}")
+    started, minutes = time.monotonic(), dict[str, float]()
+    clean, done = True, list[runs.Run]()
+    if arguments:
+        done = [runs.chosen(arguments, place, fast=fast)]
+    elif slow:
+        done = [runs.rest(place, slow=True)]
+    else:
+        with lint.beside(place.cache, write) as is_clean:
+            done = [runs.unit(place)]
+            clean = is_clean()
+        minutes["fast"] = (time.monotonic() - started) / 60
+        if not fast and clean and not done[0].status:
+            done.append(runs.rest(place, slow=False, failed_before=len(done[0].flaky)))
+        elif not fast:
+            write("what needs root is not run")
+    whole = time.monotonic() - started
+    minutes["all"] = whole / 60
+    for line in [] if arguments else _slowest(done):
+        write(line)
+    left_out = _left_out(done)
+    complete = not left_out or not _must_be_complete()
+    for line in (*_flaky(done), *left_out):
+        write(line if complete else f"error: {line}")
+    write(
+        f"minutes: {', '.join(f'{name} {spent:.1f}' for name, spent in minutes.items())}; logs: {place.reports}"
+    )
+    if not clean:
+        write("lint failed: see above")
+    passed = clean and complete and not any(run.status for run in done)
+    closing = closing_line(done, whole)
+    write(closing)
+    if as_json:
+        print(json.dumps({"passed": passed, "minutes": minutes, "closing": closing}))
+    return 0 if passed else 1
+
+
+def closing_line(done: Sequence[runs.Run], seconds: float) -> str:
+    """Return one closing line for all runs, in pytest's format; a run that broke off is named with its status."""
+    counts: Counter[str] = Counter()
+    for run in done:
+        counts += run.result.outcomes
+    flaky = sum(len(run.flaky) for run in done)
+    broken = [f"pytest ended with {run.status}" for run in done if run.status not in (0, 1)]
+    words = [f"{counts[word]} {word}" for word in _WORDS if counts[word]]
+    words += [f"{flaky} of these files flaky"] if flaky else []
+    minutes, over = divmod(round(seconds), 60)
+    told = ", ".join([*words, *broken]) or "no tests ran"
+    return f" {told} in {seconds:.2f}s ({minutes // 60}:{minutes % 60:02}:{over:02}) ".center(80, "=")
+
+
+def _seed() -> int:
+    return int(os.environ.get("IMAGE_BUILDER_KILL_SEED") or random.randrange(1 << 32))
+
+
+def _reports(kind: str) -> Path:
+    """Return an empty directory for the logs and JUnit files of a kind of run."""
+    folder = cache_directory() / "reports" / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    return folder
+
+
+def _slowest(done: Sequence[runs.Run]) -> Iterator[str]:
+    seconds = {file: spent for run in done for file, spent in run.result.seconds.items()}
+    yield f"the {_SLOWEST} slowest files, of {sum(seconds.values()) / 60:.1f} minutes in all processes:"
+    for file in sorted(seconds, key=lambda file: -seconds[file])[:_SLOWEST]:
+        yield f"{seconds[file]:8.1f}  {file}"
+
+
+def _flaky(done: Sequence[runs.Run]) -> Iterator[str]:
+    for run in done:
+        for file in run.flaky:
+            again = run.log.with_name(f"again-{Path(file).stem}.log")
+            yield f"flaky: {file} failed beside others and passed alone: {run.log}, {again}"
+
+
+def _left_out(done: Sequence[runs.Run]) -> list[str]:
+    """Say how many tests were left out for want of a program that a complete run has."""
+    skipped: Counter[str] = Counter()
+    for run in done:
+        skipped += run.result.skipped
+    return [
+        f"left out: {number} tests, since {reason}"
+        for reason, number in sorted(skipped.items())
+        if reason.startswith((programs.ABSENT, "no Chromium"))
+    ]
+
+
+def _must_be_complete() -> bool:
+    """Return whether today's programs are to be had here, so that a run without them proves less than it says."""
+    return bool(os.environ.get(programs.PROGRAMS)) or (REPO_ROOT.parent / "shared" / "programs").is_dir()

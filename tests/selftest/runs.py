@@ -1,0 +1,107 @@
+"""Runs of pytest: the unit tests, those that need root, the slow ones, and files that failed, once more."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from image_builder.settings import REPO_ROOT
+from image_builder.system import process
+from tests.selftest.plugin import FAILED_FILES, Result
+from tests.selftest.surroundings import ANY, environment
+from tests.selftest.turns import DIRECTORY as TURNS
+
+UNIT = "not root and not boot and not gpu"
+REST = "(root or boot) and not gpu and not slow and not nightly"
+SLOW = "(root or boot) and not gpu and (slow or nightly)"
+# For two processors: a third process has a use, since many tests of real programs wait for half of their time.
+UNIT_PROCESSES, REST_PROCESSES = 2, 3
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The tests' store, the cache directory, the directory of logs and JUnit files, the seed, and the output."""
+
+    store: Path
+    cache: Path
+    reports: Path
+    seed: int
+    write: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its status, what it found, its log, and the files that failed first and passed when alone."""
+
+    status: int
+    result: Result
+    log: Path
+    flaky: tuple[str, ...] = ()
+
+
+def chosen(arguments: Sequence[str], place: Surroundings, *, fast: bool) -> Run:
+    """Run the tests that ``arguments`` select, in one process; ``fast`` omits those that need root."""
+    return _pytest("chosen", ["-m", UNIT if fast else "not gpu", *arguments], place)
+
+
+def unit(place: Surroundings) -> Run:
+    """Run the unit tests, and those that failed once more."""
+    return _twice("unit", UNIT, UNIT_PROCESSES, ["tests/unit"], place)
+
+
+def rest(place: Surroundings, *, slow: bool, failed_before: int = 0) -> Run:
+    """Run the tests that need root, and those that failed once more; or the ``slow`` ones."""
+    name, marks = ("slow", SLOW) if slow else ("root", REST)
+    return _twice(name, marks, REST_PROCESSES, ["--ignore=tests/unit"], place, failed_before)
+
+
+def _twice(
+    name: str, marks: str, processes: int, options: Sequence[str], place: Surroundings, failed_before: int = 0
+) -> Run:
+    """Run tests in several processes, then up to three files that failed once more, each alone."""
+    side_by_side = [
+        "-n",
+        str(processes),
+        "--dist=loadgroup",
+        "--no-loadscope-reorder",
+        "--max-worker-restart=0",
+    ]
+    run = _pytest(name, [*side_by_side, "-m", marks, *options], place)
+    failed = run.result.failed
+    if run.status != 1 or not failed or run.result.refused or len(failed) + failed_before > FAILED_FILES:
+        return run
+    for file in failed:
+        place.write(f"\n{file} failed: it runs once more, alone")
+        again = _pytest(f"again-{Path(file).stem}", ["-m", marks, file], place)
+        if again.status:
+            return run
+    return Run(0, run.result, run.log, tuple(failed))
+
+
+def _pytest(name: str, options: Sequence[str], place: Surroundings) -> Run:
+    """Run pytest to its end; its lines are passed on as they come, and kept."""
+    # The output is colored on a terminal.
+    colour = "yes" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "no"
+    result, log = place.reports / f"{name}.json", place.reports / f"{name}.log"
+    result.unlink(missing_ok=True)
+    settings = (f"cache_dir={place.cache / 'pytest'}", "junit_family=xunit1")
+    argv = [
+        *(sys.executable, "-m", "pytest", f"--color={colour}", f"--result={result}"),
+        f"--junitxml={place.reports / name}.xml",
+        f"--hypothesis-seed={place.seed}",
+        *(word for setting in settings for word in ("-o", setting)),
+        *options,
+    ]
+    env = environment(place.cache) | {"IMAGE_BUILDER_STORE": os.fspath(place.store)}
+    env |= {"IMAGE_BUILDER_KILL_SEED": str(place.seed), TURNS: os.fspath(place.reports)}
+    with log.open("w", encoding="utf-8") as stream:
+
+        def keep(line: str) -> None:
+            stream.write(f"{line}\n")
+            place.write(line)
+
+        done = process.run(argv, cwd=REPO_ROOT, env=env, ok=ANY, on_line=keep)
+    return Run(done.returncode, Result.read(result), log)
