@@ -21,7 +21,7 @@ from tests.selftest import lint, runs
 from tests.selftest.surroundings import cache_directory
 from tests.support.images import programs
 
-_WORDS = ("failed", "passed", "skipped", "errors")
+_WORDS = ("failed", "passed", "skipped", "errors", "not run")
 _SLOWEST = 15
 
 
@@ -82,7 +82,7 @@ def closing_line(done: Sequence[runs.Run], seconds: float) -> str:
     flaky = sum(len(run.flaky) for run in done)
     broken = [f"pytest ended with {run.status}" for run in done if run.status not in (0, 1)]
     words = [f"{counts[word]} {word}" for word in _WORDS if counts[word]]
-    words += [f"{flaky} of these files flaky"] if flaky else []
+    words += [f"{flaky} flaky file{'s'[:flaky > 1]}"] if flaky else []
     minutes, over = divmod(round(seconds), 60)
     told = ", ".join([*words, *broken]) or "no tests ran"
     return f" {told} in {seconds:.2f}s ({minutes // 60}:{minutes % 60:02}:{over:02}) ".center(80, "=")

@@ -118,8 +118,10 @@ class _Run:
         self.path = result
         self.allowed = allowed_skips(ALLOWED_SKIPS.read_text(encoding="utf-8"))
         self.result = Result()
+        self.begun: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.begun.add(report.nodeid)
         file = report.nodeid.partition("::")[0]
         self.result.seconds[file] = self.result.seconds.get(file, 0.0) + report.duration
         if report.failed:
@@ -161,6 +163,9 @@ class _Run:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.result.refused and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if dsession := self._dsession():
+            # After a fourth failing file, or a process that crashed too often.
+            self.result.outcomes["not run"] = len(dsession.sched.collection or ()) - len(self.begun)
         if self.path:
             self.path.write_text(json.dumps(vars(self.result)), encoding="utf-8")
 

@@ -34,7 +34,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its status, what it found, its log, and the files that failed first and passed when alone."""
+    """A finished run: its status, what it found, its log, and the files that failed first and passed alone."""
 
     status: int
     result: Result
@@ -70,14 +70,16 @@ def _twice(
         "--max-worker-restart=0",
     ]
     run = _pytest(name, [*side_by_side, "-m", marks, *options], place)
-    failed = run.result.failed
-    if run.status != 1 or not failed or run.result.refused or len(failed) + failed_before > FAILED_FILES:
+    failed, outcomes = run.result.failed, run.result.outcomes
+    if run.status != 1 or run.result.refused or outcomes["not run"] or len(failed) + failed_before > FAILED_FILES:
         return run
     for file in failed:
         place.write(f"\n{file} failed: it runs once more, alone")
         again = _pytest(f"again-{Path(file).stem}", ["-m", marks, file], place)
         if again.status:
             return run
+    outcomes["passed"] += outcomes.pop("failed", 0)
+    outcomes.pop("errors", None)
     return Run(0, run.result, run.log, tuple(failed))
 
 
