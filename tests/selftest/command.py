@@ -5,19 +5,21 @@ This package starts them all and prints a single closing line. Times are printed
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from image_builder.bake.lock.fetch import PROGRAMS
 from image_builder.errors import UsageError
 from image_builder.settings import REPO_ROOT
-from tests.selftest import lint, runs
+from tests.selftest import counts, lint, runs
 from tests.selftest.surroundings import cache_directory
 from tests.support.images import programs
 
@@ -67,6 +69,8 @@ def run(arguments: Sequence[str], *, fast: bool, slow: bool, store: Path, as_jso
     if not clean:
         write("lint failed: see above")
     passed = clean and complete and not any(run.status for run in done)
+    if kind == "all" and passed and not left_out and not any(run.flaky for run in done):
+        passed = _same_counts(done, place.reports / counts.GOLDEN.name, write)
     closing = closing_line(done, whole)
     write(closing)
     if as_json:
@@ -82,7 +86,7 @@ def closing_line(done: Sequence[runs.Run], seconds: float) -> str:
     flaky = sum(len(run.flaky) for run in done)
     broken = [f"pytest ended with {run.status}" for run in done if run.status not in (0, 1)]
     words = [f"{counts[word]} {word}" for word in _WORDS if counts[word]]
-    words += [f"{flaky} flaky file{'s'[:flaky > 1]}"] if flaky else []
+    words += [f"{flaky} flaky file{'s'[: flaky > 1]}"] if flaky else []
     minutes, over = divmod(round(seconds), 60)
     told = ", ".join([*words, *broken]) or "no tests ran"
     return f" {told} in {seconds:.2f}s ({minutes // 60}:{minutes % 60:02}:{over:02}) ".center(80, "=")
@@ -127,6 +131,19 @@ def _left_out(done: Sequence[runs.Run]) -> list[str]:
     ]
 
 
+def _same_counts(done: Sequence[runs.Run], file: Path, write: Callable[[str], None]) -> bool:
+    """Compare what the tests of a complete run have started with the golden file; write what differs."""
+    now = counts.lines({key: n for run in done for key, n in run.result.started.items()})
+    file.write_text("".join(f"{line}\n" for line in now), encoding="utf-8")
+    golden = counts.GOLDEN.read_text(encoding="utf-8").splitlines()
+    differences = [line for line in difflib.ndiff(golden, now) if line[0] in "+-"]
+    for line in differences:
+        write(line)
+    if differences:
+        write(f"the tests start something else than before; if that is wanted: cp {file} {counts.GOLDEN}")
+    return not differences
+
+
 def _must_be_complete() -> bool:
     """Return whether today's programs are to be had here, so that a run without them proves less than it says."""
-    return bool(os.environ.get(programs.PROGRAMS)) or (REPO_ROOT.parent / "shared" / "programs").is_dir()
+    return bool(os.environ.get(PROGRAMS)) or (REPO_ROOT.parent / "shared" / "programs").is_dir()

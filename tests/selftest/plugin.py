@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadGroupScheduling
 
+from tests.selftest.counts import STARTED
+
 ALLOWED_SKIPS = Path(__file__).parent.with_name("allowed_skips.txt")
 # Directories, in the order of a run: what takes longest begins first.
 PARTS = ("unit", "bake", "disk", "pools", "gpu", "preload")
@@ -31,7 +33,8 @@ class Result:
     """What a run of pytest leaves for the program that started it.
 
     ``failed`` are files with a failed test, ``skipped`` the number of tests for each reason, ``refused`` the skips that
-    no line of the list allows, ``seconds`` those of each file, setup of shared fixtures included.
+    no line of the list allows, ``seconds`` those of each file, setup of shared fixtures included, and ``started`` what
+    tests/selftest/counts.py has counted.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -39,6 +42,7 @@ class Result:
     skipped: Counter[str] = field(default_factory=Counter)
     refused: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    started: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Result:
@@ -166,6 +170,7 @@ class _Run:
         if dsession := self._dsession():
             # After a fourth failing file, or a process that crashed too often.
             self.result.outcomes["not run"] = len(dsession.sched.collection or ()) - len(self.begun)
+        self.result.started = dict(self.config.stash[STARTED])
         if self.path:
             self.path.write_text(json.dumps(vars(self.result)), encoding="utf-8")
 

@@ -71,7 +71,12 @@ def _twice(
     ]
     run = _pytest(name, [*side_by_side, "-m", marks, *options], place)
     failed, outcomes = run.result.failed, run.result.outcomes
-    if run.status != 1 or run.result.refused or outcomes["not run"] or len(failed) + failed_before > FAILED_FILES:
+    if (
+        run.status != 1
+        or run.result.refused
+        or outcomes["not run"]
+        or len(failed) + failed_before > FAILED_FILES
+    ):
         return run
     for file in failed:
         place.write(f"\n{file} failed: it runs once more, alone")

@@ -1,0 +1,84 @@
+"""What a run's tests start that costs minutes, counted by file: numbers that a busy machine can't change.
+
+The golden file tests/selftest/counts.txt has them, so that a change that adds a boot shows in its diff. What a fixture
+of the whole session starts is counted once, under the fixture's name, whichever process starts it and however often.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GOLDEN = Path(__file__).with_name("counts.txt")
+_STARTED = {
+    "build": "builds",
+    "boot": "machines booted",
+    "qemu-system-x86_64": "machines booted",
+    "kube-apiserver": "control planes",
+}
+# Each goes on until it has met with a number of kills at moments that it draws.
+_AT_RANDOM = {"tests/bake/test_killed_builds.py"}
+_KEY = "started"
+STARTED = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    counts = _Counts(config)
+    config.stash[STARTED] = counts.started
+    config.pluginmanager.register(counts)
+    sys.addaudithook(counts.see)
+
+
+class _Counts:
+    """Counts the programs that the tests of this process start; the controlling process adds them up."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.output: dict[str, Any] = getattr(config, "workeroutput", {})
+        self.started: dict[str, int] = Counter()
+        self.place = ""
+
+    def see(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Count the program that is being started, if it is one of those."""
+        if event == "subprocess.Popen" and self.place and (what := _kind(arguments[1])):
+            self.started[f"{self.place}  {what}"] += 1
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self.place = item.nodeid.partition("::")[0]
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        before = self.place
+        if fixturedef.scope == "session":
+            self.place = f"fixture {fixturedef.argname}"
+        try:
+            return (yield)
+        finally:
+            self.place = before
+
+    def pytest_sessionfinish(self) -> None:
+        self.output[_KEY] = dict(self.started)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        for key, number in getattr(node, "workeroutput", {}).get(_KEY, {}).items():
+            self.started[key] = max(self.started[key], number)
+
+
+def _kind(argv: Sequence[object]) -> str:
+    """Return what a command starts; "" for what isn't counted."""
+    names = [Path(str(word)).name for word in argv]
+    if "image-builder" in names:
+        names = names[names.index("image-builder") + 1 :][:1]
+    return next((what for name, what in _STARTED.items() if name in names), "")
+
+
+def lines(started: Mapping[str, int]) -> list[str]:
+    """Return the lines of the golden file."""
+    return [f"{key}  {n}" for key, n in sorted(started.items()) if key.split("  ")[0] not in _AT_RANDOM]
