@@ -170,7 +170,7 @@ class _Run:
         if dsession := self._dsession():
             # After a fourth failing file, or a process that crashed too often.
             self.result.outcomes["not run"] = len(dsession.sched.collection or ()) - len(self.begun)
-        self.result.started = dict(self.config.stash[STARTED])
+        self.result.started = self.config.stash[STARTED]
         if self.path:
             self.path.write_text(json.dumps(vars(self.result)), encoding="utf-8")
 
