@@ -97,6 +97,16 @@ def fate(status: int | None) -> str:
     return {0: SURVIVED, 1: KILLED}.get(status, f"pytest ended with {status}")
 
 
+def has_moved(mutant: Mutant, root: Path = REPO_ROOT) -> bool:
+    """Return whether a mutant's text or tests can't be found any more: nobody edits these files for a refactoring."""
+    try:
+        locate(mutant, root)
+        find_tests(mutant, root)
+    except LookupError:
+        return True
+    return False
+
+
 def left(fates: Mapping[str, str]) -> dict[str, str]:
     """Return the mutants that no test killed, with their fates."""
     return {name: what for name, what in fates.items() if what != KILLED}

@@ -22,7 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from image_builder.settings import REPO_ROOT
-from tests.mutations import Mutant, fate, find_tests, left, load, locate
+from tests.mutations import Mutant, fate, find_tests, has_moved, left, load, locate
 
 # The timeout for a mutant's tests: one that exceeds it is reported as hung, which isn't a verdict. The slowest that
 # needs nothing took 11 s on two cores (2026-11-24); some that need root run bakes, and their time isn't on record.
@@ -149,9 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args(argv)
     chosen = [m for m in load() if m.area in (arguments.areas or [m.area])]
-    mutants = [m for m in chosen if bool(m.marker) == arguments.root]
-    if not mutants:
+    selected = [m for m in chosen if bool(m.marker) == arguments.root]
+    if not selected:
         parser.error("no such area")
+    mutants = [m for m in selected if not has_moved(m)]
+    moved = [m.name for m in selected if m not in mutants]
     # Two tests that need root may compete for the same part of the machine.
     with copies(1 if arguments.root else arguments.jobs) as places:
         if not is_sound(mutants, places[0]):
@@ -161,10 +163,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     killed = len(fates) - len(alive)
     skipped = len(chosen) - len(mutants)
     if arguments.json:
-        print(json.dumps({"killed": killed, "total": len(mutants), "not_run": skipped, "left": alive}))
+        result = {"killed": killed, "total": len(mutants), "moved": moved, "not_run": skipped, "left": alive}
+        print(json.dumps(result))
     else:
         others = "without" if arguments.root else "with"
-        print(f"{killed}/{len(mutants)} killed" + (f", {skipped} more {others} --root" if skipped else ""))
+        more = f", {skipped} more {others} --root" if skipped else ""
+        print(f"{killed}/{len(mutants)} killed, {len(moved)} moved{more}")
     return 1 if alive else 0
 
 
