@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.settings import REPO_ROOT
 from image_builder.system import process
+from image_builder.system.trees import remove_tree
 from tests.selftest.plugin import FAILED_FILES, Result
 from tests.selftest.surroundings import ANY, environment
 from tests.selftest.turns import DIRECTORY as TURNS
@@ -103,6 +105,9 @@ def _pytest(name: str, options: Sequence[str], place: Surroundings) -> Run:
         *options,
     ]
     env = environment(place.cache) | {"IMAGE_BUILDER_STORE": os.fspath(place.store)}
+    # A socket's path has 107 bytes at most, and some lie deep in a test's directory.
+    temporary = tempfile.mkdtemp(prefix="ib-", dir=env["TMPDIR"])
+    argv.append(f"--basetemp={temporary}")
     env |= {"IMAGE_BUILDER_KILL_SEED": str(place.seed), TURNS: os.fspath(place.reports)}
     with log.open("w", encoding="utf-8") as stream:
 
@@ -111,4 +116,8 @@ def _pytest(name: str, options: Sequence[str], place: Surroundings) -> Run:
             place.write(line)
 
         done = process.run(argv, cwd=REPO_ROOT, env=env, ok=ANY, on_line=keep)
+    if done.returncode:
+        place.write(f"files of the tests that failed: {temporary}")
+    else:
+        remove_tree(Path(temporary))
     return Run(done.returncode, Result.read(result), log)
