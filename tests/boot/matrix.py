@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -24,7 +23,6 @@ from typing import Any
 from image_builder.errors import ImageBuilderError
 from image_builder.settings import REPO_ROOT
 from tests.boot.engines import engine_of
-from tests.boot.foreign import PROGRAMS
 from tests.boot.node import read_image
 from tests.boot.rows import ROWS, Row, chain
 from tests.boot.steps import Lab, Place, mismatches
@@ -85,8 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = chain(options.row) if options.row else list(ROWS)
     except KeyError as error:
         parser.error(f"no such row: {error.args[0]}; there are: {'; '.join(row.name for row in ROWS)}")
-    if missing := [package for program, package in PROGRAMS.items() if not shutil.which(program)]:
-        parser.error(f"disks of the rows are made by these packages: apt-get install {' '.join(missing)}")
     outcomes: list[Outcome] = []
     began = proofs.stamp()
     artefact = options.artefact or REPO_ROOT / "output" / options.image / "latest"
