@@ -32,6 +32,10 @@ def figures(record: Mapping[str, Any]) -> dict[str, str]:
             f"{before['load']} and {ours['load']}"
         ),
         **{
+            f"`{name}`, before and ours": f"{value}; {ours['settings'][name]}"
+            for name, value in before["settings"].items()
+        },
+        **{
             f"`{pod.name}`, {pod.shown}: from Pending to Running, before and ours": "; ".join(
                 f"{story.running:.1f} s, {story.pulling:.1f} of them pulling"
                 for story in (machine[pod.name] for machine in told)
@@ -82,7 +86,7 @@ def _cancelled(before: Mapping[str, Story], ours: Mapping[str, Story], record: M
         ),
         "ours: no pull failed": not any(story.failed_pulls for story in ours.values()),
         "ours: the pull went through the same stall": (
-            ours[STALLED.name].pulling >= record["ours"]["stall"]["end"] - record["ours"]["stall"]["start"]
+            ours[STALLED.name].pulling >= record["ours"]["stall_seconds"]
         ),
         "ours: nothing of it was sent twice": (
             record["ours"]["bytes"][STALLED.repository] < record["before"]["bytes"][STALLED.repository]
