@@ -330,30 +330,13 @@ def is_met(one: Found, key: str) -> bool:
 
 
 def show(found: Sequence[Found]) -> None:
+    """Print each measurement; goals stand behind the figures that have one."""
     for one in found:
-        print(title(one), end="")
-        if "image_gb" in one:
-            print(
-                f": {one['image_gb']} GB, packed {one['store_gb']} GB, {one['filesystem']}, medians of {ROUNDS}"
-            )
-            _show_ways(one)
-        else:
-            print(f": 50 images, {one['layers']} layers, {one['many_processor_seconds']} s of a processor")
-        for key, value in ratios(one).items():
+        print(title(one))
+        for key, value in one.items():
             goal = goal_of(one, key)
-            words = f"{goal[0]} {goal[1]:g}" if goal else "-"
-            print(f"  {key:<24}{value:>10}   goal {words:<8}{'' if is_met(one, key) else ' MISSED'}")
-
-
-def _show_ways(one: Found) -> None:
-    """Print the time that each way took, and how much of it passed until the disk had the image."""
-    for key in one:
-        name = key.removesuffix("_total")
-        if name != key:
-            print(f"  {name:<24}{one[key]:>8.2f} s, filling {one[f'{name}_fill']:.2f} s")
-    for key in ("promote_ours", "promote_copying", "promote_reference", "reader_alone", "reader_beside"):
-        if key in one:
-            print(f"  {key:<24}{one[key]:>8.2f} s")
+            words = f"  goal {goal[0]} {goal[1]:g}{'' if is_met(one, key) else ' MISSED'}" if goal else ""
+            print(f"  {key:<28}{value!s:>12}{words}")
 
 
 def arguments() -> argparse.Namespace:

@@ -61,7 +61,7 @@ def write(
 ) -> None:
     """Write cells, by row and column, into a table. Of the rows it has, those in ``kept`` stay, by default all.
 
-    Cells that aren't given stay as they are. Raises ValueError for a table or a column that the page doesn't have.
+    Cells of these that aren't given stay as they are. Raises ValueError for a table or a column that the page lacks.
     """
     text = page.read_text(encoding="utf-8")
     begin, end = f"<!-- {table} -->\n", f"<!-- /{table} -->"
@@ -73,7 +73,7 @@ def write(
     _, *columns = _cells(heading)
     there = {name: dict(zip(columns, cells, strict=True)) for name, *cells in map(_cells, lines)}
     if kept is not None:
-        stay = {*kept, *rows}
+        stay = set(kept)
         there = {name: cells for name, cells in there.items() if name in stay}
     for name, cells in rows.items():
         if unknown := cells.keys() - set(columns):
