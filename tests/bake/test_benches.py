@@ -56,9 +56,9 @@ BENCHES = [
 ]
 
 
-def run(name: str, *argv: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, REPO / f"tests/bench/{name}.py"]
-    return subprocess.run([*program, *argv], cwd=REPO, stdout=subprocess.PIPE, text=True, check=False)
+def run(name: str, *more: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, os.fspath(REPO / f"tests/bench/{name}.py"), "--json", *more]
+    return subprocess.run(argv, cwd=REPO, stdout=subprocess.PIPE, text=True, check=False)
 
 
 @pytest.mark.parametrize(("name", "image", "figures"), BENCHES)
@@ -66,15 +66,15 @@ def test_a_bench_prints_its_ratios(
     name: str, image: str, figures: str, request: pytest.FixtureRequest
 ) -> None:
     place: Workplace | None = request.getfixturevalue(image) if image else None
-    more = ["--artefact", place.artefact] if place and name == "power_on" else []
-    done = run(name, "--smallest", "--json", *more)
+    more = ["--artefact", os.fspath(place.artefact)] if place and name == "power_on" else []
+    done = run(name, "--smallest", *more)
     assert done.returncode == 0
     found = json.loads(done.stdout)
     assert all(math.isfinite(found[figure]) for figure in figures.split())
 
 
 def test_without_a_gpu_its_bench_measures_nothing() -> None:
-    done = run("gpu", "--json")
+    done = run("gpu")
     assert (done.returncode, json.loads(done.stdout)["gpu"]) == (4, None)
 
 
