@@ -24,7 +24,7 @@ BENCHES = [
     pytest.param("house", "", "python_lines vague_share code_bake code_node", id="house"),
     pytest.param(
         "pools",
-        "minimal",
+        "",
         "plan_ratio probe_ratio verify_ratio resume_overhead bootstrap_ratio rejoin_seconds rejoin_changed",
         id="pools",
     ),
@@ -37,12 +37,12 @@ BENCHES = [
     ),
     pytest.param(
         "preload",
-        "worker",
+        "",
         "docker_large_0.1gb_load_ratio docker_large_0.1gb_seed_flatness docker_many_seconds",
         id="preload",
     ),
     pytest.param("publish", "", "upload_cpu_ratio resumed_ratio twice_ratio", id="publish"),
-    pytest.param("pull", "worker", "parallel_ratio hand_ratio wire_ratio", id="pull"),
+    pytest.param("pull", "", "parallel_ratio hand_ratio wire_ratio", id="pull"),
     pytest.param(
         "roll",
         "",

@@ -5,8 +5,8 @@
 
 The inventory is generated here (75 scale sets of 100 hosts), and each measurement has a process of its own. As root it
 also reaches real hosts (tests/support/pools/fleet.py: each an sshd in a network namespace) with our program and Ansible
-in turn, and lets a node join; it needs the small image and `worker_join`, which it builds if they don't exist. The
-hosts' sshds run on the same processors, which slows down both.
+in turn, and lets a node join; it needs the small image and `worker_join_current`, which it builds if they don't exist.
+The hosts' sshds run on the same processors, which slows down both.
 
     plan_seconds     `pool plan` of all hosts, the whole command, goal <= 10
     plan_gib         its largest resident size, goal <= 1
@@ -30,10 +30,10 @@ hosts' sshds run on the same processors, which slows down both.
                      their index read), a disk (memory, without fsync), sshd and sudo (already installed), starting
                      services and a reboot into the kernel (the hosts haven't booted), the join. Afterwards all hosts
                      have the same packages, files of the roles, kernel and enabled units
-    rejoin_seconds   `node-agent join` on a node that has joined, the slowest of five runs of the agent of `worker_join`
-                     in that image's own tree with its own Docker (tests/bench/rejoin.py), compared with the first one,
-                     which waits for a certificate; nothing is emulated, and nothing else of a booted machine runs at
-                     the same time; goal <= 10
+    rejoin_seconds   `node-agent join` on a node that has joined, the slowest of five runs of the agent of
+                     `worker_join_current` in that image's own tree with its own engine (tests/bench/rejoin.py),
+                     compared with the first one, which waits for a certificate; nothing is emulated, and nothing else
+                     of a booted machine runs at the same time; goal <= 10
     rejoin_changed   files written by the node that these runs changed (bytes, mode, inode, times), compared with
                      those that the first one changed, goal 0
 

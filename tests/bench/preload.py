@@ -3,7 +3,7 @@
     .venv/bin/python tests/bench/preload.py [--store DIR] [--engine NAME] [--size GB] [--files PROFILE]
                                             [--only PART] [--smallest] [--json]
 
-Needs root, and a store in which the image `worker` was built: its engines and its agent's Python run here. The disk
+Needs root, and builds the image `worker` up to its layer `node`: its engines and its agent's Python run here. The disk
 is a freshly made XFS on a loop device (direct I/O; ext4 on a host without mkfs.xfs), blank before each measurement,
 and all caches are dropped. Each round measures the compared ways back to back; the median of an equal number of rounds
 counts on every side.
@@ -69,9 +69,8 @@ from tests.bench.blank_disks import blank_disk, drop_caches, filesystem, throttl
 from tests.bench.debian_root import debian_root  # noqa: E402
 from tests.bench.first_runs import PEERS, ROUNDS, Took, Way, in_turn  # noqa: E402
 from tests.bench.promotions import Found, promotion, read, reader  # noqa: E402
-from tests.bench.software import PROFILES, image  # noqa: E402
+from tests.bench.software import PROFILES, image, worker  # noqa: E402
 from tests.support.images import programs  # noqa: E402
-from tests.support.images.builds import Workplace  # noqa: E402
 from tests.support.registries.pulls import ENGINES, MB, NEWER, Lab, family, isolated  # noqa: E402
 from tests.support.stores.seeds import AGENT, Baked, Node, bake, node  # noqa: E402
 
@@ -259,7 +258,7 @@ def measure(options: argparse.Namespace) -> list[Found]:
     # Another process has to import it, so its module must not be __main__.
     from tests.bench.preload import many, scenario
 
-    place = Workplace(options.store, Path(os.devnull), "worker")
+    place = worker(options.store)
     found: list[Found] = []
     with _peers_root(options) as tree:
         for engine in options.engine:

@@ -2,7 +2,7 @@
 
     .venv/bin/python tests/bench/pull.py [--store DIR] [--smallest] [--json]
 
-Needs root, and a store in which the image `worker` was built: its own dockerd pulls here, from the lab's registry,
+Needs root, and builds the image `worker` up to its layer `node`: its own dockerd pulls here, from the lab's registry,
 over a link with a limited bandwidth per connection.
 
     parallel_ratio   our pulls one by one / our pulls in parallel, goal >= 1.5
@@ -14,7 +14,6 @@ over a link with a limited bandwidth per connection.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ from image_builder.bake.pull.reference import parse  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from tests.bench import report  # noqa: E402
 from tests.bench.report import Row  # noqa: E402
-from tests.support.images.builds import Workplace  # noqa: E402
+from tests.bench.software import worker  # noqa: E402
 from tests.support.registries.plan import Fault  # noqa: E402
 from tests.support.registries.pulls import MB, Lab, isolated  # noqa: E402
 
@@ -113,7 +112,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     # Another process has to import it, so its module must not be __main__.
     from tests.bench.pull import scenario
 
-    place = Workplace(options.store, Path(os.devnull), "worker")
+    place = worker(options.store)
     words = (str(options.images), str(options.megabytes), str(options.rounds))
     found: dict[str, Any] = isolated(scenario, place, "docker", *words, seconds=900)
     return {

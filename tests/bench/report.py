@@ -1,4 +1,4 @@
-"""What all benches share: their options, the table or the JSON object that they print, and their exit status."""
+"""The options, printed table or JSON object, and exit status that all benches share."""
 
 from __future__ import annotations
 
