@@ -1,6 +1,6 @@
 """The cost of a warm build on a runner without a disk of its own: export, import, and the build itself.
 
-    .venv/bin/python tests/bench/exported.py [--image minimal] [--store DIR] [--json]
+    .venv/bin/python tests/bench/exported.py [--image minimal] [--store DIR] [--smallest] [--json]
 
 Needs root, and a store in which the image was built. A blank store next to it stands in for the next runner's.
 
@@ -8,13 +8,12 @@ Needs root, and a store in which the image was built. A blank store next to it s
     again_seconds    the same once more, with nothing new
     import_seconds   `store import` into a blank store
     copy_seconds     `cp -a` of the same stages from store to store, and a sync: the least that any import has to do
+    import_ratio     import_seconds / copy_seconds
     warm_seconds     `build` there with nothing changed, without copying its artifacts to the output; goal <= 5
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -30,8 +29,10 @@ from image_builder.bake.export import read_index  # noqa: E402
 from image_builder.bake.store import Store  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
 from image_builder.system.trees import remove_tree  # noqa: E402
+from tests.bench import report  # noqa: E402
+from tests.bench.report import Row  # noqa: E402
 
-_GOALS = {"warm_seconds": 5.0}
+GOALS = {"warm_seconds": ("<=", 5.0)}
 
 
 def _timed(*argv: str | Path) -> float:
@@ -68,28 +69,26 @@ def measure(image: str, source: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--image", default="minimal")
     parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = report.parse(parser)
     figures = measure(options.image, options.store)
-    if options.json:
-        print(json.dumps(figures))
-    else:
-        mib = figures["stages_bytes"] >> 20, figures["export_bytes"] >> 20
-        rows = [
-            (f"export, {mib[0]} to {mib[1]} MiB", "export_seconds", ""),
-            ("export, nothing new", "again_seconds", ""),
-            ("import", "import_seconds", f"{figures['copy_seconds']} s"),
-            ("first build, artifacts published", "published_seconds", ""),
-            ("build, nothing changed", "warm_seconds", ""),
-        ]
-        print(f"{'name':<34}{'ours':>10}{'cp -a':>10}{'goal':>10}")
-        for name, key, other in rows:
-            goal = f"<= {_GOALS[key]}" if key in _GOALS else "-"
-            print(f"{name:<34}{figures[key]:>8} s{other or '-':>10}{goal:>10}")
-    return 0 if all(figures[key] <= goal for key, goal in _GOALS.items()) else 1
+    figures["import_ratio"] = round(figures["import_seconds"] / figures["copy_seconds"], 2)
+    mib = figures["stages_bytes"] >> 20, figures["export_bytes"] >> 20
+    rows = [
+        Row(name, f"{figures[key]} s", "", key)
+        for name, key in (
+            (f"export, {mib[0]} to {mib[1]} MiB", "export_seconds"),
+            ("export, nothing new", "again_seconds"),
+            ("first build, artifacts published", "published_seconds"),
+            ("build, nothing changed", "warm_seconds"),
+        )
+    ]
+    imported = f"{figures['import_seconds']} s", f"{figures['copy_seconds']} s"
+    return report.conclude(
+        options, figures, GOALS, [Row("import, or cp -a", *imported, "import_ratio"), *rows]
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The cost of a node health check: the archive as the node compiles and starts it, with every check due.
 
-    .venv/bin/python tests/bench/health.py [--json]
+    .venv/bin/python tests/bench/health.py [--smallest] [--json]
 
 Needs root: `node-agent health` runs in a namespace of its own, where its settings and results are. There is a
 registry that answers, the metadata service's recorded answer, the kernel's whole log, and, in every second run,
@@ -13,7 +13,6 @@ something to report to an API server, over TLS. There is no GPU: the cost of NVM
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import ssl
@@ -33,11 +32,12 @@ sys.path.insert(0, str(REPO))
 from image_builder.lab.certificate import Certificate, make  # noqa: E402
 from image_builder.node import mounts, zipapp  # noqa: E402
 from image_builder.system.namespace import run_isolated  # noqa: E402
+from tests.bench import report  # noqa: E402
+from tests.bench.report import Row  # noqa: E402
 from tests.support.servers import running  # noqa: E402
 
 INTERVAL_SECONDS, MEMORY_BYTES = 60.0, 30_000_000
-RUNS = 10
-_GOALS = {"cpu_ratio": 0.01, "memory_ratio": 1.0}
+GOALS = {"cpu_ratio": ("<=", 0.01), "memory_ratio": ("<=", 1.0)}
 # As in Microsoft's documentation, for a machine that is about to be preempted.
 EVENTS = (
     b'{"DocumentIncarnation":1,"Events":[{"EventId":"A123BC45-1234-5678-AB90-ABCDEF123456","EventStatus":"Scheduled",'
@@ -105,7 +105,7 @@ def isolate(place: Path) -> None:
     (place / "metrics").mkdir()
 
 
-def measure_runs(place: Path) -> list[tuple[float, int]]:
+def measure_runs(place: Path, count: int) -> list[tuple[float, int]]:
     """Run the agent; return the CPU seconds and peak memory in bytes of each run."""
     isolate(place)
     interpreter, agent = os.path.realpath(sys.executable), place / "node-agent"
@@ -125,7 +125,7 @@ def measure_runs(place: Path) -> list[tuple[float, int]]:
             "intervals": {"nvme": 0, "gpu": 0},
         }
         Path("/etc/node-agent/health.json").write_text(json.dumps(settings))
-        for number in range(RUNS):
+        for number in range(count):
             # Every second run has no saved state: it reads the whole log, and has something to report.
             if number % 2:
                 Path("/run/node/health-state.json").unlink()
@@ -138,20 +138,20 @@ def measure_runs(place: Path) -> list[tuple[float, int]]:
     return runs
 
 
-def measure() -> dict[str, Any]:
+def measure(count: int) -> dict[str, Any]:
     """Return the figures of all runs."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
 
         def work() -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard the agent's output
-            (place / "runs.json").write_text(json.dumps(measure_runs(place)))
+            (place / "runs.json").write_text(json.dumps(measure_runs(place, count)))
             return 0
 
         assert run_isolated(work) == 0
         runs = json.loads((place / "runs.json").read_text())
     interpreter = os.path.realpath(sys.executable)
-    bare = min(run([interpreter, "-I", "-c", "pass"]) for _ in range(RUNS))
+    bare = min(run([interpreter, "-I", "-c", "pass"]) for _ in range(count))
     seconds, memory = [cpu for cpu, _ in runs], max(most for _, most in runs)
     return {
         "cpu_seconds_most": round(max(seconds), 4),
@@ -185,23 +185,21 @@ users:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    found = measure()
-    if options.json:
-        print(json.dumps(found))
-    else:
-        rows = [
-            ("processor seconds", found["cpu_seconds_most"], INTERVAL_SECONDS, "cpu_ratio"),
-            ("most memory, bytes", found["memory_bytes"], MEMORY_BYTES, "memory_ratio"),
-            ("beside a bare Python", found["cpu_seconds_least"], found["bare_cpu_seconds"], "start_ratio"),
-        ]
-        print(f"{'name':<22}{'ours':>12}{'reference':>12}{'ratio':>10}{'goal':>10}")
-        for name, mine, other, key in rows:
-            goal = f"<= {_GOALS[key]:g}" if key in _GOALS else "-"
-            print(f"{name:<22}{mine:>12}{other:>12}{found[key]:>10}{goal:>10}")
-    return 0 if all(found[key] <= goal for key, goal in _GOALS.items()) else 1
+    parser = report.parser(__doc__)
+    parser.add_argument("--runs", type=int, default=10)
+    options = report.parse(parser, runs=2)
+    found = measure(options.runs)
+    rows = [
+        Row("processor seconds", f"{found['cpu_seconds_most']}", f"{INTERVAL_SECONDS:g}", "cpu_ratio"),
+        Row("most memory, bytes", f"{found['memory_bytes']}", str(MEMORY_BYTES), "memory_ratio"),
+        Row(
+            "beside a bare Python",
+            f"{found['cpu_seconds_least']}",
+            f"{found['bare_cpu_seconds']}",
+            "start_ratio",
+        ),
+    ]
+    return report.conclude(options, found, GOALS, rows)
 
 
 if __name__ == "__main__":

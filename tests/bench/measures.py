@@ -79,10 +79,11 @@ def verify(place: Workplace, folder: Path, count: int) -> dict[str, Any]:
     since a machine's speed may differ by half from one minute to the next.
     """
     rounds: list[dict[int, list[Took]]] = []
+    turns = _ROUNDS if count > _SOME else 1
     with fleet(place, folder, count) as pool:
         be_quick(pool, range(count))
         checks = 0
-        for number in range(_ROUNDS):
+        for number in range(turns):
             runs: dict[int, list[Took]] = {}
             for turn, hosts in enumerate((min(_SOME, count), 1, count, 1)):
                 work = folder / f"{number}-{turn}"

@@ -1,8 +1,8 @@
 """The time of pulls, one by one and in parallel, compared with `docker pull` by hand; and the cost of a bad network.
 
-    .venv/bin/python tests/bench/pull.py [--store DIR] [--json]
+    .venv/bin/python tests/bench/pull.py [--store DIR] [--smallest] [--json]
 
-Needs root, and a store in which the image `worker` was built: its own dockerd pulls here, from the lab's registry,
+Needs root, and builds the image `worker` up to its layer `node`: its own dockerd pulls here, from the lab's registry,
 over a link with a limited bandwidth per connection.
 
     parallel_ratio   our pulls one by one / our pulls in parallel, goal >= 1.5
@@ -14,8 +14,6 @@ over a link with a limited bandwidth per connection.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
 import sys
 import time
@@ -30,22 +28,25 @@ from image_builder.bake.lock.model import LockedImage  # noqa: E402
 from image_builder.bake.pull.model import Limits  # noqa: E402
 from image_builder.bake.pull.reference import parse  # noqa: E402
 from image_builder.settings import DEFAULT_STORE  # noqa: E402
-from tests.support.images.builds import Workplace  # noqa: E402
+from tests.bench import report  # noqa: E402
+from tests.bench.report import Row  # noqa: E402
+from tests.bench.software import worker  # noqa: E402
 from tests.support.registries.plan import Fault  # noqa: E402
 from tests.support.registries.pulls import MB, Lab, isolated  # noqa: E402
 
-IMAGES, LAYERS, LAYER_BYTES = 8, 2, 12 * MB
+IMAGES, LAYERS, LAYER_MB = 8, 2, 12
 RATE = 6 * MB
 ROUNDS = 2
 # As in the stage: layers that a daemon downloads at once.
 DOWNLOADS = 10
 _LIMITS = Limits(progress_seconds=60.0)
-_GOALS = {"parallel_ratio": (">=", 1.5), "hand_ratio": ("<=", 1.05), "wire_ratio": ("<=", 1.2)}
+GOALS = {"parallel_ratio": (">=", 1.5), "hand_ratio": ("<=", 1.05), "wire_ratio": ("<=", 1.2)}
 
 
-def scenario(lab: Lab) -> dict[str, Any]:
+def scenario(lab: Lab, count: str, megabytes: str, rounds: str) -> dict[str, Any]:
     """Measure everything, with one registry; each measurement has a daemon and a data root of its own."""
-    images = [lab.push(f"image{n}", *[LAYER_BYTES] * LAYERS) for n in range(IMAGES)]
+    size = int(megabytes) * MB
+    images = [lab.push(f"image{n}", *[size] * LAYERS) for n in range(int(count))]
     lab.proxy.rate = float(RATE)
 
     def timed(pull: Callable[[Any], None]) -> float:
@@ -65,22 +66,22 @@ def scenario(lab: Lab) -> dict[str, Any]:
 
     ways: dict[str, Callable[[Any], None]] = {
         "serial": ours(1),
-        "parallel": ours(IMAGES),
+        "parallel": ours(len(images)),
         "hand_parallel": lambda _engine: by_hand(lab, images, at_once=True),
         "hand_serial": lambda _engine: by_hand(lab, images, at_once=False),
     }
     # Measure them in turn and take the best of each: other load on the machine affects them all alike.
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
+    for _ in range(int(rounds)):
         for name, way in ways.items():
             seconds[name].append(timed(way))
     lab.proxy.rate = None
     large = [image.layers[-1].digest for image in images[::2]] + [
         image.layers[-2].digest for image in images[1::2]
     ]
-    lab.proxy.faults = [Fault("reset", path=digest, after=LAYER_BYTES // 2, times=1) for digest in large]
+    lab.proxy.faults = [Fault("reset", path=digest, after=size // 2, times=1) for digest in large]
     before = lab.proxy.bytes_sent(r"/blobs/")
-    timed(ours(IMAGES))
+    timed(ours(len(images)))
     wire = lab.proxy.bytes_sent(r"/blobs/") - before
     return {
         **{f"{name}_seconds": round(min(taken), 2) for name, taken in seconds.items()},
@@ -107,13 +108,13 @@ def by_hand(lab: Lab, images: Sequence[LockedImage], *, at_once: bool) -> None:
         root.run(["docker", "tag", parse(image.ref).at(image.digest), image.ref])
 
 
-def measure(store: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     # Another process has to import it, so its module must not be __main__.
     from tests.bench.pull import scenario
 
-    found: dict[str, Any] = isolated(
-        scenario, Workplace(store, Path(os.devnull), "worker"), "docker", seconds=900
-    )
+    place = worker(options.store)
+    words = (str(options.images), str(options.megabytes), str(options.rounds))
+    found: dict[str, Any] = isolated(scenario, place, "docker", *words, seconds=900)
     return {
         **found,
         "parallel_ratio": round(found["serial_seconds"] / found["parallel_seconds"], 2),
@@ -124,31 +125,21 @@ def measure(store: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
-    parser.add_argument("--json", action="store_true")
-    found = measure(parser.parse_args().store)
-    if parser.parse_args().json:
-        print(json.dumps(found))
-    else:
-        ours = f"{found['parallel_seconds']} s"
-        rows = [
-            ("one by one", f"{found['serial_seconds']} s", ours, "parallel_ratio"),
-            ("docker pull, at once", ours, f"{found['hand_parallel_seconds']} s", "hand_ratio"),
-            ("docker pull, in turn", ours, f"{found['hand_serial_seconds']} s", "hand_serial_ratio"),
-            (
-                f"{found['resets']} resets, bytes",
-                f"{found['wire_bytes'] / MB:.0f} MB",
-                f"{found['image_bytes'] / MB:.0f} MB",
-                "wire_ratio",
-            ),
-        ]
-        print(f"{'name':<22}{'ours':>12}{'reference':>12}{'ratio':>10}{'goal':>10}")
-        for name, mine, other, key in rows:
-            goal = " ".join(str(word) for word in _GOALS.get(key, ("-",)))
-            print(f"{name:<22}{mine:>12}{other:>12}{found[key]:>10}{goal:>10}")
-    met = [found[key] <= goal if sign == "<=" else found[key] >= goal for key, (sign, goal) in _GOALS.items()]
-    return 0 if all(met) else 1
+    for name, value in (("images", IMAGES), ("megabytes", LAYER_MB), ("rounds", ROUNDS)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = report.parse(parser, images=2, megabytes=2, rounds=1)
+    found = measure(options)
+    ours = f"{found['parallel_seconds']} s"
+    wire = f"{found['wire_bytes'] / MB:.0f} MB", f"{found['image_bytes'] / MB:.0f} MB"
+    rows = [
+        Row("one by one", f"{found['serial_seconds']} s", ours, "parallel_ratio"),
+        Row("docker pull, at once", ours, f"{found['hand_parallel_seconds']} s", "hand_ratio"),
+        Row("docker pull, in turn", ours, f"{found['hand_serial_seconds']} s", "hand_serial_ratio"),
+        Row(f"{found['resets']} resets, bytes", *wire, "wire_ratio"),
+    ]
+    return report.conclude(options, found, GOALS, rows)
 
 
 if __name__ == "__main__":

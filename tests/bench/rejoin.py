@@ -1,7 +1,8 @@
 """The time that another run of ``node-agent join`` takes on a node that has joined, and the files it changes there.
 
-For the benchmark ``tests/bench/pools.py``. The node is an unmodified root of the baked image `worker_join`: its own
-agent, compiled by its own Python, its own settings, its own running Docker. Its surroundings are those of
+For the benchmark ``tests/bench/pools.py``. The node is an unmodified root of the baked image `worker_join_current`
+(`worker_join` without today's programs): its own agent, compiled by its own Python, its own settings, its own running
+engine. Its surroundings are those of
 tests/support/nodes/joining_machine.py, at the addresses where the image looks for them: servers with real TLS, and a
 thread in place of the kubelet. What other units leave behind in a boot (a local disk, images, a preflight) is written
 here.
@@ -17,16 +18,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from image_builder.bake.pull import docker_engine
+from image_builder.bake.pull import containerd_engine, docker_engine
 from image_builder.bake.store import Store
 from image_builder.node import status
 from image_builder.system import namespace
 from image_builder.system.sandbox import Root, open_root
+from tests.support.images import programs
 from tests.support.images.builds import Workplace
 from tests.support.nodes.joining_machine import Seen, World, files, served
 from tests.support.registries.pulls import leave_the_network
 
-IMAGE = "worker_join"
+IMAGE = "worker_join_current" if programs.DIRECTORY else "worker_join"
+_engine: Any = containerd_engine if programs.DIRECTORY else docker_engine
 # Where a machine in Azure finds its metadata service, and where a kubelet reports its health.
 _IMDS, _HEALTHZ = "169.254.169.254", 10248
 
@@ -42,7 +45,7 @@ def measure(store: Path, folder: Path, runs: int) -> dict[str, Any]:
     """Let a node join, and then ``runs`` times more; return the slowest of these, and how many files they changed.
 
     The image is built as far as needed. The results go through a file in ``folder``; everything else is in the store's
-    staging area, for Docker's sake.
+    staging area, for the engine's sake.
     """
     place = Workplace(store, folder / "output", IMAGE)
     lowers = place.build_until("seal")
@@ -61,13 +64,13 @@ def measure(store: Path, folder: Path, runs: int) -> dict[str, Any]:
 
 
 def _join(lowers: tuple[Path, ...], work: Path, runs: int) -> dict[str, Any]:
-    for name in ("world", "docker", "upper"):
+    for name in ("world", "engine", "upper"):
         (work / name).mkdir()
     with served(work / "world", imds=(_IMDS, 80), healthz=("127.0.0.1", _HEALTHZ)) as world:
         world.by_broker()
         _boot(world)
         places = {
-            docker_engine.DATA_ROOT: work / "docker",
+            _engine.DATA_ROOT: work / "engine",
             os.fspath(world.directory): world.directory,
             os.fspath(status.DIRECTORY): world.directory / "run",
             "/etc/kubernetes": world.kubernetes,
@@ -76,7 +79,7 @@ def _join(lowers: tuple[Path, ...], work: Path, runs: int) -> dict[str, Any]:
             open_root(
                 lowers, work / "root", upper=work / "upper", writable_binds=places, network=True
             ) as root,
-            docker_engine.running(root, downloads=1, endpoints={}, log=work / "docker.log"),
+            _engine.running(root, downloads=1, endpoints={}, log=work / "engine.log"),
         ):
             # As the pod guard leaves it in a boot.
             subprocess.run(root.argv(["touch", "/run/azure-pod-guard"]), check=True)

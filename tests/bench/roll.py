@@ -1,7 +1,7 @@
 """The cost of a roll of a thousand nodes for its driver, the API server and Azure.
 
     .venv/bin/python tests/bench/roll.py [--nodes 1000] [--sets 12] [--speed 60] [--away 10%]
-        [--only roll|back] [--json]
+        [--only roll|back] [--smallest] [--json]
 
 The API server, scheduler and controllers are real; kubelets and Azure are simulated. Azure's delays, and all pauses and
 patience of the driver, are a sixtieth of those in a data center, so that each node is polled as often as there.
@@ -24,7 +24,6 @@ All invariants of a roll (tests/support/pools/invariants.py) are checked afterwa
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -41,18 +40,19 @@ from image_builder.pool.plan.plan import load, save  # noqa: E402
 from image_builder.pool.plan.policy import Roll, WaveDrain  # noqa: E402
 from image_builder.pool.run.records import Finished, Result  # noqa: E402
 from image_builder.pool.scale_set.roll import Patience  # noqa: E402
+from tests.bench import report  # noqa: E402
 from tests.support.arm.fleet import OLD  # noqa: E402
 from tests.support.pools import invariants, rolls  # noqa: E402
 from tests.support.pools.recorder import Log  # noqa: E402
 
-_GOALS = {
-    "jobs_lost": 0.0,
-    "broken": 0.0,
-    "driver_cpu_seconds": 60.0,
-    "driver_peak_mib": 300.0,
-    "requests_a_node": 12.0,
-    "azure_requests_a_node": 4.0,
-    "back_seconds": 30.0,
+GOALS = {
+    "jobs_lost": ("<=", 0.0),
+    "broken": ("<=", 0.0),
+    "driver_cpu_seconds": ("<=", 60.0),
+    "driver_peak_mib": ("<=", 300.0),
+    "requests_a_node": ("<=", 12.0),
+    "azure_requests_a_node": ("<=", 4.0),
+    "back_seconds": ("<=", 30.0),
 }
 # Seconds in a data center, as far as is known (docs/explanation/scale-sets.md).
 _AZURE = {"upgrade": 60.0, "reimage": 360.0, "service": 30.0, "boot": 480.0}
@@ -180,15 +180,14 @@ def back(folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--sets", type=int, default=12)
     parser.add_argument("--speed", type=float, default=60.0)
     parser.add_argument("--away", default="10%", help="hosts that may be away at once")
     parser.add_argument("--only", choices=("roll", "back"))
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--driver", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = report.parse(parser, nodes=12, sets=2, away="50%")
     if options.driver:
         folder, url, account = options.driver
         drive(Path(folder), url, Path(account), options.speed)
@@ -201,14 +200,10 @@ def main() -> int:
             figures |= measure(options.nodes, options.sets, options.speed, options.away, Path(work) / "roll")
         if options.only != "roll":
             figures |= back(Path(work) / "back")
-    if options.json:
-        print(json.dumps(figures))
-    else:
-        for name, value in figures.items():
-            goal = f"  goal <= {_GOALS[name]:g}" if name in _GOALS else ""
-            print(f"{name:<24}{value!s:>10}{goal}")
-    is_good = figures.get("ended", 1) == 1 and not figures.get("back_broken")
-    return 0 if is_good and all(figures.get(key, 0) <= goal for key, goal in _GOALS.items()) else 1
+    is_good = figures.get("ended", 1) == 1 and not any(
+        map(figures.get, ("back_broken", "jobs_lost", "broken"))
+    )
+    return report.conclude(options, figures, GOALS) or int(not is_good)
 
 
 if __name__ == "__main__":

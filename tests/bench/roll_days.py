@@ -1,6 +1,6 @@
 """A roll of 7,500 hosts with jobs that last days, in simulated time: only the driver, without servers.
 
-    .venv/bin/python tests/bench/roll_days.py [--hosts 7500] [--json]
+    .venv/bin/python tests/bench/roll_days.py [--hosts 7500] [--smallest] [--json]
 
 The jobs are those of tests/support/pools/simulated/days.py: the queue is never empty, and the end of a job isn't known
 in advance.
@@ -17,8 +17,6 @@ instances counts once for all its hosts in progress.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -33,6 +31,7 @@ from image_builder.pool.plan.model import Host  # noqa: E402
 from image_builder.pool.scale_set.records import open_journal  # noqa: E402
 from image_builder.pool.scale_set.roll import Patience, driving, roll_instance  # noqa: E402
 from image_builder.pool.show.report import counts  # noqa: E402
+from tests.bench import report  # noqa: E402
 from tests.support.arm.fleet import NEW  # noqa: E402
 from tests.support.arm.limits import Limits  # noqa: E402
 from tests.support.arm.model import Request  # noqa: E402
@@ -40,7 +39,7 @@ from tests.support.arm.rolling import Rolling  # noqa: E402
 from tests.support.pools.simulated.days import Days  # noqa: E402
 from tests.support.pools.simulated.rolls import plan, roll  # noqa: E402
 
-_IDLE_GOAL, _THROTTLE_GOAL = 1.0, 0.5
+GOALS = {"gpu_hours_idle_percent": ("<=", 1.0), "throttle_share": ("<=", 0.5), "throttled": ("<=", 0.0)}
 _SPAN = 600.0
 _LIST = "/virtualMachines"
 # Time (seconds), method, path.
@@ -144,38 +143,12 @@ def measure(hosts: int) -> dict[str, Any]:
     }
 
 
-def table(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows to print."""
-    return [
-        ("hosts with the new image, skipped", f"{figures['ok']}, {figures['skipped']}"),
-        ("days", f"{figures['roll_days']}"),
-        ("host-hours idle because of it", f"{figures['gpu_hours_idle_percent']} %"),
-        ("waves", f"{figures['waves']}"),
-        ("hosts of the wave `rest`, its begin", f"{figures['rest_hosts']}, {figures['rest_began_hours']} h"),
-        ("most unavailable, most fenced at work", f"{figures['most_unavailable']}, {figures['most_fenced']}"),
-        *(
-            (f"busiest ten minutes of {name}, of its refill", f"{share:.1%}")
-            for name, share in sorted(figures["throttle"].items())
-        ),
-        ("requests that Azure refuses", f"{figures['throttled']}"),
-        ("driver and simulation, CPU", f"{figures['driver_cpu_seconds']} s"),
-    ]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--hosts", type=int, default=7500)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = report.parse(parser, hosts=200)
     figures = measure(options.hosts)
-    if options.json:
-        print(json.dumps(figures))
-    else:
-        print(f"{options.hosts} hosts, jobs of up to three days")
-        for label, value in table(figures):
-            print(f"  {label:<52}{value}")
-    good = figures["gpu_hours_idle_percent"] <= _IDLE_GOAL and figures["throttle_share"] <= _THROTTLE_GOAL
-    return 0 if good and not figures["throttled"] else 1
+    return report.conclude(options, figures, GOALS)
 
 
 if __name__ == "__main__":

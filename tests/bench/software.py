@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,12 +10,21 @@ from pathlib import Path
 
 from image_builder.bake.lock.model import LockedImage
 from image_builder.system import process
+from tests.support.images.builds import Workplace
 from tests.support.registries.pulls import MB, Lab
 from tests.support.stores.seeds import runnable
 
 PROFILES = ("small", "large")
 _LAYERS = 6
 _LARGE_FILE = 256 * MB
+
+
+def worker(store: Path) -> Workplace:
+    """Return the image `worker`, built up to its layer `node` if the store doesn't have that."""
+    place = Workplace(store, Path(os.devnull), "worker")
+    done = place.build("--stop-after", "node")
+    assert done.status == 0, done.stderr
+    return dataclasses.replace(place, made=tuple(stage["id"] for stage in done.result["stages"]))
 
 
 def image(lab: Lab, name: str, megabytes: int, profile: str) -> LockedImage:

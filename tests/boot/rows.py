@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.boot import probes, steps
-from tests.boot.foreign import KINDS
 from tests.boot.node import MIB, Local
 from tests.boot.steps import Step
 
@@ -150,10 +149,9 @@ OTHERS: tuple[Row, ...] = (
         "no local disk, required",
         "b",
         (Local("other", 64 * MIB, "other", bus="scsi"),),
-        (steps.boot, probes.plug_foreign),
+        (steps.boot,),
         {**_UP, "ready": False, "disk": "disk.none", "disk_state": "failed", "tainted": True},
-        "A second machine of the image, with a disk that its selector doesn't mean. The disks of the next rows are "
-        "plugged in later.",
+        "A second machine of the image, with a disk that its selector doesn't mean.",
     ),
     Row(
         "two boots of one image",
@@ -165,47 +163,10 @@ OTHERS: tuple[Row, ...] = (
         needs=("boot after the power cuts",),
     ),
     Row(
-        "foreign data of every kind",
-        "b",
-        None,
-        (probes.probe_foreign,),
-        {"kinds": len(KINDS), "changed": [], "unnamed": [], "untainted": []},
-        f"{', '.join(KINDS)}: one after another handed to the agent in the running machine, each disk hashed "
-        "before and after.",
-    ),
-    Row(
-        "the platform's NTFS",
-        "b",
-        None,
-        (probes.probe_platform,),
-        {
-            "with_file": "disk.foreign",
-            "named": True,
-            "same": True,
-            "readme": "format",
-            "readme_state": "ok",
-        },
-        "One MBR partition with an NTFS: with a file of a person it stays as it is, with the readme alone it is blank.",
-    ),
-    Row(
-        "wrong or two matching disks",
-        "b",
-        None,
-        (probes.probe_ambiguous,),
-        {
-            "two": "disk.ambiguous",
-            "system": "disk.system",
-            "none": "disk.none",
-            "names_both": True,
-            "same": True,
-        },
-        "Two disks where one is expected; a selector that means the system's disk.",
-    ),
-    Row(
         "power cuts at every write",
         "b",
         None,
-        (probes.recover,),
+        (probes.plug_copies, probes.recover),
         {"copies": True, "failed": {}},
         "The local disk as it was at each write while it was formatted and seeded: the agent goes on with each copy, "
         "and its data root is compared byte by byte with a fresh one.",

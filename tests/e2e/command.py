@@ -1,4 +1,4 @@
-"""The common parts of this folder's commands: options, builds, a run in namespaces of its own, the record."""
+"""The common parts of this folder's commands: options, builds, a run in namespaces of its own, what it showed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from image_builder.bake.store import Store
 from image_builder.cli import failure
 from image_builder.settings import DEFAULT_STORE, REPO_ROOT, Settings
 from image_builder.system import namespace
-from tests.support import provenance
+from tests.support.pages import proofs
+
+# What a run must show, in words, and whether it holds.
+Facts = dict[str, bool]
 
 
 def say(text: str) -> None:
@@ -29,9 +32,10 @@ def say(text: str) -> None:
 def options(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser for the options that all commands have; ``doc`` is the command's module docstring."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the record")
-    parser.add_argument("--update-docs", action="store_true", help="keep the record, make the page anew")
-    parser.add_argument("--render", action="store_true", help="do nothing: take the record that was kept")
+    parser.add_argument("--json", action="store_true", help="print all observations")
+    parser.add_argument(
+        "--update-docs", action="store_true", help="replace this command's rows of docs/reference/proofs.md"
+    )
     parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
     parser.add_argument(
         "--output", type=Path, default=Path.cwd() / "output", help="where builds are published"
@@ -63,14 +67,9 @@ def build(image: str, inventories: Sequence[Path], settings: Settings) -> Path:
     return Path(json.loads(done.stdout)["artefact"])
 
 
-def measure(
-    name: str, settings: Settings, about: provenance.Subject, play: Callable[[Path], dict[str, Any]]
-) -> dict[str, Any]:
-    """Call ``play`` in namespaces of its own, with a staging directory of the store; return its record.
-
-    ``about`` is the code that the result depends on.
-    """
-    code = provenance.digest(about)
+def measure(name: str, settings: Settings, play: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Call ``play`` in namespaces of its own, with a staging directory of the store; return its observations."""
+    began, started = proofs.stamp(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
         out = Path(folder, "record.json")
 
@@ -85,39 +84,34 @@ def measure(
             out.write_text(json.dumps(seen), encoding="utf-8")
             return 0
 
-        started = time.monotonic()
         if status := namespace.run_isolated(lambda: failure.guard(work, json_wanted=False, command=name)):
             raise SystemExit(status)
         return {
-            "code": code,
-            "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+            "began": began,
             "minutes": round((time.monotonic() - started) / 60, 1),
-            "cores": os.cpu_count(),
             "load": round(os.getloadavg()[2], 1),  # the last 15 minutes
             **json.loads(out.read_text(encoding="utf-8")),
         }
 
 
-def kept(file: Path) -> dict[str, Any]:
-    """Return the saved record."""
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return record
+def machine(record: Mapping[str, Any], node: Mapping[str, Any]) -> str:
+    """Return where it ran. ``node`` is the node's nodeInfo."""
+    emulated = ", emulated" if record["accelerator"] == "tcg" else ""
+    return (
+        f"{record['minutes']:.0f} minutes: a QEMU machine with 2 cores{emulated}, on a host with {os.cpu_count()} "
+        f"cores and a load of {record['load']}; kubelet {node['kubeletVersion']}, {node['containerRuntimeVersion']}, "
+        f"{node['osImage']}, kernel {node['kernelVersion']}"
+    )
 
 
 def conclude(
-    told: argparse.Namespace,
-    record: Mapping[str, Any],
-    file: Path,
-    *,
-    write: Callable[[Mapping[str, Any]], object],
-    shown: Callable[[Mapping[str, Any]], str],
-    wrong: list[str],
+    told: argparse.Namespace, name: str, record: Mapping[str, Any], figures: Mapping[str, str], facts: Facts
 ) -> int:
-    """Show a record; save it in ``file`` and ``write`` its page if requested. Return 1 if anything is wrong."""
+    """Show a run's figures and facts; keep them on the page if requested. Return 1 if a fact doesn't hold."""
+    held = f"{sum(facts.values())} of {len(facts)} facts hold"
+    shown = {**figures, **{fact: proofs.HOLDS if holds else proofs.FAILS for fact, holds in facts.items()}}
     if told.update_docs:
-        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        write(record)
-    print(json.dumps(record, indent=1) if told.json else shown(record))
-    for text in wrong:
-        say(f"does not hold: {text}")
-    return 1 if wrong else 0
+        proofs.record(f"tests.e2e.{name}", shown, held, proofs.Stamp(*record["began"]))
+    print(json.dumps(record, indent=1) if told.json else "\n".join(f"{k}: {v}" for k, v in shown.items()))
+    say(held)
+    return 0 if all(facts.values()) else 1

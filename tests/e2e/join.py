@@ -1,6 +1,6 @@
 """A baked node joins a real cluster by itself, runs a pod, loses its local disk, and does it all again.
 
-    .venv/bin/python -m tests.e2e.join [--json] [--update-docs] [--render] [--artefact DIR] [--away SECONDS]
+    .venv/bin/python -m tests.e2e.join [--json] [--update-docs] [--artefact DIR] [--away SECONDS]
 
 Needs root and a store (--store). Builds `worker_join_current` of inventories/lab with the large image, unless the
 directory of a build is given, and boots it against a control plane of the lab (etcd, API server, controller manager,
@@ -10,7 +10,7 @@ is unavailable for some minutes. Exits with status 1 unless every fact of `tests
 machine that takes a quarter of an hour, and the first time as long again to compile the control plane, which is why CI
 doesn't run it.
 
---update-docs saves the record (tests/e2e/join.json) and regenerates docs/reference/join-results.md.
+--update-docs replaces its rows of docs/reference/proofs.md.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.machine.qemu import accelerator
-from image_builder.settings import REPO_ROOT, Settings
+from image_builder.settings import Settings
 from tests.boot.node import Instance, Local, read_image
-from tests.e2e import command, join_page
+from tests.e2e import command
 from tests.e2e.command import say
-from tests.e2e.join_facts import broken
+from tests.e2e.join_facts import facts, figures
 from tests.e2e.join_lab import JoinLab
 from tests.e2e.join_machine import Member, deployment
-from tests.support import provenance
 from tests.support.images import programs
 
-RECORD = REPO_ROOT / "tests/e2e/join.json"
 IMAGE = "worker_join_current" if programs.DIRECTORY else "worker_join"
 AWAY_SECONDS = 180.0
 
@@ -91,16 +89,9 @@ def main() -> int:
     told = parser.parse_args()
     settings = command.settings_of(told)
 
-    def measured() -> dict[str, Any]:
-        artefact = (told.artefact or command.build(IMAGE, command.LARGE_LAB, settings)).resolve()
-        return command.measure(
-            "join", settings, provenance.JOIN, lambda staging: join(settings, artefact, staging, told.away)
-        )
-
-    record = command.kept(RECORD) if told.render else measured()
-    return command.conclude(
-        told, record, RECORD, write=join_page.write, shown=join_page.results, wrong=broken(record)
-    )
+    artefact = (told.artefact or command.build(IMAGE, command.LARGE_LAB, settings)).resolve()
+    record = command.measure("join", settings, lambda staging: join(settings, artefact, staging, told.away))
+    return command.conclude(told, "join", record, figures(record), facts(record))
 
 
 if __name__ == "__main__":

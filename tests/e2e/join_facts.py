@@ -9,6 +9,7 @@ from typing import Any
 from image_builder.lab import software
 from image_builder.node.join.codes import PHASES
 from image_builder.node.preflight.model import CONDITION
+from tests.e2e.command import Facts, machine
 from tests.e2e.join_lab import MACHINE, POOL
 from tests.support.control_plane import gates
 from tests.support.nodes import joins
@@ -18,21 +19,35 @@ PODS = ipaddress.ip_network("10.88.0.0/24")
 SIGNER = "kubernetes.io/kube-apiserver-client-kubelet"
 # The answer of deploy/token-broker.yml to requests for anything else.
 POLICY = "the broker makes bootstrap tokens, and nothing else"
-Facts = dict[str, bool]
 
 
-def broken(record: Mapping[str, Any]) -> list[str]:
-    """Return the facts that don't hold, in words; empty if all hold."""
-    return [text for text, holds in facts(record).items() if not holds]
+def figures(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return where it ran and how long it took, in words."""
+    first, again, away = record["first"], record["again"], record["away"]
+    moments, after = (
+        ", ".join(f"{boot['seconds'][name]:.0f}" for name in ("registered", "ready", "admitted", "pod"))
+        for boot in (first, again)
+    )
+    second = " and ".join(f"{boot['second_run']['seconds']:.1f}" for boot in (first, again))
+    return {
+        "where": machine(record, first["node"]["info"]),
+        "seconds from power-on until the node is registered, Ready, admitted, and its pod runs": (
+            f"{moments}; after the deallocation {after}"
+        ),
+        "seconds of a second run of `node-agent join`, each boot": second,
+        "the API server's absence, and until the node reported again": (
+            f"{away['away_seconds']:.0f} s, {away['heard_after_seconds']:.0f} s"
+        ),
+    }
 
 
 def facts(record: Mapping[str, Any]) -> Facts:
     """Return each fact in words, and whether it holds."""
     first, again = record["first"], record["again"]
+    boots = [_boot(record, boot) for boot in (first, again)]
     return {
         **_bootstrap(record),
-        **{f"first boot: {text}": holds for text, holds in _boot(record, first).items()},
-        **{f"second boot: {text}": holds for text, holds in _boot(record, again).items()},
+        **{f"each boot: {text}": all(boot[text] for boot in boots) for text in boots[0]},
         **_again(first, again),
         **_away(record["away"]),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,16 +29,12 @@ _WRITTEN = (
     "find /etc/kubernetes /etc/node-agent /run/node/provision.json /run/node/kubelet.env /var/lib/kubelet/pki "
     "-type f -printf '%p %T@ %s %m %i\\n' | sort"
 )
-# The addresses that the CNI plugin host-local has given out in all boots of this OS disk.
-_ADDRESSES = "ls /var/lib/cni/networks/lab | grep '^[0-9]' | sort"
 _AGAIN = "cut -d' ' -f1 /proc/uptime; node-agent join && echo 0 || echo $?; cut -d' ' -f1 /proc/uptime"
 # The ids of running containers, by engine.
 _RUNNING = {
     "docker": "docker ps --no-trunc --quiet",
     "containerd": "ctr --namespace k8s.io tasks ls | awk '$3 == \"RUNNING\" {print $1}'",
 }
-# The agent's message about a phase that has ended.
-_PHASE = re.compile(r"node-agent: join: (\w+) (\w+).* \(([0-9.]+) s\)")
 
 Say = Callable[[str], None]
 
@@ -186,7 +181,8 @@ class Member:
         node = self.node()
         assert node is not None
         self._last_boot = node["status"]["nodeInfo"]["bootID"]
-        self._await_started()
+        # The pod may start before systemd has started the last unit.
+        self.instance.wait_until_started()
         return {
             "node": _of_node(node),
             "pod": self._of_pod(pod),
@@ -198,10 +194,6 @@ class Member:
             "disk": self.instance.status()["disk"]["action"],
             "second_run": self._second_run(),
         }
-
-    def _await_started(self) -> None:
-        """Wait until systemd has nothing left to start: the pod may start before the last unit."""
-        self.instance.wait_until_started()
 
     def _of_pod(self, pod: Mapping[str, Any]) -> dict[str, Any]:
         name = pod["metadata"]["name"]
@@ -233,17 +225,12 @@ class Member:
     def _second_run(self) -> dict[str, Any]:
         """Run the agent's join once more; return what that changed, and the time it took."""
         before = self.instance.shell(_WRITTEN), self._kubelet()
-        start, *said, status, end = self.instance.shell(_AGAIN).splitlines()
+        start, *_, status, end = self.instance.shell(_AGAIN).splitlines()
         after = self.instance.shell(_WRITTEN), self._kubelet()
         changed = set(before[0].splitlines()) ^ set(after[0].splitlines())
         return {
             "status": int(status),
             "seconds": round(float(end) - float(start), 1),
-            "phases": [
-                {"name": found[1], "state": found[2], "seconds": float(found[3])}
-                for line in said
-                if (found := _PHASE.fullmatch(line))
-            ],
             "changed": sorted({line.split()[0] for line in changed}),
             "kubelet_restarted": before[1] != after[1],
         }
@@ -257,8 +244,7 @@ class Member:
 
     def without_api(self, seconds: float) -> dict[str, Any]:
         """Stop the API server for a while; return what happened to the node and the pod during and after the outage."""
-        pod, ready_since = self._current_pod(), self._ready_since()
-        kubelet = self._kubelet()
+        pod, kubelet = self._current_pod(), self._kubelet()
         stopped = time.monotonic()
         self.lab.plane.stop_api()
         time.sleep(seconds)
@@ -278,15 +264,8 @@ class Member:
             "same_container": after["containerID"] == pod["containerID"],
             "restarts": after["restartCount"] - pod["restartCount"],
             "kubelet_restarted": self._kubelet() != kubelet,
-            "was_ready_throughout": self._ready_since() == ready_since,
-            "pods_addresses": self.instance.shell(_ADDRESSES).split(),
             "taints": [taint["key"] for taint in (self.node() or {})["spec"].get("taints", [])],
         }
-
-    def _ready_since(self) -> str:
-        """Return the time since when the node has been in its present state, Ready or not."""
-        conditions = (self.node() or {"status": {}})["status"].get("conditions", [])
-        return next((str(c["lastTransitionTime"]) for c in conditions if c["type"] == "Ready"), "")
 
     def _current_pod(self) -> dict[str, Any]:
         for pod in self.lab.admin.request("GET", _PODS)["items"]:

@@ -1,15 +1,14 @@
 """The problem that this project exists for, reproduced and solved: the same pods on an old node and on ours.
 
-    .venv/bin/python -m tests.e2e.pending_pods [--json] [--update-docs] [--only before|ours] [--before DIR] [--ours DIR]
+    .venv/bin/python -m tests.e2e.pending_pods [--json] [--update-docs] [--before DIR] [--ours DIR]
 
 Needs root and a store (--store). Boots two machines, one after the other: `before` of tests/e2e/inventory and `worker`
 of inventories/lab with the large image, built first unless the directory of a build is given. Each gets
 the same four pods, from the lab's registry behind a link of limited rate; the kubelet's own events show what happened
-to them. Exits with status 1 unless every fact of `tests.e2e.facts` holds. With emulated machines that takes half an
-hour or, on a busy host, a whole one, which is why CI doesn't run it.
+to them. Exits with status 1 unless every fact of `tests.e2e.pending_pods_facts` holds. With emulated machines that
+takes half an hour or, on a busy host, a whole one, which is why CI doesn't run it.
 
---update-docs saves the record (tests/e2e/pending_pods.json), and regenerates the table and the plot of
-docs/explanation/pending-pods.md.
+--update-docs replaces its rows of docs/reference/proofs.md.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ from image_builder.cli.command import extensions
 from image_builder.definition import load_inventory
 from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
-from tests.e2e import command, page
-from tests.e2e.facts import broken
+from tests.e2e import command
 from tests.e2e.machine import observe
+from tests.e2e.pending_pods_facts import facts, figures
 from tests.e2e.registry import CONNECTION_RATE, LINK_RATE, Registry
-from tests.support import provenance
 from tests.support.registries.pulls import leave_the_network
 
-RECORD = REPO_ROOT / "tests/e2e/pending_pods.json"
 # Image and inventories; and whether its kubelet pulls one image at a time, which is the kubelet's default.
 MACHINES = {
     "before": ("before", [REPO_ROOT / "tests/e2e/inventory"], True),
@@ -56,7 +53,7 @@ def lab_products(settings: Settings) -> tuple[Path, Path]:
 
 
 def measure(name: str, artefact: Path, settings: Settings) -> dict[str, Any]:
-    """Boot one of the machines and give it the pods; return its part of the record."""
+    """Boot one of the machines and give it the pods; return what was seen of it."""
     tools, storage = lab_products(settings)
 
     def play(staging: Path) -> dict[str, Any]:
@@ -70,24 +67,24 @@ def measure(name: str, artefact: Path, settings: Settings) -> dict[str, Any]:
 
     command.say(f"== {name}: {artefact}")
     rates = {"link_bytes_per_second": LINK_RATE, "connection_bytes_per_second": CONNECTION_RATE}
-    return {**command.measure("pending-pods", settings, provenance.PENDING_PODS, play), **rates}
+    return {**command.measure("pending-pods", settings, play), **rates}
 
 
 def main() -> int:
     parser = command.options(__doc__)
-    parser.add_argument(
-        "--only", choices=MACHINES, help="measure one of them; the other one's record is taken"
-    )
     for name in MACHINES:
         parser.add_argument(f"--{name}", type=Path, metavar="DIR", help="a build of it, instead of a new one")
     told = parser.parse_args()
     settings = command.settings_of(told)
-    record = command.kept(RECORD) if told.only or told.render else dict[str, Any]()
-    wanted = [] if told.render else [told.only] if told.only else list(MACHINES)
-    artefacts = {name: getattr(told, name) or command.build(*MACHINES[name][:2], settings) for name in wanted}
-    for name, artefact in artefacts.items():
-        record[name] = measure(name, artefact.resolve(), settings)
-    return command.conclude(told, record, RECORD, write=page.write, shown=page.table, wrong=broken(record))
+    artefacts = {
+        name: getattr(told, name) or command.build(image, inventories, settings)
+        for name, (image, inventories, _) in MACHINES.items()
+    }
+    record: dict[str, Any] = {
+        name: measure(name, artefact.resolve(), settings) for name, artefact in artefacts.items()
+    }
+    record["began"] = record["before"]["began"]
+    return command.conclude(told, "pending_pods", record, figures(record), facts(record))
 
 
 if __name__ == "__main__":

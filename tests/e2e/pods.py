@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from image_builder.lab.registry import HOST
@@ -81,15 +81,6 @@ def read_events(journal: str, offset: float) -> Iterator[Event]:
 
 
 @dataclass(frozen=True)
-class Span:
-    """A part of a pod's time: ``waiting`` or ``pulling``, in seconds since the node was given the pod."""
-
-    kind: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
 class Trouble:
     """A failure: of a pull, or of creating a sandbox."""
 
@@ -100,11 +91,14 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Story:
-    """What happened to a pod; ``running`` is when its container was started, in seconds since the node got the pod."""
+    """What happened to a pod, in seconds since the node got it: when its image was pulled, when its container started.
+
+    A pull is from the first request that the registry got for the image until the kubelet had it, or gave up.
+    """
 
     pod: str
     running: float
-    spans: tuple[Span, ...]
+    pulls: tuple[tuple[float, float], ...]
     troubles: tuple[Trouble, ...]
 
     @property
@@ -118,25 +112,18 @@ class Story:
     @property
     def pulling(self) -> float:
         """Seconds during which its image was being pulled."""
-        return sum(span.end - span.start for span in self.spans if span.kind == "pulling")
+        return sum(end - start for start, end in self.pulls)
 
     @property
     def first_pull(self) -> float | None:
         """When its image was first requested; None if it never was."""
-        return next((span.start for span in self.spans if span.kind == "pulling"), None)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return self.pulls[0][0] if self.pulls else None
 
 
 def story_from_json(told: dict[str, Any]) -> Story:
-    """Return the story that ``as_json`` serialized."""
-    return Story(
-        told["pod"],
-        told["running"],
-        tuple(Span(**span) for span in told["spans"]),
-        tuple(Trouble(**trouble) for trouble in told["troubles"]),
-    )
+    """Return the story whose fields are in a JSON object."""
+    pulls = tuple((start, end) for start, end in told["pulls"])
+    return Story(told["pod"], told["running"], pulls, tuple(Trouble(**one) for one in told["troubles"]))
 
 
 def tell(pod: Pod, given: float, events: Iterable[Event], requests: Sequence[float]) -> Story:
@@ -155,19 +142,17 @@ def tell(pod: Pod, given: float, events: Iterable[Event], requests: Sequence[flo
         for e in mine
         if e.reason == "Pulled" or (e.reason == "Failed" and e.message.startswith(_PULL_FAILED))
     ]
-    spans: list[Span] = []
+    pulls: list[tuple[float, float]] = []
     at = given
     for end in ends:
         begun = next((r for r in sorted(requests) if at <= r < end), None)
         if begun is not None:
-            spans += [Span("waiting", at - given, begun - given), Span("pulling", begun - given, end - given)]
+            pulls.append((round(begun - given, 1), round(end - given, 1)))
             at = end
-    spans.append(Span("waiting", at - given, started - given))
     troubles = [
         Trouble(round(e.seconds - given, 1), e.reason, e.message)
         for e in mine
         if e.reason == "FailedCreatePodSandBox"
         or (e.reason == "Failed" and e.message.startswith(_PULL_FAILED))
     ]
-    rounded = [Span(s.kind, round(s.start, 1), round(s.end, 1)) for s in spans if s.end - s.start >= 0.05]
-    return Story(pod.name, round(started - given, 1), tuple(rounded), tuple(troubles))
+    return Story(pod.name, round(started - given, 1), tuple(pulls), tuple(troubles))

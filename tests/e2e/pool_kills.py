@@ -16,10 +16,9 @@ import json
 import random
 import sys
 import tempfile
-import textwrap
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from typing import Any
 from image_builder.pool.plan.model import STEPS
 from image_builder.pool.run.records import Intent, Record, Result
 from image_builder.settings import DEFAULT_STORE
-from tests.support.images.builds import REPO, Workplace
+from tests.support.images.builds import Workplace
+from tests.support.pages import proofs
 from tests.support.pools import fleet
 from tests.support.pools.fleet import Fault, Fleet
 from tests.support.pools.midst import Moment, cut, prepare, undo
@@ -46,8 +46,6 @@ from tests.support.pools.rollouts import (
 )
 from tests.support.pools.traces import here, wait_until_hosts_are_bare
 
-RESULTS = REPO / "docs/reference/pool-results.md"
-BEGIN, END = "<!-- kills: begin -->\n", "<!-- kills: end -->\n"
 # A rollout tells hosts to join, which takes some disk space.
 CLASSES: dict[Fault, str] = {**fleet.CLASSES, "disk full": FULL}
 # What breaks in the middle of a rollout, and the class of a host that stays broken.
@@ -221,6 +219,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--update-docs", action="store_true")
     options = parser.parse_args()
+    began = proofs.stamp()
     faults, classes = expected(options.hosts)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -231,34 +230,29 @@ def main() -> int:
         at_start = {n: fault for n, fault in faults.items() if fault != "disk full"}
         with fleet.fleet(place, folder, options.hosts, faults=at_start) as pool:
             hosts = Hosts(pool, faults, classes)
-            began = time.monotonic()
-            counts = Counter(undisturbed(hosts, folder / "whole").values()).most_common()
-            lines = [
-                f"one rollout of {options.hosts} hosts, {time.monotonic() - began:.0f} s:",
-                *(f"  {number:3} {kind}" for kind, number in counts),
-            ]
-            began = time.monotonic()
+            started = time.monotonic()
+            kinds = undisturbed(hosts, folder / "whole").values()
+            middle = time.monotonic()
             points = killed(hosts, folder, options.points, options.seed)
-            rollouts = len({records[0].at for records in points if records})
-            lines += [
-                f"driver killed {len(points)} times in {rollouts} rollouts, {time.monotonic() - began:.0f} s:"
-                " none joined twice, none lost",
-                "  journal records at each kill:",
-                textwrap.indent(
-                    textwrap.fill(", ".join(str(len(records)) for records in points), 100), "    "
-                ),
-                "  the last record at each kill:",
-                *(f"  {number:3} {kind}" for kind, number in Counter(map(last_of, points)).most_common()),
-            ]
-    text = "\n".join(lines)
-    print(text)
+            seconds = middle - started, time.monotonic() - middle
+    rollouts = len({records[0].at for records in points if records})
+    shown = {
+        f"one rollout of {options.hosts} hosts, {seconds[0]:.0f} s": _counted(kinds),
+        f"the driver killed {len(points)} times in {rollouts} rollouts, {seconds[1]:.0f} s": (
+            "none joined twice, none lost, nothing left behind"
+        ),
+        "journal records at each kill": ", ".join(str(len(records)) for records in points),
+        "the last record at each kill": _counted(map(last_of, points)),
+    }
+    print("\n".join(f"{fact}: {found}" for fact, found in shown.items()))
     if options.update_docs:
-        before, _, rest = RESULTS.read_text().partition(BEGIN)
-        date = time.strftime("%Y-%m-%d", time.gmtime())
-        RESULTS.write_text(
-            f"{before}{BEGIN}{date}, with the code of that day:\n\n```\n{text}\n```\n{END}{rest.partition(END)[2]}"
-        )
+        result = f"{options.hosts} hosts, {len(points)} kills: every host ended in its class"
+        proofs.record("tests.e2e.pool_kills", shown, result, began)
     return 0
+
+
+def _counted(kinds: Iterable[str]) -> str:
+    return ", ".join(f"{number} {kind}" for kind, number in Counter(kinds).most_common())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A running baked node is rolled to another build from the command line: its OS disk is swapped, its local disk stays.
 
-    .venv/bin/python -m tests.e2e.roll [--json] [--update-docs] [--render] [--old DIR] [--new DIR]
+    .venv/bin/python -m tests.e2e.roll [--json] [--update-docs] [--old DIR] [--new DIR]
 
 Needs root and a store (--store). Builds the worker that joins twice, the second time with `tests/e2e/roll.yml`, unless
 the directories of builds are given. The first one boots, joins the lab's control plane and is admitted by the gate.
@@ -10,7 +10,7 @@ which the roll must detect. With each OS disk cloud-init installs another host k
 Exits with status 1 unless every fact of `tests.e2e.roll_facts` holds. With an emulated machine it takes half an hour,
 which is why CI doesn't run it.
 
---update-docs saves the record (tests/e2e/roll.json) and regenerates docs/reference/roll-results.md.
+--update-docs replaces its rows of docs/reference/proofs.md.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from image_builder.machine.qemu import accelerator
 from image_builder.node.net.kube import MERGE_PATCH, path_of_node
 from image_builder.settings import REPO_ROOT, Settings
 from tests.boot.node import Image, Instance, Local, read_image
-from tests.e2e import command, roll_page
+from tests.e2e import command
 from tests.e2e.command import LARGE_LAB, say
 from tests.e2e.join import IMAGE, keep_logs
 from tests.e2e.join_lab import MACHINE, JoinLab
 from tests.e2e.join_machine import Member
 from tests.e2e.link import Link
-from tests.e2e.roll_facts import broken
-from tests.support import provenance
+from tests.e2e.roll_facts import facts, figures
 from tests.support.arm.fleet import NEW, OLD, NoDisks, actions, add_version
 from tests.support.arm.limits import Limits
 from tests.support.arm.scale_sets import ScaleSets
@@ -49,7 +48,6 @@ from tests.support.nodes import joins
 from tests.support.pools.fleet import new_key, sign
 from tests.support.pools.rolls import ACCOUNT, RIGHTS
 
-RECORD = REPO_ROOT / "tests/e2e/roll.json"
 OTHER = REPO_ROOT / "tests/e2e/roll.yml"
 POLICY = {
     "mode": "roll",
@@ -280,18 +278,11 @@ def main() -> int:
     told = parser.parse_args()
     settings = command.settings_of(told)
 
-    def measured() -> dict[str, Any]:
-        lab = LARGE_LAB[:1]
-        old = (told.old or command.build(IMAGE, lab, settings)).resolve()
-        new = (told.new or command.build(IMAGE, (*lab, OTHER), settings)).resolve()
-        return command.measure(
-            "roll", settings, provenance.ROLL, lambda staging: roll(settings, old, new, staging)
-        )
-
-    record = command.kept(RECORD) if told.render else measured()
-    return command.conclude(
-        told, record, RECORD, write=roll_page.write, shown=roll_page.results, wrong=broken(record)
-    )
+    lab = LARGE_LAB[:1]
+    old = (told.old or command.build(IMAGE, lab, settings)).resolve()
+    new = (told.new or command.build(IMAGE, (*lab, OTHER), settings)).resolve()
+    record = command.measure("roll", settings, lambda staging: roll(settings, old, new, staging))
+    return command.conclude(told, "roll", record, figures(record), facts(record))
 
 
 if __name__ == "__main__":

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tests.e2e.command import Facts, machine
 from tests.support.arm.fleet import NEW
 from tests.support.control_plane import gates
 
 
-def broken(record: Mapping[str, Any]) -> list[str]:
-    """Return the facts that don't hold, in words; empty if all hold."""
-    return [text for text, holds in facts(record).items() if not holds]
+def figures(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return where it ran, and how long each step took, in words."""
+    (result,) = record["report"]["results"].values()
+    steps = [f"`{step}` {seconds:.0f}" for step, seconds in result["seconds"].items()]
+    return {
+        "where": machine(record, record["last"]["node"]["info"]),
+        "seconds of each step, and of the whole run": f"{', '.join(steps)}; {record['roll_seconds']}",
+    }
 
 
-def facts(record: Mapping[str, Any]) -> dict[str, bool]:
+def facts(record: Mapping[str, Any]) -> Facts:
     """Return each fact in words, and whether it holds."""
     first, last, report = record["first"], record["last"], record["report"]
     (result,) = report["results"].values()

@@ -1,6 +1,6 @@
 """The slices of a wave as a Kubernetes Job, with the how-to's commands, on a real node with a real control plane.
 
-    .venv/bin/python -m tests.e2e.slices [--json] [--update-docs] [--render] [--artefact DIR]
+    .venv/bin/python -m tests.e2e.slices [--json] [--update-docs] [--artefact DIR]
 
 Needs root, a store (--store), Debian's archive, and the current Kubernetes (IMAGE_BUILDER_PROGRAMS). Builds
 `worker_join_current` of inventories/lab unless the directory of a build is given, boots it against the lab's control
@@ -8,7 +8,7 @@ plane, gives its containerd an image with ansible-runner, and runs the commands 
 word for word, for real sshd hosts, one of which is dead. Exits with status 1 unless every fact of
 `tests.e2e.slices_facts` holds. With an emulated machine that takes ten minutes, which is why CI doesn't run it.
 
---update-docs saves the record (tests/e2e/slices.json) and regenerates docs/reference/slices-results.md.
+--update-docs replaces its rows of docs/reference/proofs.md.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ from image_builder.machine.qemu import accelerator
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import process
 from tests.boot.node import Instance, read_image
-from tests.e2e import command, slices_image, slices_page, slices_run
+from tests.e2e import command, slices_image, slices_run
 from tests.e2e.command import say
 from tests.e2e.join import IMAGE, keep_logs
 from tests.e2e.join_lab import JoinLab
-from tests.e2e.slices_facts import broken
-from tests.support import provenance
+from tests.e2e.slices_facts import facts, figures
 from tests.support.control_plane.programs import obtain
 from tests.support.images import programs
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import fleet
 from tests.support.pools.rollouts import install
-
-RECORD = REPO_ROOT / "tests/e2e/slices.json"
 
 
 def play(settings: Settings, artefact: Path, staging: Path) -> dict[str, Any]:
@@ -78,21 +75,12 @@ def main() -> int:
     parser.add_argument("--artefact", type=Path, metavar="DIR", help="a build of it, instead of a new one")
     told = parser.parse_args()
     settings = command.settings_of(told)
-    if programs.DIRECTORY is None and not told.render:
+    if programs.DIRECTORY is None:
         parser.error(programs.ABSENT)
 
-    def measured() -> dict[str, Any]:
-        artefact = (
-            told.artefact or command.build(IMAGE, [REPO_ROOT / "inventories/lab"], settings)
-        ).resolve()
-        return command.measure(
-            "slices", settings, provenance.SLICES, lambda staging: play(settings, artefact, staging)
-        )
-
-    record = command.kept(RECORD) if told.render else measured()
-    return command.conclude(
-        told, record, RECORD, write=slices_page.write, shown=slices_page.results, wrong=broken(record)
-    )
+    artefact = (told.artefact or command.build(IMAGE, [REPO_ROOT / "inventories/lab"], settings)).resolve()
+    record = command.measure("slices", settings, lambda staging: play(settings, artefact, staging))
+    return command.conclude(told, "slices", record, figures(record), facts(record))
 
 
 if __name__ == "__main__":

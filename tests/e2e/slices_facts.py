@@ -6,14 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from image_builder.node.preflight.model import CONDITION
+from tests.e2e.command import Facts, machine
 from tests.support import slices_howto
 
-Facts = dict[str, bool]
 
-
-def broken(record: Mapping[str, Any]) -> list[str]:
-    """Return the facts that don't hold, in words; empty if all hold."""
-    return [text for text, holds in facts(record).items() if not holds]
+def figures(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return where it ran, how long it took, and how much went to and from the pods, in words."""
+    node, image, disks, sizes = record["node"], record["image"], record["disks"], record["bytes"]
+    to, back = (
+        " and ".join(f"{size / 1000:.1f} kB" for size in sizes[way].values()) for way in ("streams", "told")
+    )
+    return {
+        "where": f"{machine(record, node['info'])}; {record['kubectl']}",
+        "from power-on to an admitted node": f"{node['seconds']['admitted']:.0f} s",
+        "import of the image": f"{image['bytes'] / 1e6:.0f} MB in {image['seconds']:.0f} s",
+        "from the last `kubectl apply` to the Job's last output": f"{record['jobs_seconds']:.0f} s",
+        "streams to the pods, and back": f"{to}; {back}",
+        "searched for the key and the streams": (
+            f"{disks['bytes'] / 1e9:.1f} GB of disks, {disks['secrets_wanted']} pieces"
+        ),
+    }
 
 
 def facts(record: Mapping[str, Any]) -> Facts:

@@ -22,7 +22,7 @@ HEAD = """\
 run `python -m image_builder.node gpu-smoke`. It needs only the driver: [how to use it](../how-to/test-a-gpu-node.md).
 
 Its decisions are tested against recorded answers from real GPUs, and the whole test has run on
-[an H200](gpu-results.md). Most floors below are other people's measurements or judgement, not results of this test, and
+[an H200](proofs.md#gpus). Most floors below are other people's measurements or judgement, not results of this test, and
 no size has been calibrated with this test's kernels yet. By default, the test therefore observes: what the GPUs
 compute, and how fast, only causes warnings until [a calibration is on record](#settings) for the size, driver and
 program. Missing GPUs, a fabric that isn't up, remapping failures, uncorrected errors and fatal Xids hold the node back

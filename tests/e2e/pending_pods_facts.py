@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.e2e.pods import BIG, QUOTA, SMALL, STALLED, Story, story_from_json
+from tests.e2e.command import Facts
+from tests.e2e.pods import BIG, PODS, QUOTA, SMALL, STALLED, Story, story_from_json
 
 # The minimum factor by which a pod is pending longer on the old node.
 FASTER = 3.0
@@ -16,12 +17,43 @@ def stories(record: Mapping[str, Any], machine: str) -> dict[str, Story]:
     return {name: story_from_json(told) for name, told in record[machine]["pods"].items()}
 
 
-def broken(record: Mapping[str, Any]) -> list[str]:
-    """Return the facts that don't hold, in words; empty if all hold."""
-    return [text for text, holds in facts(record).items() if not holds]
+def figures(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return where it ran and what happened to each pod, before and ours, in words."""
+    before, ours = record["before"], record["ours"]
+    told = [stories(record, name) for name in ("before", "ours")]
+    emulated = " (emulated)" if before["accelerator"] == "tcg" else ""
+    rates = " and ".join(
+        f"{before[f'{name}_bytes_per_second'] / 1e6:g} MB/s" for name in ("link", "connection")
+    )
+    return {
+        "where": (
+            f"QEMU machines of 2 cores{emulated}, a link of {rates} for each connection; until all was started, "
+            f"{before['booted_seconds']:.0f} s before and {ours['booted_seconds']:.0f} s ours; load of the host "
+            f"{before['load']} and {ours['load']}"
+        ),
+        **{
+            f"`{name}`, before and ours": f"{value}; {ours['settings'][name]}"
+            for name, value in before["settings"].items()
+        },
+        **{
+            f"`{pod.name}`, {pod.shown}: from Pending to Running, before and ours": "; ".join(
+                f"{story.running:.1f} s, {story.pulling:.1f} of them pulling"
+                for story in (machine[pod.name] for machine in told)
+            )
+            for pod in PODS
+        },
+        "bytes over the link, before and ours": "; ".join(
+            f"{sum(seen['bytes'].values()) / 1e6:.0f} MB" for seen in (before, ours)
+        ),
+        "sandboxes and pulls that failed, before and ours": "; ".join(
+            f"{sum(len(s.failed_sandboxes) for s in machine.values())} and "
+            f"{sum(len(s.failed_pulls) for s in machine.values())}"
+            for machine in told
+        ),
+    }
 
 
-def facts(record: Mapping[str, Any]) -> dict[str, bool]:
+def facts(record: Mapping[str, Any]) -> Facts:
     """Return each fact in words, and whether it holds."""
     before, ours = stories(record, "before"), stories(record, "ours")
     seen, seen_ours = record["before"], record["ours"]
@@ -32,9 +64,7 @@ def facts(record: Mapping[str, Any]) -> dict[str, bool]:
     }
 
 
-def _queue(
-    before: Mapping[str, Story], ours: Mapping[str, Story], seen: Mapping[str, Any]
-) -> dict[str, bool]:
+def _queue(before: Mapping[str, Story], ours: Mapping[str, Story], seen: Mapping[str, Any]) -> Facts:
     big, small = before[BIG.name], before[SMALL.name]
     return {
         "before: the small image is asked for only after the large one was pulled": (
@@ -49,16 +79,14 @@ def _queue(
     }
 
 
-def _cancelled(
-    before: Mapping[str, Story], ours: Mapping[str, Story], record: Mapping[str, Any]
-) -> dict[str, bool]:
+def _cancelled(before: Mapping[str, Story], ours: Mapping[str, Story], record: Mapping[str, Any]) -> Facts:
     return {
         "before: the pull that stood still was cancelled": any(
             "cancel" in trouble.message for trouble in before[STALLED.name].failed_pulls
         ),
         "ours: no pull failed": not any(story.failed_pulls for story in ours.values()),
         "ours: the pull went through the same stall": (
-            ours[STALLED.name].pulling >= record["ours"]["stall"]["end"] - record["ours"]["stall"]["start"]
+            ours[STALLED.name].pulling >= record["ours"]["stall_seconds"]
         ),
         "ours: nothing of it was sent twice": (
             record["ours"]["bytes"][STALLED.repository] < record["before"]["bytes"][STALLED.repository]
@@ -66,7 +94,7 @@ def _cancelled(
     }
 
 
-def _refused(before: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, bool]:
+def _refused(before: Mapping[str, Any], ours: Mapping[str, Any]) -> Facts:
     was, story = (story_from_json(seen["pods"][QUOTA.name]) for seen in (before, ours))
     return {
         "before: no container runs while the pause image is refused": before["containers_while_refused"] == 0,
