@@ -344,6 +344,20 @@ def test_images_of_lost_layers_are_taken_off_dockers_record(tmp_path: Path) -> N
     assert "seeded.0.boot" not in os.listdir(settings.state / "trash")
 
 
+def test_an_image_of_layers_that_were_half_taken_out_is_a_seeded_one(tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    diff_id = f"sha256:{'a' * 64}"
+    _layer(settings, "a" * 64, target=MOUNT_POINT / "layers/a")
+    records = settings.data_root / "image/overlay2/layerdb/sha256"
+    (records / ("a" * 64)).rename(records / f"{'a' * 64}.lost")
+    content = settings.data_root / "image/overlay2/imagedb/content/sha256"
+    content.mkdir(parents=True)
+    (content / "seeded").write_text(json.dumps({"rootfs": {"diff_ids": [diff_id]}}))
+    lost.take_out(settings.data_root, settings.state / "trash", "boot")
+    assert os.listdir(content) == os.listdir(records) == []
+    assert not (settings.state / "trash").exists() or os.listdir(settings.state / "trash") == []
+
+
 def test_a_layer_that_was_half_taken_out_is_taken_out(tmp_path: Path) -> None:
     settings = _settings(tmp_path)
     _used(settings)
