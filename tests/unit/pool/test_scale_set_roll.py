@@ -283,7 +283,7 @@ def test_of_an_upgrade_that_is_refused_for_several_each_is_sent_by_itself(rollin
     assert named == [["1", "2"], ["1"], ["2"]]
 
 
-@pytest.mark.parametrize(("seconds", "sent"), [(1.2, 1), (1.3, 0)])
+@pytest.mark.parametrize(("seconds", "sent"), [(1.0, 1), (1.25, 0)])
 def test_nothing_is_sent_long_after_the_last_look(rolling: Rolling, seconds: float, sent: int) -> None:
     def look() -> str:
         rolling.clock.wait(seconds)

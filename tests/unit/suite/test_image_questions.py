@@ -132,7 +132,7 @@ def test_a_masked_unit_does_not_start_at_boot(
     suite: dict[str, ModuleType], wanted: bool, link: str, starts: bool
 ) -> None:
     folder = "/etc/systemd/system"
-    entries = [("ff 644 0 0", 1, f"/n/{n}", "") for n in range(1000)]
+    entries = [("ff 644 0 0", 1, f"/n/{n}", "") for n in range(1001)]
     entries += [("lf 777 0 0", 1, f"{folder}/multi-user.target.wants/a.service", "/x")] * wanted
     entries += [("lc 777 0 0", 1, f"{folder}/a.service", link)] * bool(link)
     assert suite["suite"].starts_at_boot(suite["tree"].Tree(listing(entries)), "a.service") is starts
