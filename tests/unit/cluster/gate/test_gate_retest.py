@@ -147,9 +147,10 @@ def test_a_node_that_asks_too_soon_is_told_no() -> None:
 
 
 def test_an_answer_that_is_never_given_ends() -> None:
-    for state in (HELD, GRANTED):
-        silent = node(wish={}, answer={"state": state, "at": NOW - ANSWER_SECONDS - 1}, taints=("retest",))
-        assert steps(silent) == [("a", Step.WITHDRAW)]
+    for state, before in ((HELD, [("a", Step.GRANT)]), (GRANTED, [])):
+        for late, step in ((0, before), (1, [("a", Step.WITHDRAW)])):
+            answer = {"state": state, "at": NOW - ANSWER_SECONDS - late}
+            assert steps(node(wish={}, answer=answer, taints=("retest",))) == step
 
 
 def test_who_failed_keeps_its_place_among_the_few() -> None:
