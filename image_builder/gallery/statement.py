@@ -154,7 +154,8 @@ def verified(envelope: bytes, key: Path) -> dict[str, Any]:
         content = json.loads(parsed.payload)
     except Exception as error:  # whatever the library raises for bytes that aren't an envelope
         raise PublishError(f"the statement is not signed by {key}: {error}") from error
-    if document["payloadType"] != PAYLOAD_TYPE or content.get("_type") != _STATEMENT:
+    is_statement = isinstance(content, dict) and content.get("_type") == _STATEMENT
+    if document["payloadType"] != PAYLOAD_TYPE or not is_statement:
         raise PublishError("the statement is of another kind")
     return dict(content)
 

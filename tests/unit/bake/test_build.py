@@ -186,6 +186,28 @@ def test_what_a_publication_reads_is_made_again_if_the_store_lost_it(
     assert [stage.name for stage in todo] == ([lost] if lost else [])
 
 
+def _image(ref: str) -> LockedImage:
+    layer = LockedLayer(digest=f"sha256:{'1' * 64}", size=1, diff_id=f"sha256:{'1' * 64}")
+    digests = dict.fromkeys(("digest", "manifest", "config"), layer.digest)
+    return LockedImage(ref=ref, platform="linux/amd64", layers=[layer], **digests)
+
+
+def test_images_stay_locked_when_a_package_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tag named when it was locked isn't asked again."""
+    refs = [f"registry.example/{name}:1" for name in ("kept", "left_out")]
+    worker = load_inventory([REPO_ROOT / "inventories/lab"]).define("worker")
+    definition = replace(worker, preload=tuple(PreloadedImage(ref=ref, required=False) for ref in refs))
+    settings = Settings(store=tmp_path / "store")
+    Store(settings.store).prepare()
+    new = _fitting(definition, "2")
+    update = {"images": [_image(refs[0])], "left_out": refs[1:]}
+    earlier = _fitting(definition, "1").model_copy(update={**update, "groups": {}})
+    earlier.save(remembered_lock(settings, definition.record_name))
+    monkeypatch.setattr(building, "resolve_lock", lambda *_: new)
+    lock = building.obtain_lock(definition, settings, Monitor(), extensions())
+    assert (lock.group("base"), lock.images, lock.left_out) == (new.group("base"), *update.values())
+
+
 def test_each_build_notes_the_images_that_it_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,10 +220,9 @@ def test_each_build_notes_the_images_that_it_leaves_out(
     )
     worker = load_inventory([REPO_ROOT / "inventories/lab"]).define("worker")
     definition = replace(worker, preload=(unlocked, unpulled))
-    layer = LockedLayer(digest=f"sha256:{'1' * 64}", size=1, diff_id=f"sha256:{'1' * 64}")
-    digests = dict.fromkeys(("digest", "manifest", "config"), layer.digest)
-    image = LockedImage(ref=unpulled.ref, platform="linux/amd64", layers=[layer], **digests)
-    lock = _fitting(definition, "1").model_copy(update={"images": [image], "left_out": [unlocked.ref]})
+    lock = _fitting(definition, "1").model_copy(
+        update={"images": [_image(unpulled.ref)], "left_out": [unlocked.ref]}
+    )
     settings = Settings(store=tmp_path / "store", output=tmp_path / "output")
     store = Store(settings.store)
     store.prepare()
@@ -218,7 +239,10 @@ def test_each_build_notes_the_images_that_it_leaves_out(
     notes: list[str] = []
     monitor = Monitor()
     monkeypatch.setattr(monitor, "note", notes.append)
+    planned = replace(plan, warnings=("the layer system runs in every build",))
+    monkeypatch.setattr(building, "make_plan", lambda *_: planned)
     building.build(definition, settings, monitor, extensions(), stop_after="tools")
+    assert [note for note in notes if planned.warnings[0] in note] == notes[:1]
     assert [note for note in notes if "left out" in note] == [
         f"left out, it is not required: {unlocked.ref}: the lock has no digest for it",
         f"left out, it is not required: {unpulled.ref}: its registry answered 503",

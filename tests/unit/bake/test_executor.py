@@ -30,7 +30,14 @@ from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.cli import failure
 from image_builder.cli.command import extensions
-from image_builder.errors import CommandError, ImageBuilderError, PullError, StageError, VerifyError
+from image_builder.errors import (
+    CommandError,
+    ImageBuilderError,
+    PullError,
+    StageError,
+    StoreError,
+    VerifyError,
+)
 from image_builder.events import Monitor
 from image_builder.settings import Settings
 from image_builder.system import process
@@ -100,6 +107,19 @@ def test_a_preload_takes_over_from_a_sound_one_alone(store: Store) -> None:
     (store.product(before.id) / "state/layer").write_text("of another")
     with store.staging() as staging:
         assert _given(store, _preload("sha256:1", "sha256:2"), staging).previous is None
+
+
+def test_a_stage_that_another_build_made_meanwhile_is_checked(store: Store) -> None:
+    stage = StagePlan("preload", "preload")
+    with store.staging() as staging:
+        (staging / "object/product").mkdir(parents=True)
+        (staging / "object/product/file").write_text("made")
+        store.commit(stage, staging / "object", 1.0, {})
+        work = _work(store, staging)
+        executor._require_sound(work, stage.id)
+        (store.product(stage.id) / "file").write_text("else")
+        with pytest.raises(StoreError):
+            executor._require_sound(work, stage.id)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from ansible.plugins.connection import ssh
 from image_builder.canonical import JSON
 from image_builder.definition import connection
 from image_builder.definition.connection import Connection, Hop, parse_arguments
+from image_builder.definition.values import VAULT_KEY
 
 GATE, USER_GATE = Hop(address="gate"), Hop(address="gate", port=2222, user="ops")
 
@@ -113,6 +115,13 @@ def test_other_arguments_are_refused(arguments: str, reason: str) -> None:
 )
 def test_what_can_not_be_honoured_is_a_fault(values: dict[str, JSON], fault: tuple[str, str]) -> None:
     assert connection.read(values)[1] == [fault]
+
+
+@pytest.mark.parametrize("name", [*itertools.chain(*connection.VARIABLES.values()), *connection.ARGUMENTS])
+def test_a_vaulted_value_is_a_fault_and_not_an_empty_one(name: str) -> None:
+    assert [place for place, _ in connection.read({name: {VAULT_KEY: "$ANSIBLE_VAULT;1.1;AES256"}})[1]] == [
+        name
+    ]
 
 
 def test_root_needs_not_become_anybody() -> None:

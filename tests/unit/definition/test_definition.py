@@ -165,6 +165,12 @@ def test_precedence_is_ansibles(load: Load) -> None:
     assert "role_path" not in resolved
 
 
+def test_what_a_play_hands_to_a_role_wins_over_the_roles_constants(load: Load, repo: Path) -> None:
+    constants = repo / "roles/runtime/vars/main.yml"
+    constants.write_text(f"{constants.read_text()}runtime_swap: constant\n")
+    assert resolved_variables(load(group_vars__images=BOTH).define("worker"))["runtime_swap"] is False
+
+
 def test_handed_over_values_belong_to_their_role(load: Load, repo: Path) -> None:
     play = repo / "playbooks/layers/runtime.yml"
     play.write_text(play.read_text().replace("{{ system_swap | default(false) }}", "{{ 1 == 1 }}"))

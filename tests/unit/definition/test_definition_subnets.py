@@ -177,6 +177,13 @@ def test_together_they_may_take_the_last_address(tmp_path: Path) -> None:
         ),
         # It is unknown how many machines there will be, which is reported where the pool is checked by itself.
         ([("pool_image: small, join_max_pods: 30, pool_capacity: 1268", "pool_image: elsewhere")], False),
+        (
+            [
+                ("pool_image: small, join_max_pods: 30, pool_capacity: 1268", "pool_image: elsewhere"),
+                ("pool_capacity: 354", "pool_capacity: 600"),  # one alone is reported once
+            ],
+            True,
+        ),
     ],
 )
 def test_which_scale_sets_are_in_one_subnet(

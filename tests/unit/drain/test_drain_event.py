@@ -22,4 +22,5 @@ def test_its_shape() -> None:
     assert document["involvedObject"] == {"apiVersion": "v1", "kind": "Node", "name": "gpu-1", "uid": "uid"}
     assert document["metadata"]["namespace"] == "default"
     assert (len(document["message"]), document["type"]) == (1024, "Warning")
+    assert document["count"] == 1
     assert document["firstTimestamp"] == "1970-01-01T00:00:00Z"

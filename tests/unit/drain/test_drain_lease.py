@@ -53,6 +53,19 @@ def test_a_lease_lasts_from_when_it_was_seen_and_not_from_when_it_was_asked_for(
     assert api.puts == [45.0]
 
 
+def test_a_lease_that_was_taken_counts_from_before_the_request() -> None:
+    api = Api()
+    election = Election(
+        cast("Client", api), "other", Settings(duration=30.0, deadline=20.0), lambda: api.clock
+    )
+    api.seconds = 8.0  # of the look, and of the renewal
+    election.attempt()
+    assert api.puts == [16.0]
+    for at, leads in ((19.9, True), (20.0, False)):
+        api.clock = at
+        assert election.leads is leads
+
+
 def test_who_loses_the_lease_between_two_nodes_stops_there() -> None:
     api = Api()
     wishes = [Wish(BOOT, f"nonce-{n}", 0.0, NOW + 3600, "text") for n in range(5)]

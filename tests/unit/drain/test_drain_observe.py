@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, cast
 
-from image_builder.drain.observe import Cordoned, Job, job_from
+import pytest
+
+from image_builder.drain.observe import Cordoned, Job, Looker, job_from
+from image_builder.drain.pods import Owner, pod_from
+from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client
+from tests.unit.drain.manifests import pod_object
 
 START = "2026-01-01T00:00:00Z"
 
@@ -27,6 +33,22 @@ def test_who_controls_a_job() -> None:
     assert job(meta={"ownerReferences": [reference]}).parent is None
     parent = job(meta={"ownerReferences": [{**reference, "controller": True}]}).parent
     assert str(parent) == "JobSet big"
+
+
+@pytest.mark.parametrize(
+    ("api", "kind", "deadline"),
+    [("batch/v1", "Job", 1767225660.0), ("apps/v1", "Job", None), ("batch/v1", "X", None)],
+)
+def test_a_pod_of_a_job_ends_with_it(api: str, kind: str, deadline: float | None) -> None:
+    class Jobs:
+        def find(self, path: str) -> dict[str, Any]:
+            assert path == "/apis/batch/v1/namespaces/work/jobs/x"
+            return {"metadata": {}, "spec": {"activeDeadlineSeconds": 60}, "status": {"startTime": START}}
+
+    pod = pod_from(pod_object())
+    pod = replace(pod, owner=Owner(api, kind, "x", "uid"))
+    tenant = Looker(cast(Client, Jobs()), Policy())._tenant(pod, 0.0)
+    assert tenant.pod.deadline == deadline
 
 
 class Server:

@@ -54,6 +54,8 @@ def test_the_shape_of_a_pod(parts: dict[str, Any], kind: str) -> None:
         ({"annotations": {MARK: "evict"}, "spec": gpus()}, "evict"),
         ({"annotations": {MARK: "evict"}, "owner": ""}, "evict"),
         ({"annotations": {MARK: "wait"}}, "wait"),
+        ({"annotations": {MARK: "waitt"}, "spec": gpus()}, "wait"),
+        ({"annotations": {MARK: "false"}, "spec": gpus()}, "wait"),
         # A mark that protects a pod comes before one that gives it away.
         ({"annotations": {MARK: "evict", KARPENTER: "true"}}, "wait"),
         ({"labels": {CLUSTER_API: "wait-completed"}}, "wait"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import securesystemslib.signer  # noqa: F401  # it looks for gpg when it is imported, which no unit test may
@@ -17,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from image_builder.errors import HostError, PublishError, UsageError
 from image_builder.gallery import artefact
+from image_builder.gallery import statement as statements
 from image_builder.gallery.artefact import Artefact
 from image_builder.gallery.statement import require_same, sign, statement, verified
 from tests.support.arm.place import MIB, write_build
@@ -92,6 +94,25 @@ def test_every_changed_byte_of_the_payload_or_the_signature_is_refused(
 )
 def test_what_is_no_envelope_is_refused(keys: tuple[Path, Path], envelope: bytes) -> None:
     with pytest.raises(PublishError, match="not signed by"):
+        verified(envelope, keys[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (statements.PAYLOAD_TYPE, {"_type": "https://in-toto.io/Statement/v0.1", "predicate": {}}),
+        (statements.PAYLOAD_TYPE, {"predicate": {}}),
+        (statements.PAYLOAD_TYPE, []),
+        ("application/json", {"_type": "https://in-toto.io/Statement/v1", "predicate": {}}),
+    ],
+)
+def test_a_signed_statement_of_another_kind_is_refused(
+    keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, kind: str, content: Any
+) -> None:
+    with monkeypatch.context() as another:
+        another.setattr(statements, "PAYLOAD_TYPE", kind)
+        envelope = sign(content, str(keys[0]))
+    with pytest.raises(PublishError, match="another kind"):
         verified(envelope, keys[1])
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from image_builder.gallery.versions import _unfit, parse
+from image_builder.definition.model import ImageGallery
+from image_builder.gallery.azure import Service
+from image_builder.gallery.plan import Call, Target
+from image_builder.gallery.versions import _unfit, _update, parse
+from tests.unit.gallery.test_gallery_plan import SETTINGS
 
 
 def test_a_version_of_ours_is_read() -> None:
@@ -65,3 +71,32 @@ def test_every_reason_not_to_promote_is_named(
     named = list(_unfit(version, datetime(2026, 11, 25, tzinfo=UTC) + timedelta(days=day)))
     assert len(named) == len(reasons)
     assert all(reason in text for reason, text in zip(reasons, named, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("present", "is_done"),
+    [
+        ({"a": "1"}, True),
+        ({"a": "1", "b": "2"}, True),
+        ({"a": "2"}, False),
+        ({"b": "2"}, False),
+        (None, False),
+    ],
+)
+def test_a_change_was_made_if_the_version_has_all_tags_that_were_sent(
+    present: dict[str, str] | None, is_done: bool
+) -> None:
+    verdicts: list[bool] = []
+
+    class Answers:
+        def get(self, path: str, _api: str) -> dict[str, Any]:
+            assert path == target.version("2026.1125.0")
+            return {"tags": present}
+
+        def change(self, call: Call, done: Callable[[], bool]) -> None:
+            assert call.body and call.body["tags"]["a"] == "1"
+            verdicts.append(done())
+
+    target = Target(ImageGallery.model_validate_json(json.dumps(SETTINGS)))
+    _update(cast("Service", Answers()), target, WHOLE, {}, {"a": "1"})
+    assert verdicts == [is_done]

@@ -294,3 +294,43 @@ def test_an_index_that_lacks_a_part_is_not_read(volumes: Mapping[str, bytes], na
     wrong = {bits + n: 0 for n in range(8)}
     with pytest.raises(ntfs.UnreadableError, match="a part of the index is missing"):
         ntfs.root(damaged(data, wrong), len(data))
+
+
+def _volume(data: bytes, cluster: int) -> ntfs._Volume:
+    return ntfs._Volume(reader(data), cluster, len(data) // cluster, 1024, 4)
+
+
+@pytest.mark.parametrize(("offset", "is_read"), [(47, False), (48, True), (56, True)])
+def test_attributes_begin_after_the_records_head(offset: int, is_read: bool) -> None:
+    record = bytearray(1024)
+    struct.pack_into("<H", record, 20, offset)
+    struct.pack_into("<I", record, 24, 1024)
+    struct.pack_into("<I", record, offset, 0xFFFFFFFF)
+    if is_read:
+        assert ntfs._attributes(_volume(b"", 512), bytes(record)) == []
+        return
+    with pytest.raises(ntfs.UnreadableError):
+        ntfs._attributes(_volume(b"", 512), bytes(record))
+
+
+def _block(number: int, size: int = 4096) -> bytes:
+    """Return a block of an index with its update sequence: the last two bytes of each 512 are a one."""
+    raw = bytearray(size)
+    struct.pack_into("<4sHH", raw, 0, b"INDX", 40, size // 512 + 1)
+    struct.pack_into("<Q", raw, 16, number)
+    for end in (42, *range(512, size + 1, 512)):
+        raw[end - 2 : end] = b"\x01\x00"
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(("cluster", "unit"), [(4096, 4096), (512, 512), (65536, 512)])
+def test_blocks_of_an_index_are_counted_in_clusters_or_sectors(cluster: int, unit: int) -> None:
+    """As many bits as blocks are enough; a block that isn't in use isn't read."""
+    data = (b"x" * 4096 + b"".join(_block(n * 4096 // unit) for n in range(1, 8))).ljust(65536, b"\0")
+    volume = _volume(data, cluster)
+    index = ntfs._Attribute(0xA0, "$I30", None, [(0, volume.clusters)], 8 * 4096)
+    blocks = ntfs._blocks(volume, index, ntfs._Attribute(0xB0, "$I30", b"\xfe", [], 1), 4096)
+    assert list(blocks) == [n * 4096 // unit for n in range(1, 8)]
+    for wrong in (replace(index, size=9 * 4096), replace(index, value=b"")):
+        with pytest.raises(ntfs.UnreadableError):
+            ntfs._blocks(volume, wrong, ntfs._Attribute(0xB0, "$I30", b"\xfe", [], 1), 4096)

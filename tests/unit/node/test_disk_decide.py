@@ -11,9 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from image_builder.node import mounts
 from image_builder.node.disk import apply, layout, probe
 from image_builder.node.disk.decide import TABLE, decide, nature
-from image_builder.node.disk.model import Array, Disk, Marker, Observation, Raid, Signature, Survey, Volume
+from image_builder.node.disk.model import (
+    Array,
+    Decision,
+    Disk,
+    Marker,
+    Observation,
+    Places,
+    Raid,
+    Signature,
+    Survey,
+    Volume,
+)
 from image_builder.node.disk.settings import Selector, Settings
 from image_builder.node.errors import NodeError
 
@@ -476,3 +488,16 @@ def test_an_erasure_leaves_both_ends_zero(size: int) -> None:
     assert covered[0][0] == 0 and covered[0][1] == covered[1][0] and covered[1][1] >= 1 << 20
     assert covered[-1] == (size - (1 << 20), size)
     assert all(data == bytes(len(data)) for _, data in writes[1:])
+
+
+def test_a_disk_that_can_not_be_marked_is_unmounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unmounted: list[Path] = []
+    monkeypatch.setattr(mounts, "unmount", unmounted.append)
+    (tmp_path / ".node").write_text("a file")
+    decision = Decision(
+        "", "reuse", "", "", (disk(),), Volume(disk().path, "xfs", UUID, "empty", mounted="/mnt")
+    )
+    settings = replace(SETTINGS, mount_point=str(tmp_path))
+    with pytest.raises(FileExistsError):
+        apply.carry_out(decision, Survey(()), settings, "one", Places(), list)
+    assert unmounted == [tmp_path]

@@ -74,6 +74,17 @@ def test_a_filesystem_of_ours_is_known_by_label_and_uuid(
     assert probe.is_our_filesystem(signatures, Settings()) == is_ours
 
 
+@pytest.mark.parametrize(("at", "is_zero"), [(None, True), (0, False), (-1, False), (5 << 20, True)])
+def test_a_disk_is_blank_by_its_ends(tmp_path: Path, at: int | None, is_zero: bool) -> None:
+    data = bytearray(16 << 20)
+    if at is not None:
+        data[at] = 1
+    (tmp_path / "sdb").write_bytes(data)
+    one = replace(LOCAL, path=tmp_path / "sdb", bytes=len(data))
+    found = probe._first_look(one, Places(sys=tmp_path, proc=tmp_path), [])
+    assert (found.ends_zero, found.error) == (is_zero, "")
+
+
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of what is looked into: the root tests cover the mount and the NTFS reader."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import Gpu, Nvml
-from image_builder.node.health import clock, gpu, maintenance, network
+from image_builder.node.health import apart, clock, gpu, maintenance, network
 from image_builder.node.health.model import Look, Places
 from image_builder.node.net import fetch
 from tests.unit.node.health_findings import SETTINGS, codes
@@ -56,6 +57,36 @@ def test_maintenance() -> None:
     begun = maintenance.parse(fetch.Response(200, PREEMPT.replace(b"Tue, 16 Mar 2021 00:58:46 GMT", b"")))
     assert "not before now" in maintenance.rule(begun)[0].detail
     assert maintenance.parse(fetch.Response(200, b'{"DocumentIncarnation":1,"Events":[]}')) == []
+
+
+@pytest.mark.parametrize(("name", "count"), [("myspotvm", 1), ("another", 0), ("", 1)])
+def test_maintenance_of_another_machine_of_the_set_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, name: str, count: int
+) -> None:
+    def ask(path: str, **_: object) -> fetch.Response:
+        return fetch.Response(200, PREEMPT if "scheduledevents" in path else name.encode())
+
+    monkeypatch.setattr(maintenance.imds, "ask", ask)
+    outcome = maintenance.check(Look(SETTINGS, Places(), 0.0))
+    assert (len(outcome.findings), len(outcome.samples), outcome.memory["name"]) == (count, count, name)
+
+
+@pytest.mark.parametrize(("born", "hangs"), [("4711", True), ("4712", False), ("", False)])
+def test_a_process_that_hangs_is_known_by_its_number_and_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, born: str, hangs: bool
+) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7/stat").write_text(f"7 (a) b) D {' '.join('0' * 18)} 4711 0\n")
+    begun: list[int] = []
+
+    def pipe(flags: int) -> tuple[int, int]:
+        begun.append(flags)
+        raise OSError(errno.EMFILE, "nothing is started here")
+
+    monkeypatch.setattr(apart.os, "pipe2", pipe)
+    with pytest.raises(OSError if not hangs else apart.HungError):
+        apart.run(lambda: None, "a look", 1.0, hung=(7, born), proc=tmp_path)
+    assert len(begun) == (not hangs)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from image_builder.node import child
-from image_builder.node.errors import NodeError
+from image_builder.node.errors import NodeError, ProgramError
+from image_builder.node.net import reach
 from image_builder.node.net.kube import KubeError
-from image_builder.node.preflight import command, model, report, smoke
+from image_builder.node.preflight import checks, command, model, report, smoke
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check, Verdict
 from image_builder.node.preflight.settings import Settings
 
@@ -234,3 +235,23 @@ def test_gpus_that_were_never_tested_let_no_admitted_node_pass(
     unsettled(places, Check("settings", INCONCLUSIVE, "settings", "no JSON"))
     assert command.again(places) == 0
     assert not tests and verdict_of(places) == (INCONCLUSIVE, "gpu.untested")
+
+
+@pytest.mark.parametrize(("wait_seconds", "asked"), [(10.0, 3), (3.0, 2), (1.0, 1)])
+def test_what_does_not_answer_is_asked_again_as_long_as_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, wait_seconds: float, asked: int
+) -> None:
+    """The engine comes up after the second question, two seconds after the first."""
+    clock, questions = [0.0], list[float]()
+
+    def run(*_: object, **__: object) -> None:
+        questions.append(clock[0])
+        if len(questions) < 3:
+            raise ProgramError("no answer", 1, "")
+
+    monkeypatch.setattr(checks.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(checks.time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setattr(reach, "together", lambda works, _: [work() for work in works.values()])
+    monkeypatch.setattr(child, "run", run)
+    (found,) = checks.reach_all(Settings(engine="docker", wait_seconds=wait_seconds))
+    assert (found.state, len(questions)) == (PASSED if asked == 3 else FAILED, asked)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import stat
+import struct
 from pathlib import Path
 
 import pytest
 
 from image_builder.node import files
-from image_builder.node.promote.copy import BLOCK, copy_tree, extents
+from image_builder.node.promote.copy import BLOCK, _finish, copy_tree, extents
 
 _DATA = b"\x01" * BLOCK
 _ZERO = bytes(BLOCK)
@@ -103,3 +105,17 @@ def test_a_tree_deeper_than_any_path_is_copied(name: str, levels: int, tmp_path:
         os.close(folder)
         for tree in (source, tmp_path / "copy"):  # pytest can't
             files.remove_tree(tree)
+
+
+def test_a_mode_comes_after_an_acl_whose_mask_would_change_it(tmp_path: Path) -> None:
+    """An ACL lets a second user read and write; the mode's middle bits are its mask."""
+    no_one, entries = 0xFFFFFFFF, ((1, 6, None), (2, 6, 1), (4, 4, None), (16, 6, None), (32, 0, None))
+    acl = struct.pack("<I", 2) + b"".join(
+        struct.pack("<HHI", t, p, no_one if i is None else i) for t, p, i in entries
+    )
+    path = tmp_path / "file"
+    path.touch()
+    path.chmod(0o640)
+    with path.open("r+b") as stream:
+        _finish(stream.fileno(), path.stat(), {"system.posix_acl_access": acl})
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640

@@ -7,6 +7,7 @@ import fcntl
 import functools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from image_builder.node.errors import NodeError
 from image_builder.node.layout import MOUNT_POINT
 from image_builder.node.preload_settings import Preload
 from image_builder.node.promote import copy
-from image_builder.node.seed import command, docker, lost, records
+from image_builder.node.seed import command, containerd, docker, lost, records
 from image_builder.node.seed.command import Places, _marker, check_version, describe, leave, run
 from image_builder.node.store import Store, chain, parse_manifest
 from tests.unit.node.stores import docker_store, manifest, stored
@@ -196,6 +197,57 @@ def test_a_store_that_can_not_be_read_once_is_read_again(
     assert settings.marker.exists()
 
 
+def test_a_root_of_this_store_is_left_to_the_engine_that_runs_on_it_and_repaired_once_it_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, path = _settings(tmp_path), _stored(tmp_path, monkeypatch)
+    _run(settings, path)
+    (settings.data_root / "volumes").mkdir()
+    with (settings.data_root / "volumes/metadata.db").open("w") as database:
+        fcntl.flock(database, fcntl.LOCK_EX)
+        assert _run(settings, path)[1]["action"] == "current"
+    repositories = settings.data_root / "image/overlay2/repositories.json"
+    before = repositories.read_text()
+    repositories.write_text('{"Repositories": {}}')
+    section = _run(settings, path)[1]
+    assert (section["action"], section["restored"]) == ("repaired", ["lab/one:1", "lab/two:1"])
+    assert repositories.read_text() == before
+
+
+def test_a_blank_containerd_gets_the_stores_snapshots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, filled = _settings(tmp_path, "containerd"), list[frozenset[str]]()
+    _stored(tmp_path, monkeypatch)
+    images = (
+        stored("one", "base", mode="copy"),
+        stored("two", "other"),
+        stored("three", "x", mode="archive"),
+    )
+    store = replace(parse_manifest(manifest()), images=images)
+
+    def fill(staging: Path, *, copied: frozenset[str], **_: object) -> containerd.Filled:
+        filled.append(copied)
+        (staging / "made").touch()
+        return containerd.Filled(3, 4)
+
+    monkeypatch.setattr(containerd, "fill", fill)
+    settings.marker.parent.mkdir(parents=True)
+    section = command._fresh(settings, store, used=False)
+    assert (section["images"], section["layers"], section["files"]) == (2, 3, 4)
+    assert filled == [frozenset(images[0].diff_ids)] and os.listdir(settings.data_root) == ["made"]
+    assert settings.marker.exists()
+
+
+def test_a_file_of_a_record_is_kept_in_it_up_to_a_size(tmp_path: Path) -> None:
+    for name, size in (("a", records._LARGEST), ("b", records._LARGEST + 1), ("c.gz", 1)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    records.pack(tmp_path)
+    found = json.loads((tmp_path / records.NAME).read_text())
+    assert (sorted(found["files"]), sorted(found["others"])) == (["a"], ["b", "c.gz"])
+    assert sorted(os.listdir(tmp_path)) == sorted(["b", "c.gz", records.NAME])
+
+
 @pytest.mark.parametrize(
     ("number", "expected", "exit_status"),
     [(errno.EIO, "store.io", 1), (errno.ENOMEM, "store.io", 1), (errno.EUCLEAN, "store.damaged", 0)],
@@ -342,6 +394,20 @@ def test_images_of_lost_layers_are_taken_off_dockers_record(tmp_path: Path) -> N
     assert sorted(os.listdir(content.parents[1] / "metadata/sha256")) == ["empty", "pulled"]
     assert "above.0.boot" in os.listdir(settings.state / "trash")
     assert "seeded.0.boot" not in os.listdir(settings.state / "trash")
+
+
+def test_an_image_of_layers_that_were_half_taken_out_is_a_seeded_one(tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    diff_id = f"sha256:{'a' * 64}"
+    _layer(settings, "a" * 64, target=MOUNT_POINT / "layers/a")
+    records = settings.data_root / "image/overlay2/layerdb/sha256"
+    (records / ("a" * 64)).rename(records / f"{'a' * 64}.lost")
+    content = settings.data_root / "image/overlay2/imagedb/content/sha256"
+    content.mkdir(parents=True)
+    (content / "seeded").write_text(json.dumps({"rootfs": {"diff_ids": [diff_id]}}))
+    lost.take_out(settings.data_root, settings.state / "trash", "boot")
+    assert os.listdir(content) == os.listdir(records) == []
+    assert not (settings.state / "trash").exists() or os.listdir(settings.state / "trash") == []
 
 
 def test_a_layer_that_was_half_taken_out_is_taken_out(tmp_path: Path) -> None:

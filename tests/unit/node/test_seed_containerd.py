@@ -48,6 +48,8 @@ def test_a_blank_root_gets_both_databases_and_links(store: Path, tmp_path: Path)
         "1": f"{store}/layers/aa",
         "7": f"{store}/layers/bb",
     }
+    for number in ("1", "7"):
+        assert (root / SNAPSHOTS / number / "work").stat().st_mode & 0o777 == 0o711
     assert (root / BLOBS / "manifest").read_text() == "{}" and not (root / BLOBS / "manifest").is_symlink()
     assert os.readlink(root / BLOBS / "layer") == f"{store}/containerd/{BLOBS}/layer"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from image_builder.node import files
 from image_builder.node.errors import NodeError
+from image_builder.node.seed import docker
 from image_builder.node.seed.docker import fill, lacking
 from image_builder.node.seed.records import NAME
 from image_builder.node.store import chain
@@ -181,3 +184,38 @@ def test_names_that_are_garbage_are_the_stores_damage(store: Path, tmp_path: Pat
     with pytest.raises(NodeError) as caught:
         fill([ONE], tmp_path / "root", store=store)
     assert caught.value.code == "store.damaged"
+
+
+def test_a_link_whose_layer_can_not_be_read_is_no_missing_layer(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, is_dir = tmp_path / "root", Path.is_dir
+    fill([ONE, stored("two", "other", mode="copy")], root, store=store, copy=_copy)
+
+    def fail(path: Path) -> bool:
+        if path.name == "diff":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", fail)
+    with pytest.raises(NodeError) as caught:
+        lacking([ONE], root)
+    assert caught.value.code == "store.io"
+    with pytest.raises(OSError, match="diff"):  # the local disk's own
+        lacking([stored("two", "other", mode="copy")], root)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_names_are_durable_at_once_unless_the_root_is_set_up_aside(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: bool
+) -> None:
+    synced: list[bool] = []
+    write = files.write
+
+    def note(path: Path, data: bytes, mode: int, *, durable: bool = True) -> None:
+        synced.append(durable)
+        write(path, data, mode, durable=durable)
+
+    monkeypatch.setattr(docker.files, "write", note)
+    fill([ONE], tmp_path / "root", store=store, aside=aside)
+    assert synced[-1] is not aside

@@ -45,16 +45,10 @@ def test_dockers_directories_have_its_modes(umask: int, tmp_path: Path) -> None:
     root = tmp_path / "root"
     files.make_directory(root, 0o710)
     fill([ONE], root, store=tmp_path / "store")
-    modes = {
-        name: _mode(root / name)
-        for name in ("image", "image/overlay2/layerdb/sha256", "overlay2", "overlay2/l")
-    }
-    assert modes == {
-        "image": 0o700,
-        "image/overlay2/layerdb/sha256": 0o755,
-        "overlay2": 0o710,
-        "overlay2/l": 0o700,
-    }
+    images = ["imagedb", "imagedb/content", "imagedb/content/sha256", "imagedb/metadata", "layerdb"]
+    closed = ["image", "image/overlay2", *(f"image/overlay2/{name}" for name in images), "overlay2/l"]
+    assert {name: _mode(root / name) for name in closed} == dict.fromkeys(closed, 0o700)
+    assert (_mode(root / "image/overlay2/layerdb/sha256"), _mode(root / "overlay2")) == (0o755, 0o710)
     cache = (
         root / "image/overlay2/layerdb/sha256" / next(chain(ONE.diff_ids)).chain[7:] / "cache-id"
     ).read_text()

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from image_builder.drain import fence
 from image_builder.drain.policy import Policy
+from image_builder.drain.taint import TAINT
 from image_builder.errors import DefinitionError
 from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Pool
 from image_builder.pool.plan.plan import PlannedFrom, make_plan
@@ -29,6 +31,9 @@ from image_builder.pool.steps.fleet import Change, Setup
 from image_builder.pool.steps.roll import RollFleet
 from tests.support.arm.direct import Direct
 from tests.support.arm.fleet import BUILDS, NEW, OLD, Fleet, fleet
+from tests.unit.drain.manifests import node_object
+from tests.unit.drain.test_drain_quarantine import applied
+from tests.unit.drain.test_drain_run import Server
 from tests.unit.pool.test_fleet import only, setup
 from tests.unit.pool.test_scale_set_target import hosts
 
@@ -158,6 +163,19 @@ def test_a_host_is_freed_while_others_hold_all_threads(
             assert only(state).host == second.name
         finally:
             over.set()
+
+
+@pytest.mark.parametrize("value", ["roll-1", "roll-2", None])
+def test_a_host_whose_taint_somebody_removed_gets_no_request(
+    setup: Setup, tmp_path: Path, value: str | None
+) -> None:
+    with rolled(setup, fleet(1), tmp_path) as (state, (host,)):
+        cluster, node = Server(), node_object()
+        node = applied(node, fence.cordon(node, "roll-1", 1.0)[1])
+        node["spec"]["taints"] = [{"key": TAINT, "value": value, "effect": "NoExecute"}] if value else []
+        cluster.nodes[host.name] = node
+        assert bool(state._occupied(cluster, host, barred=True)) is (value != "roll-1")
+        assert state._occupied(cluster, host) == ""
 
 
 def _inventory_file(folder: Path, machines: Fleet, scale_sets: Mapping[str, str]) -> Path:

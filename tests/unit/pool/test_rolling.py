@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from image_builder.cli.pool import run as commands
 from image_builder.errors import PoolError
-from image_builder.pool.plan.model import OK, ended
+from image_builder.pool.plan.model import OK, Joined, ended
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.policy import GateLimits, Policy, Roll, WaveDrain
 from image_builder.pool.plan.waves import rest_wave
@@ -467,6 +467,19 @@ def test_a_host_that_was_drained_when_the_driver_ended_keeps_its_place() -> None
     assert replay(rolled, records).unavailable == 0
     progress = replay(rolled, [*records, Opened(at=3, plan=rolled.digest)])
     assert progress.hosts[name].state == "waiting" and progress.unavailable == 1
+
+
+@pytest.mark.parametrize(("joined", "is_touched"), [("no", False), ("unknown", True)])
+def test_a_host_for_which_nothing_was_sent_is_not_touched(joined: Joined, is_touched: bool) -> None:
+    rolled = plan(8)
+    name = rolled.waves[0].hosts[0]
+    records = [
+        *_until_drained(rolled, name),
+        Result(at=3, host=name, step="drain", attempt=1, outcome=OK),
+        Intent(at=4, step="reimage", hosts=(name,)),
+        Result(at=5, host=name, step="reimage", attempt=1, outcome=ended("timeout"), joined=joined),
+    ]
+    assert replay(rolled, records).hosts[name].touched is is_touched
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

@@ -112,3 +112,12 @@ def test_an_api_server_that_is_away_ends_it_before_anything_is_released() -> Non
     with pytest.raises(KubeError):
         _salvage(machines, cluster)
     assert machines.group.services["AutomaticRepairs"] == "Suspended"
+
+
+@pytest.mark.parametrize("state", ["Updating", "Creating", "Deleting", "Failed"])
+def test_a_host_whose_instance_is_being_replaced_keeps_its_marks(state: str) -> None:
+    machines = fleet(2)
+    machines.machine("0").state = state
+    cluster = Cluster(machines)
+    done = _salvage(machines, cluster)
+    assert (done.freed, list(done.remaining), cluster.cordoned()) == (("gpu-1",), ["gpu-0"], ["gpu-0"])

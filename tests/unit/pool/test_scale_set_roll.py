@@ -22,6 +22,7 @@ from image_builder.pool.scale_set.records import (
 )
 from image_builder.pool.scale_set.roll import driving, roll_instance, send
 from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
+from image_builder.text import stamp
 from tests.support.arm.fleet import BUILDS, NEW, OLD
 from tests.support.arm.model import Answer, Fault, Request, error
 from tests.support.arm.rolling import PATIENCE, Rolling
@@ -280,6 +281,36 @@ def test_of_an_upgrade_that_is_refused_for_several_each_is_sent_by_itself(rollin
             assert roll_instance(drive, number, machine.vm_id, version, node) == Ending("ok")
     named = [body["instanceIds"] for body in rolling.fleet.posts("/manualupgrade")]
     assert named == [["1", "2"], ["1"], ["2"]]
+
+
+@pytest.mark.parametrize(("seconds", "sent"), [(1.0, 1), (1.25, 0)])
+def test_nothing_is_sent_long_after_the_last_look(rolling: Rolling, seconds: float, sent: int) -> None:
+    def look() -> str:
+        rolling.clock.wait(seconds)
+        return ""
+
+    with (
+        open_journal(rolling.journal) as journal,
+        driving(rolling.client, rolling.fleet.path, "run-1", journal, patience=PATIENCE) as drive,
+    ):
+        drive.set_image(rolling.client.scale_set(rolling.fleet.path), NEW)
+        version, instance = rolling.client.version(NEW), drive.instance("1")
+        assert version is not None and instance is not None
+        send(drive, "upgrade", [Member(instance, version, None, look)])
+        assert len(rolling.fleet.posts("/manualupgrade")) == sent == len(drive.requests("1"))
+
+
+def test_a_hold_is_renewed_after_half_of_its_time(rolling: Rolling) -> None:
+    with (
+        open_journal(rolling.journal) as journal,
+        driving(rolling.client, rolling.fleet.path, "run-1", journal, patience=PATIENCE) as drive,
+    ):
+        until = drive.held_until
+        for share, is_renewed in ((0.45, False), (0.1, True)):
+            rolling.clock.wait(share * PATIENCE.hold)
+            drive.renew()
+            assert drive.held_until == (rolling.clock() + PATIENCE.hold if is_renewed else until)
+        assert rolling.fleet.group.content["tags"][HOLD_TAG].endswith(stamp(drive.held_until))
 
 
 class Queue(Upgrades):

@@ -40,7 +40,7 @@ def suite() -> Iterator[dict[str, ModuleType]]:
         patch.syspath_prepend(os.fspath(SUITE))
         yield {
             name: importlib.import_module(name)
-            for name in ("answers", "cloud_config", "preloaded", "questions", "tree")
+            for name in ("answers", "cloud_config", "preloaded", "questions", "suite", "tree")
         }
 
 
@@ -123,6 +123,19 @@ def test_a_listing_is_split_whatever_files_are_called(suite: dict[str, ModuleTyp
     statuses: set[object] = set()
     assert tree.where(statuses.add) == []
     assert len(statuses) == 6
+
+
+@pytest.mark.parametrize(
+    ("wanted", "link", "starts"), [(True, "", True), (True, "/dev/null", False), (False, "", False)]
+)
+def test_a_masked_unit_does_not_start_at_boot(
+    suite: dict[str, ModuleType], wanted: bool, link: str, starts: bool
+) -> None:
+    folder = "/etc/systemd/system"
+    entries = [("ff 644 0 0", 1, f"/n/{n}", "") for n in range(1001)]
+    entries += [("lf 777 0 0", 1, f"{folder}/multi-user.target.wants/a.service", "/x")] * wanted
+    entries += [("lc 777 0 0", 1, f"{folder}/a.service", link)] * bool(link)
+    assert suite["suite"].starts_at_boot(suite["tree"].Tree(listing(entries)), "a.service") is starts
 
 
 def test_a_listing_that_is_not_one_of_a_system_is_none(suite: dict[str, ModuleType]) -> None:

@@ -105,6 +105,26 @@ def test_many_failures_are_counted_not_all_shown() -> None:
     outcomes = {f"test_a.py::test_{n}": "failed" for n in range(25)}
     with pytest.raises(VerifyError, match="and 5 more"):
         require_passed(result(outcomes, status=1))
+    with pytest.raises(VerifyError) as error:
+        require_passed(result(dict(list(outcomes.items())[:20]), status=1))
+    assert len(error.value.message.splitlines()) == 21
+
+
+@pytest.mark.parametrize(
+    ("tags", "outcome"),
+    [
+        (["", "failure"], "failed"),
+        (["failure", ""], "failed"),
+        (["failure", "error"], "error"),
+        (["error", "failure"], "error"),
+        (["", "error"], "error"),
+        (["skipped", ""], "skipped"),
+        (["", ""], "passed"),
+    ],
+)
+def test_of_two_entries_of_a_check_the_worse_one_counts(tags: list[str], outcome: str) -> None:
+    cases = "".join(f'<testcase classname="a" name="b">{f"<{t}/>" if t else ""}</testcase>' for t in tags)
+    assert list(junit_outcomes(f"<testsuite>{cases}</testsuite>").values()) == [outcome]
 
 
 def test_no_checks_is_no_verification() -> None:

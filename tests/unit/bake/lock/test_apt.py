@@ -253,3 +253,15 @@ def test_a_full_disk_is_not_the_mirrors_fault(
     with pytest.raises(expected) as raised:
         apt.Apt(tmp_path, [], "amd64").update()
     assert ("store gc" in (raised.value.hint or "")) == (expected is SpaceError)
+
+
+def test_an_earlier_version_is_kept_even_if_a_newer_one_is_there(tmp_path: Path) -> None:
+    """apt_preferences(5): from 1000 on, a version is taken even if that is a downgrade."""
+    apt.Apt(tmp_path, [], "amd64").prefer([CURL, DBUS])
+    pins = (tmp_path / "etc/preferences.d/known").read_text().split("\n\n")
+    found = [dict(line.split(": ", 1) for line in pin.strip().splitlines()) for pin in pins]
+    assert [(pin["Package"], pin["Pin"]) for pin in found] == [
+        ("curl", "version 1.0"),
+        ("dbus", "version 1:2.0-1"),
+    ]
+    assert min(int(pin["Pin-Priority"]) for pin in found) >= 1000

@@ -8,6 +8,8 @@ import io
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,22 @@ def test_a_fetch_that_ends_waits_for_no_server(tmp_path: Path, monkeypatch: pyte
         fetch(files, tmp_path / "cache", tmp_path)
     assert time.monotonic() - started < 30
     assert asked == ["/busy"] * 2
+
+
+@pytest.mark.parametrize(("size", "is_slow"), [(16 << 10, False), ((16 << 10) - 1, True)])
+def test_a_mirror_that_drips_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, is_slow: bool
+) -> None:
+    """A chunk a second; the rate counts over five minutes, and only those count that came in them."""
+    clock = [0.0]
+
+    def chunks(*_: object) -> Iterator[bytes]:
+        for _second in range(599):
+            clock[0] += 1.0
+            yield bytes(size)
+
+    monkeypatch.setattr(fetching, "_chunks", chunks)
+    monkeypatch.setattr(fetching.time, "monotonic", lambda: clock[0])
+    with pytest.raises(FetchError) if is_slow else nullcontext():
+        fetching._copy(urllib3.PoolManager(), "http://a/b", tmp_path / "file", threading.Event())
+    assert clock[0] == (300.0 if is_slow else 599.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from cryptography import x509
@@ -26,6 +27,7 @@ from image_builder.cluster.gate.approver import (
     reason_to_wait,
 )
 from image_builder.node.join import binding
+from image_builder.node.net.kube import Client
 from tests.support.nodes.joins import VM_ID
 
 NODE = "vmss-h100-a000017"
@@ -204,3 +206,34 @@ def test_a_request_that_is_gone_leaves_nothing_behind() -> None:
     approver._requests._drop(pending.name)
     approver._say(pending, "approved")
     assert said[1:] == ["node-csr-x of system:bootstrap:abcdef: approved"] and not approver._reports
+
+
+class Api:
+    """An API server without nodes, which counts the patches."""
+
+    def __init__(self) -> None:
+        self.patched: list[str] = []
+
+    def find(self, _path: str) -> None:
+        return None
+
+    def request(self, method: str, path: str, *_: object) -> None:
+        assert method == "PATCH"
+        self.patched.append(path)
+
+
+@pytest.mark.parametrize("lacks", ["", "the lease", "the requests", "the nodes"])
+def test_nothing_is_approved_without_the_lease_or_before_everything_was_read(lacks: str) -> None:
+    api = Api()
+    approver = Approver(lambda: cast("Client", api), lambda: lacks != "the lease", [].append)
+    pending = pending_from(request())
+    assert pending
+    approver._requests.objects[pending.name] = pending
+    approver._changed(pending)
+    for watcher, name in ((approver._requests, "the requests"), (approver._members, "the nodes")):
+        if lacks != name:
+            watcher.synced.set()
+    over = threading.Event()
+    over.set()
+    approver._once(over)
+    assert len(api.patched) == (not lacks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,10 +11,12 @@ from image_builder.cluster.gate.bad_hosts import Memory, judged, on_known, step
 from image_builder.cluster.gate.health import Ailment, Health
 from image_builder.cluster.gate.model import Node, Rules
 from image_builder.cluster.gate.policy import HOST_CONDITION, HOST_REASON, Policy, Rule
+from image_builder.cluster.gate.remedies import Remedies
 from image_builder.cluster.gate.triage import Step, plan, step_of
 from image_builder.drain import hosts
 from image_builder.drain.hosts import BadHost
 from image_builder.drain.quarantine import Record
+from image_builder.node.net.kube import Client
 from image_builder.node.preflight import model
 from image_builder.node.preflight.model import FAILED, Verdict
 
@@ -153,6 +155,25 @@ def test_who_comes_to_a_bad_host_is_told_of_or_held_as_the_policy_says() -> None
     gated = node("new", taints=({"key": RULES.taint, "effect": "NoSchedule"},))
     need = step_of(judged(gated, known, HOLDS), {}, HOLDS, RULES, NOW)
     assert need and need[0] is Step.TAKE_OUT
+
+
+def test_who_comes_to_a_bad_host_gets_one_event() -> None:
+    posted: list[str] = []
+
+    class Api:
+        def find(self, path: str) -> dict[str, Any]:
+            return {"metadata": {"name": path.rpartition("/")[2], "uid": "u"}}
+
+        def request(self, _method: str, _path: str, body: dict[str, Any]) -> None:
+            posted.append(f"{body['involvedObject']['name']} {body['reason']} {body['type']}")
+
+    lines: list[str] = []
+    remedies = Remedies(cast(Client, Api()), Rules(), lines.append, lambda: 0.0)
+    remedies._memory.known = {"A": BAD}
+    for nodes in ([node("new"), node("old")], [node("new")], [], [node("new")]):
+        remedies._tell_of_hosts(nodes, NOW)
+    assert posted == [f"new {HOST_REASON} Warning"] * 2, "once, and again after it had gone"
+    assert len(lines) == 2
 
 
 def test_who_is_held_for_its_host_comes_back_through_its_preflight_once_the_host_is_forgotten() -> None:

@@ -58,7 +58,7 @@ def test_our_agents_condition_is_of_its_boot() -> None:
 @pytest.mark.parametrize(("status", "ills", "well"), [("True", 1, 0), ("False", 0, 1), ("Unknown", 0, 0)])
 def test_anothers_condition(status: str, ills: int, well: int) -> None:
     health = health_of(node(condition("KernelDeadlock", status)), BOOT, "", Policy())
-    assert (len(health.ailments), len(health.well)) == (ills, well)
+    assert (len(health.ailments), len(health.well), health.is_cut) == (ills, well, False)
 
 
 def test_what_the_policy_ignores_is_no_ailment() -> None:
@@ -99,6 +99,7 @@ def test_each_finding_of_a_condition_counts_unless_it_is_ignored(
     policy = Policy(rules=(Rule(reason="Clock*", remedy="ignore"),))
     health = health_of(several(*findings), BOOT, "", policy)
     assert [ailment.reason for ailment in health.ailments] == reasons
+    assert health.is_cut is (reasons == ["NodeHealthy"])
     assert ("NodeHealthy" in health.well) is not bool(reasons)
 
 

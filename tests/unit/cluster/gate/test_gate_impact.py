@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from image_builder.cluster.gate.health import Ailment, Health
 from image_builder.cluster.gate.impact import (
     CATEGORIES,
+    PREFIX,
     Finding,
     Impact,
     category_of,
     impact_of,
+    impacts,
 )
 from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.cluster.gate.policy import Policy
 from image_builder.cluster.gate.triage import step_of
+from image_builder.drain import quarantine
 from image_builder.drain.quarantine import Record
+from image_builder.errors import UsageError
 from image_builder.node.finding import kubernetes_reason
 from image_builder.node.health import kernel_log
+from image_builder.node.net.kube import Client
 from image_builder.node.preflight import model
 from image_builder.node.preflight.model import FAILED, Verdict
 from image_builder.node.status import PHYSICAL_HOST
@@ -203,3 +209,38 @@ def test_a_node_that_azure_could_not_find() -> None:
     ):
         refused = impact_of(replace(sick, health=health))
         assert isinstance(refused, str) and reason in refused
+
+
+class Nodes:
+    """An API server with a node without a finding, and one whose host is unknown."""
+
+    def request(self, _method: str, path: str) -> dict[str, Any]:
+        name = path.rpartition("/")[2]
+        annotation = {quarantine.MARK: OUT.text()} if name == "homeless" else {}
+        return {"metadata": {"name": name, "annotations": annotation}, "spec": {}, "status": {}}
+
+    def each(self, _path: str, take: Callable[[dict[str, Any]], None]) -> None:
+        for name in ("well", "homeless"):
+            take(self.request("GET", name))
+
+
+@pytest.mark.parametrize(
+    ("names", "category", "refused"),
+    [
+        ([], "", {"homeless"}),
+        (["well"], "", {"well"}),
+        (["well", "homeless"], "", {"well", "homeless"}),
+        (["well"], f"{PREFIX}Unhealthy", {"well"}),
+    ],
+)
+def test_who_was_named_and_has_no_report_gets_a_reason(
+    names: list[str], category: str, refused: set[str]
+) -> None:
+    reports, refusals = impacts(cast(Client, Nodes()), Rules(), names, category, SINCE)
+    assert (reports, refusals.keys()) == ([], refused) and all(refusals.values())
+
+
+@pytest.mark.parametrize(("names", "category"), [([], f"{PREFIX}Unhealthy"), (["well"], "Resource.Other")])
+def test_a_category_needs_nodes_and_its_prefix(names: list[str], category: str) -> None:
+    with pytest.raises(UsageError):
+        impacts(cast(Client, Nodes()), Rules(), names, category, SINCE)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from image_builder.cluster.gate.retest import (
     LEAST_SECONDS,
     Limits,
     Outcome,
+    Retester,
     Step,
     cap,
     is_away,
@@ -24,6 +26,7 @@ from image_builder.cluster.gate.retest import (
     outcomes,
     plan,
 )
+from image_builder.node.net.kube import Client
 from image_builder.node.preflight.model import ANSWER, CONDITION, GRANTED, HELD, REFUSED, WISH, WITHDRAWN
 
 BOOT, NONCE = "11111111-2222-3333-4444-555555555555", "0123456789abcdef"
@@ -144,9 +147,10 @@ def test_a_node_that_asks_too_soon_is_told_no() -> None:
 
 
 def test_an_answer_that_is_never_given_ends() -> None:
-    for state in (HELD, GRANTED):
-        silent = node(wish={}, answer={"state": state, "at": NOW - ANSWER_SECONDS - 1}, taints=("retest",))
-        assert steps(silent) == [("a", Step.WITHDRAW)]
+    for state, before in ((HELD, [("a", Step.GRANT)]), (GRANTED, [])):
+        for late, step in ((0, before), (1, [("a", Step.WITHDRAW)])):
+            answer = {"state": state, "at": NOW - ANSWER_SECONDS - late}
+            assert steps(node(wish={}, answer=answer, taints=("retest",))) == step
 
 
 def test_who_failed_keeps_its_place_among_the_few() -> None:
@@ -227,3 +231,27 @@ def test_the_patch_tests_what_it_was_decided_from() -> None:
     assert (taints["op"], taints["value"]) == ("test", None)
     assert taint["value"] == [{"key": RULES.taint, "value": "retest", "effect": "NoSchedule"}]
     assert len(answered(asking, NONCE, GRANTED, NOW, RULES)) == 3
+
+
+@pytest.mark.parametrize(("state", "step"), [(None, HELD), (HELD, GRANTED)])
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_node_that_works_is_neither_held_nor_tested(state: str | None, step: str, is_busy: bool) -> None:
+    answers: list[str] = []
+
+    class Api:
+        """An API server with one pod on the node."""
+
+        def each(self, _path: str, take: Callable[[dict[str, Any]], None]) -> None:
+            limits = {"nvidia.com/gpu": "8"} if is_busy else {}
+            take({"spec": {"containers": [{"resources": {"limits": limits}}]}})
+
+        def request(self, _method: str, _path: str, patch: Any, _kind: str) -> None:
+            (answer,) = (
+                part["value"] for part in patch if part["path"].endswith("~1retest") and "value" in part
+            )
+            answers.append(json.loads(answer)["state"])
+
+    subject = node(wish={}) if state is None else node(wish={}, answer={"state": state}, taints=("retest",))
+    retester = Retester(cast("Client", Api()), RULES, LIMITS, [].append)
+    retester.turn([subject, *FLEET], NOW, lambda: True)
+    assert answers == [REFUSED if is_busy else step]

@@ -140,6 +140,12 @@ def test_the_longest_ill_goes_first() -> None:
     assert [n.name for n, _, _ in plan(nodes, {}, (), Policy(share=0.5), RULES, NOW)] == ["b"]
 
 
+def test_who_is_given_back_goes_first_and_then_names_count() -> None:
+    names = [("d", SICK), ("z", None), ("a", SICK), ("y", None)]
+    nodes = [replace(out(ill) if ill else out(reported=NOW), name=name) for name, ill in names]
+    assert [n.name for n, _, _ in plan(nodes, {}, (), REBOOTS, RULES, NOW)] == ["y", "z", "a", "d"]
+
+
 def test_what_a_rollout_drives_is_left_to_it() -> None:
     """Its nodes get the taint; a host that it is working on gets nothing."""
     sets: dict[str, Any] = {"scale_set": "/set/a"}

@@ -1,0 +1,222 @@
+"""The steps of a boot on a machine that answers as told, in simulated time; what a run of the suite leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from image_builder.bake.verification import passed_verification
+from image_builder.errors import BootError, UsageError, VerifyError
+from image_builder.events import Monitor
+from image_builder.machine.ssh import SshTarget
+from image_builder.machine.vm import Vm
+from image_builder.settings import Settings
+from image_builder.system import process
+from image_builder.verify import boot as booting
+from image_builder.verify import runner
+from image_builder.verify.boot import POD_SECONDS, SYSTEM_SECONDS
+from image_builder.verify.result import Check, SuiteResult
+from image_builder.verify.stage import run as stage
+from tests.unit.verify.test_verification_report import PASSED, junit, lines
+
+
+class Machine:
+    """A machine that gives its answers one after the other, the last again and again; each takes ``seconds``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: str, seconds: float = 5.0) -> None:
+        self.now, self.seconds, self.answers = 0.0, seconds, list(answers)
+        self.ran: list[Sequence[str]] = []
+        self.files: dict[str, tuple[bytes, int]] = {}
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(booting, "time", clock)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def run(self, argv: Sequence[str], **_: object) -> SimpleNamespace:
+        self.ran.append(argv)
+        self.now += self.seconds
+        return SimpleNamespace(stdout=self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])
+
+    def put(self, data: bytes, path: str, mode: int = 0o644) -> None:
+        self.files[path] = data, mode
+
+    @property
+    def ssh(self) -> SshTarget:
+        return cast(SshTarget, self)
+
+
+@pytest.mark.parametrize(
+    ("answers", "state", "looks"),
+    [(["running\n"], "running", 1), (["", "", "degraded\n"], "degraded", 3), ([""], "starting", 241)],
+)
+def test_a_system_that_starts_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, answers: list[str], state: str, looks: int
+) -> None:
+    machine, waits = Machine(monkeypatch, *answers), list[int]()
+    assert booting.wait_for_system(machine.ssh, lambda: waits.append(1)) == state
+    assert len(machine.ran) == looks and len(waits) == looks - 1
+    assert machine.now <= SYSTEM_SECONDS + 5
+
+
+VARIABLES: dict[str, Any] = {
+    "image_layers": ["system", "container_runtime", "kubernetes"],
+    "container_runtime_pause_image": "pause:1",
+    "container_runtime_engine": "containerd",
+    "kubelet_static_pod_path": "/etc/pods",
+}
+
+
+def _start(machine: Machine, **variables: Any) -> float | None:
+    vm = cast(Vm, SimpleNamespace(seconds=12.34))
+    return booting.start_pod(vm, machine.ssh, {**VARIABLES, **variables}, Monitor(), lambda ref: ref.encode())
+
+
+@pytest.mark.parametrize(
+    ("layers", "is_given", "has_pod"),
+    [
+        (["system"], False, False),
+        (["system", "container_runtime"], True, False),
+        (VARIABLES["image_layers"], True, True),
+    ],
+)
+@pytest.mark.parametrize("preload", [[], [{"ref": "other"}], [{"ref": "pause:1"}]])
+def test_a_node_gets_a_pod_and_the_image_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+    layers: list[str],
+    is_given: bool,
+    has_pod: bool,
+    preload: list[dict[str, str]],
+) -> None:
+    machine = Machine(monkeypatch, "7 8\n")
+    seconds = _start(machine, image_layers=layers, image_preload=preload)
+    assert (seconds == 12.3) is has_pod and (seconds is None) is not has_pod
+    pod = f"/etc/pods/{booting.POD_NAME}.json"
+    is_given = is_given and {"ref": "pause:1"} not in preload
+    assert set(machine.files) == {*(["/var/tmp/pause.tar"] * is_given), *([pod] * has_pod)}
+    if has_pod:
+        data, mode = machine.files[pod]
+        assert b"pause:1" in data and mode == 0o600
+    if is_given:
+        assert ["rm", "/var/tmp/pause.tar"] in machine.ran
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_up"), [(["", "7\n", "7 8\n"], True), (["", "7 8 9\n"], True), (["7\n"], False)]
+)
+def test_a_pod_has_two_processes_in_time(
+    monkeypatch: pytest.MonkeyPatch, answers: list[str], is_up: bool
+) -> None:
+    machine = Machine(monkeypatch, *answers, seconds=0.0)
+    if is_up:
+        _start(machine, image_preload=[{"ref": "pause:1"}])
+        assert machine.now == len(answers) - 1
+        return
+    with pytest.raises(BootError):
+        _start(machine, image_preload=[{"ref": "pause:1"}])
+    assert machine.now == POD_SECONDS + 1
+
+
+@pytest.mark.parametrize(("answer", "is_on"), [("6 0 0 0 1\n", True), ("6 0 0 0 0\n", False), ("", False)])
+def test_secure_boot_is_as_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, answer: str, is_on: bool
+) -> None:
+    machine = Machine(monkeypatch, answer)
+    booting._require_secure_boot(machine.ssh, is_on)
+    with pytest.raises(BootError):
+        booting._require_secure_boot(machine.ssh, not is_on)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("16g", 16 << 30), ("512M", 512 << 20), ("3K", 3072), ("2T", 2 << 40)],
+)
+def test_a_size_is_in_powers_of_1024(text: str, size: int) -> None:
+    assert booting.parse_size(text) == size
+    assert [disk.size for disk in booting.local_disks([text, "1"])] == [size, 1]
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5G", "G", "1P", "01", "1" * 16])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        booting.parse_size(text)
+
+
+def test_a_directory_has_one_disk_and_its_size_is_the_machines(tmp_path: Path) -> None:
+    with pytest.raises(BootError):
+        booting.find_disk(tmp_path)
+    (tmp_path / "b.vhd").write_bytes(b"x" * 100)
+    (tmp_path / "a.raw").write_bytes(b"QFI\xfa".ljust(77, b"\1"))
+    assert booting.find_disk(tmp_path).name == "a.raw"
+    (tmp_path / "b.qcow2").write_bytes(b"QFI\xfb".ljust(24, b"\1") + (5 << 30).to_bytes(8, "big") + b"more")
+    (tmp_path / "a.qcow2").touch()
+    assert booting.find_disk(tmp_path).name == "a.qcow2"
+    assert booting.find_disk(tmp_path / "b.vhd").name == "b.vhd"
+    sizes = {name: booting.virtual_size(tmp_path / name) for name in ("b.qcow2", "a.raw", "b.vhd")}
+    assert sizes == {"b.qcow2": 5 << 30, "a.raw": 77, "b.vhd": 100}
+
+
+def test_facts_are_read_as_they_were_written(tmp_path: Path) -> None:
+    facts: dict[str, Any] = dict.fromkeys(runner.FACTS, "x")
+    runner.write_facts(tmp_path / "facts.json", facts)
+    assert runner.read_facts(tmp_path / "facts.json") == facts
+    runner.write_facts(tmp_path / "facts.json", {"image": "x"})
+    with pytest.raises(UsageError):
+        runner.read_facts(tmp_path / "facts.json")
+
+
+@pytest.mark.parametrize(("engine", "program"), [("docker", "docker"), ("containerd", "ctr")])
+def test_an_archive_is_loaded_by_its_engine(engine: str, program: str) -> None:
+    argv = booting.import_command(engine, "/a.tar")
+    assert (argv[0], argv[-1]) == (program, "/a.tar")
+
+
+def test_a_run_without_records_shows_the_end_of_its_output(tmp_path: Path) -> None:
+    output = "".join(f"line {number}\n" for number in range(100))
+    with pytest.raises(VerifyError) as error:
+        runner.read_results(
+            tmp_path, 3, target="t", marker="offline", seconds=1.0, output=output, log=tmp_path / "log"
+        )
+    shown = error.value.message.splitlines()
+    assert len(shown) == 1 + process.TAIL_LINES and shown[-1] == "  line 99"
+
+
+def test_a_run_leaves_its_result_and_no_report(tmp_path: Path) -> None:
+    (tmp_path / "suite.jsonl").write_text("\n".join(lines(PASSED)))
+    (tmp_path / "junit.xml").write_text(junit(PASSED))
+    found = runner.read_results(
+        tmp_path, 0, target="sandbox:/x", marker="offline", seconds=1.0, output="", log=tmp_path / "log"
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"junit.xml", "verify.json"}
+    assert json.loads((tmp_path / "verify.json").read_text()) == found.as_json()
+    assert (found.target, len(found.passed)) == ("sealed tree", 2)
+
+
+def test_a_stage_has_the_suites_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SuiteResult("t", "offline", (Check("test_a.py::test_a", "passed", 1.0),) * 3, (), 1.2345)
+    options = {"build_id": "b", "packages": [], "preload": []}
+    ctx: Any = SimpleNamespace(
+        lowers=[],
+        work=tmp_path,
+        product=tmp_path,
+        log=tmp_path / "log",
+        plan=SimpleNamespace(options=options),
+    )
+    ctx.definition, ctx.settings = SimpleNamespace(checks=None), Settings(store=tmp_path)
+    monkeypatch.setattr(stage, "open_root", lambda *_: nullcontext(SimpleNamespace(path=tmp_path)))
+    monkeypatch.setattr(stage, "definition_facts", lambda *_: dict.fromkeys(runner.FACTS, "x"))
+    monkeypatch.setattr(stage, "observe_suite", lambda *_, **__: found)
+    assert stage.run(ctx) == {"checks": 3, "not_applicable": 0}
+    assert runner.read_facts(tmp_path / "facts.json")["image"] == "x"
+    found_verdict = passed_verification(tmp_path)
+    assert (found_verdict.passed, found_verdict.seconds) == (3, 1.234)
+    monkeypatch.setattr(stage, "observe_suite", lambda *_, **__: replace(found, checks=()))
+    with pytest.raises(VerifyError):
+        stage.run(ctx)
