@@ -21,7 +21,7 @@ from image_builder.settings import REPO_ROOT
 from image_builder.system import sparse
 
 REPO = REPO_ROOT
-IMAGE = "minimal"
+IMAGE = "tiny"
 
 
 @contextmanager

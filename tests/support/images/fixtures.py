@@ -50,6 +50,12 @@ def _build(image: str, output: Path, *argv: str) -> Workplace:
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """The image without a kernel and a disk."""
+    return _build("tiny", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
 def minimal(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """The small image."""
     return _build("minimal", tmp_path_factory.mktemp("minimal"))
