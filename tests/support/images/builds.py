@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import yaml
+
 from image_builder.bake.lock import repository
 from image_builder.bake.lock.model import Lock
 from image_builder.bake.store import Store
@@ -22,6 +24,14 @@ from image_builder.system import sparse
 
 REPO = REPO_ROOT
 IMAGE = "tiny"
+
+
+def make_tiny(project: Path) -> None:
+    """Let the image of a repository that `init` made be as small as the lab's smallest one."""
+    lab = yaml.safe_load((REPO / "inventories/lab/hosts.yml").read_text())
+    path = project / "inventories/site/host_vars/node.yml"
+    path.parent.mkdir()
+    path.write_text(json.dumps(lab["all"]["children"]["images"]["hosts"][IMAGE]))
 
 
 @contextmanager
