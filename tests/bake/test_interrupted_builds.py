@@ -204,7 +204,7 @@ def _interrupt(
     locked: bool = True,
     to_all: bool = False,
 ) -> None:
-    """Send a build a signal when ``wait`` returns, after a line of a stage; it must end with the right status, and clean.
+    """Send a build a signal when ``wait`` returns, after a line of a stage; it must end with that status, and clean.
 
     Nothing else ends it: what its programs wait for takes longer, or never comes. ``to_all`` sends the signal to every
     process of the build at once, as a service manager does.

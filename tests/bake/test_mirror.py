@@ -18,7 +18,7 @@ from image_builder.errors import FetchError, LockError
 from tests.support.debian_mirror import SUITE, Repository, serve, serve_counted
 from tests.support.servers import running
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture

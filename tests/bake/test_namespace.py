@@ -13,7 +13,7 @@ import pytest
 
 from image_builder.system import namespace
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 REPO = Path(__file__).resolve().parents[2]
 _WORK = """

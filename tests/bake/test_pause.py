@@ -12,7 +12,7 @@ import pytest
 
 from image_builder.lab import pause
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 # Sleeps in rt_sigtimedwait: the number of the system call, as shown in /proc.
 _WAITING = "128"

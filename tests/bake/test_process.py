@@ -12,7 +12,7 @@ import pytest
 from image_builder.errors import CommandError
 from image_builder.system import process
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 @pytest.mark.parametrize("on_line", [None, lambda _line: None], ids=["at the end", "line by line"])

@@ -19,7 +19,7 @@ from image_builder.system import sparse
 from tests.support.images.manifests import DOCUMENTS, manifest, write
 
 # Doesn't need root, but starts processes.
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 REPO = Path(__file__).resolve().parents[2]
 OLD_ID, NEW_ID = "aa" * 32, "bb" * 32

@@ -22,7 +22,7 @@ from tests.support.debian_mirror import SUITE, Repository
 from tests.support.roles.container_runtime import render
 from tests.support.servers import running
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 LOGIN = "robot:a-canary"
 

@@ -25,7 +25,7 @@ from image_builder.verify.runner import observe_suite
 from tests.support.images.builds import Workplace
 from tests.support.ssh_server import Server
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 HEADER = """
 import os, signal, time

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.images.builds import REPO
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 MANY = 3000
 # The interval until the next signal is random and about as long as an iteration, so that signals hit it everywhere.

@@ -15,7 +15,7 @@ from image_builder.machine.ssh import SshAddress, SshTarget
 from image_builder.machine.vm import write_key
 from tests.support.ssh_server import Server
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from image_builder.node.health.settings import Settings
 from image_builder.node.net import fetch, kube
 from image_builder.node.net.kubeconfig import Access, Pem
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 @contextmanager

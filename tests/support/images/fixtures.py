@@ -22,7 +22,7 @@ from tests.support.images import programs
 from tests.support.images.builds import Workplace
 
 # The fixture of the worker that is built completely for every commit: the current one, or the one from Debian's archive
-# if the current programs are absent. The others are built nightly.
+# if the current programs are absent. Tests of the others are slow.
 WHOLE = "worker_current" if programs.DIRECTORY else "whole_worker"
 
 
@@ -32,8 +32,7 @@ def whole_workers(*names: str) -> list[Any]:
         pytest.param(
             name,
             marks=[
-                pytest.mark.image(name),
-                *([] if name == WHOLE else [pytest.mark.nightly]),
+                *([] if name == WHOLE else [pytest.mark.slow]),
                 *([] if name == "whole_worker" else [programs.needs_programs]),
             ],
         )
