@@ -147,16 +147,16 @@ def test_a_failing_check_fails_and_is_recorded(suite: Path) -> None:
     assert verdict["verdict"] == "failed" and verdict["counts"]["failed"] == 1
 
 
-def test_the_command_keeps_the_record_of_what_failed(minimal: Workplace, tmp_path: Path) -> None:
+def test_the_command_keeps_the_record_of_what_failed(tiny: Workplace, tmp_path: Path) -> None:
     """The tree doesn't contain a single program."""
     (tmp_path / "tree/etc").mkdir(parents=True)
     places = (
         "--facts",
-        minimal.artefact / "facts.json",
+        tiny.artefact / "facts.json",
         "--output",
         tmp_path / "out",
         "--store",
-        minimal.store,
+        tiny.store,
     )
     pages = ("--annotations", "github", "verify", tmp_path / "tree", "--summary", tmp_path / "summary.md")
     done = subprocess.run(

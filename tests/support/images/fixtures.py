@@ -97,9 +97,9 @@ def worker_gpu(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 @pytest.fixture(scope="session")
-def tools_tree(minimal: Workplace) -> Path:
+def tools_tree(tiny: Workplace) -> Path:
     """The tools tree, as a root."""
-    return minimal.object("tools") / "product" / "tree"
+    return tiny.object("tools") / "product" / "tree"
 
 
 @pytest.fixture
