@@ -13,6 +13,7 @@ from image_builder.bake.plan.resolve import requirements, resolve
 from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, ImageDisk, load_inventory
 from image_builder.definition.model import Format
+from image_builder.errors import SpaceError
 from image_builder.settings import REPO_ROOT
 
 
@@ -58,5 +59,5 @@ def test_what_fits_on_no_disk_needs_none(tiny: ImageDefinition) -> None:
     small = replace(tiny, disk=ImageDisk.model_validate({"root_size_mib": 1024}))
     lock = _lock(small, size=1 << 30)
     space.check_root(lock, small)
-    with pytest.raises(space.SpaceError):
+    with pytest.raises(SpaceError):
         space.check_root(lock, replace(small, formats=("raw",)))
