@@ -257,12 +257,13 @@ def _left_out(definition: ImageDefinition, lock: Lock, plan: Plan, store: Store)
 def _goals(plan: Plan, extensions: Extensions, stop_after: str | None) -> list[str]:
     """Return the stages that a build is for; all others run only if one of these needs them. Raises UsageError.
 
-    A publication reads the records of the disk and the first preload, too.
+    A publication reads the records of the disk, if there is one, and of the first preload, too.
     """
     names = [stage.name for stage in plan.stages]
     if not stop_after:
         preloads = [stage.name for stage in plan.stages if stage.kind == preload.KIND.name]
-        return [extensions.verification.name, DISK, CONVERT, *preloads[:1]]
+        disks = [name for name in names if name == DISK]
+        return [extensions.verification.name, *disks, CONVERT, *preloads[:1]]
     if stop_after not in names:
         raise UsageError(f"{plan.image} has no stage `{stop_after}`", hint=f"its stages: {', '.join(names)}")
     return [stop_after]

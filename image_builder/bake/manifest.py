@@ -147,13 +147,18 @@ class Manifest(Strict):
     lock_sha256: Sha256 = Field(description="Digest of the lock's content.")
     artefacts: tuple[Artefact, ...]
     documents: tuple[Document, ...]
-    disk: Disk
+    disk: Disk | None = Field(description="null for an image that can't boot: there is only a tar.")
     preload: Preload | None = Field(None, description="null when nothing is preloaded.")
     verification: Verification
     stages: tuple[Stage, ...]
     packages: tuple[Package, ...]
     warnings: tuple[str, ...] = Field((), description="Warnings about the image for operators.")
     tools: Mapping[str, str] = Field(description="Programs that the build used, and their versions.")
+
+    @property
+    def secure_boot(self) -> SecureBoot | None:
+        """Return what the build proved of the disk's boot loader."""
+        return self.disk.secure_boot if self.disk else None
 
     def render(self) -> bytes:
         """Return manifest.json."""

@@ -88,7 +88,6 @@ def publish(
     if len(preloads) == 1:  # of several, only the first one's images are published
         _require_packed(plan, store, preloads[0])
     unlocked = preload.unlocked(definition, lock)
-    disk = _facts(store, plan.stage("disk").id)
     kinds = {s.name: s.kind for s in plan.stages}
     manifest = Manifest(
         image=definition.name,
@@ -99,9 +98,7 @@ def publish(
         lock_sha256=digest(lock.as_json()),
         artefacts=artefacts,
         documents=tuple(_document(name, data) for name, data in documents.items()),
-        disk=manifests.Disk.model_validate_json(
-            json.dumps({k: disk[k] for k in manifests.Disk.model_fields})
-        ),
+        disk=_disk(_facts(store, plan.stage("disk").id)) if "disk" in kinds else None,
         preload=_preload(preloads[0], _facts(store, preloads[0].id), unlocked) if preloads else None,
         verification=result,
         stages=tuple(
@@ -157,6 +154,11 @@ def publish_files(
 def _facts(store: Store, stage_id: str) -> Mapping[str, Any]:
     facts: Mapping[str, Any] = store.meta(stage_id)["facts"]
     return facts
+
+
+def _disk(facts: Mapping[str, Any]) -> manifests.Disk:
+    """Return the manifest's record of a finished disk."""
+    return manifests.Disk.model_validate_json(json.dumps({k: facts[k] for k in manifests.Disk.model_fields}))
 
 
 def _preload(stage: StagePlan, facts: Mapping[str, Any], unlocked: Mapping[str, str]) -> manifests.Preload:

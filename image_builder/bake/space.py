@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from image_builder.bake.lock.model import Lock
 from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.stages.disk import has_disk
 from image_builder.bake.stages.disk.run import Content, minimal_root_mib
 from image_builder.bake.stages.kind import MIB, Sizes
 from image_builder.bake.stages.layer import WRITTEN
@@ -84,7 +85,7 @@ def check_root(lock: Lock, definition: ImageDefinition) -> None:
     A tree that barely passes may still be refused when the disk is made, since only then can it be measured.
     """
     declared = definition.disk.root_size_mib
-    if declared == "auto":
+    if declared == "auto" or not has_disk(definition):
         return
     sizes = _sizes(lock, definition)
     least = minimal_root_mib(Content(int(sizes.tree * _CERTAIN), 0))

@@ -245,7 +245,11 @@ class BuilderVariables(Strict):
     image_disk: ImageDisk = Field(
         default_factory=lambda: ImageDisk.model_validate({}), description="The disk's partitions."
     )
-    image_formats: tuple[Format, ...] = Field(("raw",), min_length=1, description="Artifacts to publish.")
+    image_formats: tuple[Format, ...] = Field(
+        ("raw",),
+        min_length=1,
+        description="Artifacts to publish. `[tar]` with `system_bootable: false` makes no disk.",
+    )
     image_kernel_args: tuple[KernelArg, ...] = Field(
         (), description="Arguments added to the kernel command line; the builder sets `root=`."
     )

@@ -158,7 +158,7 @@ def _certificate(manifest: Manifest, facts: Path) -> str:
     document = facts.read_bytes()
     _require_listed(manifest, _FACTS, document)
     pem = json.loads(document).get("variables", {}).get(_CERTIFICATE)
-    if not pem or manifest.disk.secure_boot is None:
+    if not pem or manifest.secure_boot is None:
         return ""
     der = x509.load_pem_x509_certificate(str(pem).encode()).public_bytes(serialization.Encoding.DER)
     return base64.b64encode(der).decode()

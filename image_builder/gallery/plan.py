@@ -175,7 +175,7 @@ def next_version(existing: Iterable[str], today: date) -> str:
 
 
 def _security_type(target: Target, artefact: Artefact) -> str:
-    default = "TrustedLaunchSupported" if artefact.manifest.disk.secure_boot else "Standard"
+    default = "TrustedLaunchSupported" if artefact.manifest.secure_boot else "Standard"
     return target.settings.security_type or default
 
 

@@ -1,4 +1,4 @@
-"""A copy of a store with a finished build of the small image, which a test may break."""
+"""A copy of a store with a finished build of the smallest image, which a test may break."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.support.images.builds import Workplace
 
 
 @pytest.fixture
-def workplace(copies: Callable[[Workplace], Workplace], minimal: Workplace) -> Workplace:
-    """Return a copy of the small image's store."""
-    return copies(minimal)
+def workplace(copies: Callable[[Workplace], Workplace], tiny: Workplace) -> Workplace:
+    """Return a copy of the smallest image's store."""
+    return copies(tiny)
 
 
 @pytest.fixture
-def published(workplace: Workplace, minimal: Workplace) -> dict[str, str]:
+def published(workplace: Workplace, tiny: Workplace) -> dict[str, str]:
     """Provide an earlier, good build's artifact."""
-    return workplace.take_artefact(minimal)
+    return workplace.take_artefact(tiny)

@@ -18,7 +18,7 @@ import pytest
 
 from image_builder.settings import REPO_ROOT
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 # The contents of the repository, by file. `first` and `second` are two inventories of one command line.
 FILES = {

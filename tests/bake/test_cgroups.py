@@ -11,7 +11,7 @@ import pytest
 
 from image_builder.system import cgroups
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 def test_another_builds_start_takes_no_empty_group_away() -> None:

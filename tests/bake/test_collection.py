@@ -128,7 +128,7 @@ def test_roles_and_plugins_work_by_their_full_names(host: BootedHost, collection
     assert "promote" in host.run(PROGRAM, "--help").output
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_layers_change_hosts_of_any_group(host: BootedHost, collections: Path) -> None:
     argv: Sequence[str] = ("image_builder.node.layers.system", "-e", "target_hosts=nodes")
     play(host, collections, *argv)

@@ -16,10 +16,10 @@ from image_builder.cli import init
 from image_builder.errors import DefinitionError, FetchError, LockError, UsageError
 from image_builder.settings import REPO_ROOT
 from tests.support.galaxy import Galaxy, build_collection
-from tests.support.images.builds import Workplace
+from tests.support.images.builds import Workplace, make_tiny
 from tests.support.servers import running
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 FILTER = """
 class FilterModule:
     def filters(self):
@@ -100,7 +100,7 @@ def test_what_is_asked_for_is_locked_and_installed_once(repository: Repository) 
     assert repository.run("collections").count("there already") == 2, "nobody was asked"
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_lock_installs_the_same_anywhere(repository: Repository) -> None:
     repository.run("collections")
     shutil.rmtree(repository.installed.parent)
@@ -144,7 +144,7 @@ def _contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_server_that_fails_leaves_what_is_there(repository: Repository) -> None:
     repository.run("collections")
     before = (repository.path / "collections.lock").read_text()
@@ -156,7 +156,7 @@ def test_a_server_that_fails_leaves_what_is_there(repository: Repository) -> Non
     assert [entry.name for entry in repository.installed.parent.iterdir()] == ["ansible_collections"]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_collections_of_an_address_and_of_git_are_locked_too(repository: Repository) -> None:
     source = repository.path.parent / "sources/acme.text-2.0.0"
     for words in (
@@ -198,9 +198,10 @@ def test_without_requirements_there_is_nothing_to_install(repository: Repository
     assert "has no requirements.yml" in repository.run("collections", status=UsageError.exit_code)
 
 
-@pytest.mark.nightly
-def test_an_image_is_baked_with_what_a_collection_brings(minimal: Workplace, repository: Repository) -> None:
-    repository = Repository(repository.path, repository.galaxy, repository.url, minimal.store)
+@pytest.mark.slow
+def test_an_image_is_baked_with_what_a_collection_brings(tiny: Workplace, repository: Repository) -> None:
+    repository = Repository(repository.path, repository.galaxy, repository.url, tiny.store)
+    make_tiny(repository.path)
     repository.run("collections")
     repository.galaxy.down = True
     check = repository.path / "checks/test_site_banner.py"

@@ -87,7 +87,7 @@ def interactive(shell: str, home: Path) -> Iterator[Shell]:
 
 
 @pytest.mark.parametrize(
-    "shell", ["bash", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("zsh", "fish"))]
+    "shell", ["bash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zsh", "fish"))]
 )
 def test_a_shell_completes(shell: str, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()

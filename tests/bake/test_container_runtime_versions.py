@@ -21,7 +21,7 @@ from image_builder.errors import CommandError
 from image_builder.system import process
 from image_builder.system.environment import environment
 
-pytestmark = [pytest.mark.root, pytest.mark.nightly]
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "golden" / "container_runtime"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")

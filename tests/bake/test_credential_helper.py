@@ -12,7 +12,7 @@ import pytest
 from image_builder.bake.pull.credentials import VARIABLE, Credentials, credentials_for
 from image_builder.errors import PullError
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 SECRET = "s3cret-canary"
 

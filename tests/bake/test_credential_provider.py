@@ -116,7 +116,7 @@ def is_refused(running: Kubelet, image: LockedImage) -> bool:
     return any("ErrImagePull" in line and image.ref in line for line in running.complaints())
 
 
-@pytest.mark.parametrize("seconds", [0, pytest.param(2 * PROVIDER_SECONDS, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seconds", [0, pytest.param(2 * PROVIDER_SECONDS, marks=pytest.mark.slow)])
 def test_a_provider_reads_what_joining_wrote(worker: Workplace, tmp_path: Path, seconds: int) -> None:
     found = isolated(pull, worker, NEWER_ENGINE, os.fspath(program(VERSION, tmp_path)), str(seconds))
     assert found["joined"] == 0 and found["problems"] == []

@@ -23,9 +23,7 @@ pytestmark = pytest.mark.root
 _BELOW = {"containerd": WHOLE, "docker": "worker"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.image(below)) for name, below in _BELOW.items()]
-)
+@pytest.mark.parametrize("name", _BELOW)
 def test_every_check_sees_its_mutations(request: pytest.FixtureRequest, tmp_path: Path, name: str) -> None:
     (tmp_path / "roles").mkdir()
     below: Workplace = request.getfixturevalue(_BELOW[name])

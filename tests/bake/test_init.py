@@ -1,8 +1,7 @@
-"""A user's own repository is created only where nothing exists yet, and nothing is written elsewhere."""
+"""A user's own repository is found from its directory, and what is wrong with it is shown where a CI looks."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -30,49 +29,6 @@ def test_a_new_repository_is_valid_and_is_found_from_its_directory(tmp_path: Pat
     assert run("images", cwd=place).stdout == "node\n"
     checked = run("validate", cwd=place)
     assert (checked.returncode, checked.stdout) == (0, "node: no problems\n"), checked.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "pipeline"),
-    [
-        ((), ".github/workflows/image.yml"),
-        (("--ci", "github"), ".github/workflows/image.yml"),
-        (("--ci", "azure"), "azure-pipelines.yml"),
-        (("--ci", "gitlab"), ".gitlab-ci.yml"),
-    ],
-)
-def test_the_pipeline_is_of_one_service(tmp_path: Path, options: tuple[str, ...], pipeline: str) -> None:
-    made = run("init", "images", *options, "--json", cwd=tmp_path)
-    files = json.loads(made.stdout)["files"]
-    pipelines = [".github/workflows/image.yml", "azure-pipelines.yml", ".gitlab-ci.yml"]
-    assert [name for name in pipelines if name in files] == [pipeline]
-    assert (tmp_path / "images" / pipeline).stat().st_size and "README.md" in files
-
-
-def test_another_service_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    done = run("init", "images", "--ci", "jenkins", cwd=tmp_path)
-    assert done.returncode == UsageError.exit_code and "azure, github, gitlab" in done.stderr
-    assert not (tmp_path / "images").exists()
-
-
-@pytest.mark.parametrize(
-    ("target", "reason"),
-    [
-        ("full", "is not an empty directory"),
-        ("file", "is not an empty directory"),
-        ("file/below", "Not a directory"),
-        (os.fspath(REPO_ROOT / "mine"), "is in image-builder's own checkout"),
-    ],
-)
-def test_where_something_is_already_nothing_is_written(tmp_path: Path, target: str, reason: str) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/one").touch()
-    (tmp_path / "file").touch()
-    before = sorted(tmp_path.rglob("*"))
-    done = run("init", target, cwd=tmp_path)
-    assert done.returncode == UsageError.exit_code and reason in done.stderr, done
-    assert sorted(tmp_path.rglob("*")) == before
-    assert not (REPO_ROOT / "mine").exists()
 
 
 def test_a_configuration_without_an_inventory_is_told(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from image_builder.cli import init
 from image_builder.errors import HostError, UsageError
 from image_builder.settings import LAUNCHER
-from tests.support.images.builds import Workplace
+from tests.support.images.builds import Workplace, make_tiny
 from tests.support.installed import Installed, build_wheel, install
 
 pytestmark = pytest.mark.root
@@ -40,21 +40,22 @@ def place(tmp_path: Path) -> Path:
     return place
 
 
-def test_ids_are_those_of_a_checkout(installed: Installed, minimal: Workplace, place: Path) -> None:
+def test_ids_are_those_of_a_checkout(installed: Installed, tiny: Workplace, place: Path) -> None:
     """With the same lock, nothing is rebuilt: what a checkout made is taken from the store."""
-    where = ("--store", minimal.store, "--output", place / "output")
-    built = installed.run("build", "minimal", "--locked", minimal.lock, *where, "--json", cwd=place)
+    where = ("--store", tiny.store, "--output", place / "output")
+    built = installed.run("build", "tiny", "--locked", tiny.lock, *where, "--json", cwd=place)
     assert built.returncode == 0, built.stderr
     stages = json.loads(built.stdout)["stages"]
     assert len(stages) > 5 and all(stage["cached"] for stage in stages)
 
 
-@pytest.mark.nightly
-def test_a_repository_of_ones_own_is_built(installed: Installed, minimal: Workplace, place: Path) -> None:
+@pytest.mark.slow
+def test_a_repository_of_ones_own_is_built(installed: Installed, tiny: Workplace, place: Path) -> None:
     started = installed.run("init", "ours", cwd=place)
     assert started.returncode == 0, started.stderr
     assert not list((place / "ours").rglob("__pycache__"))
-    ours, store = place / "ours", ("--store", minimal.store)
+    ours, store = place / "ours", ("--store", tiny.store)
+    make_tiny(ours)
     assert installed.run("validate", cwd=ours).stdout == "node: no problems\n"
     plan = installed.run("plan", "node", *store, "--json", cwd=ours)
     assert plan.returncode == 0, plan.stderr
@@ -80,7 +81,7 @@ def test_missing_packages_are_named_before_anything_is_done(installed: Installed
     text = table.read_text()
     table.write_text(text.replace("/usr/bin/mmdebstrap", "/nonexistent/mmdebstrap"))
     try:
-        done = installed.run("build", "minimal", "--store", place / "store", cwd=place)
+        done = installed.run("build", "tiny", "--store", place / "store", cwd=place)
     finally:
         table.write_text(text)
     assert done.returncode == HostError.exit_code
@@ -90,16 +91,16 @@ def test_missing_packages_are_named_before_anything_is_done(installed: Installed
 
 def test_rights_that_are_missing_are_named(installed: Installed, place: Path) -> None:
     store = ("--store", place / "store")
-    done = installed.run("build", "minimal", *store, cwd=place, prefix=WITHOUT_RIGHTS)
+    done = installed.run("build", "tiny", *store, cwd=place, prefix=WITHOUT_RIGHTS)
     assert done.returncode == HostError.exit_code
     assert "this process lacks CAP_SYS_ADMIN, CAP_MKNOD" in done.stderr and "hint:" in done.stderr
     lacks = installed.run("doctor", *store, "--json", cwd=place, prefix=WITHOUT_RIGHTS)
     assert lacks.returncode == HostError.exit_code
     assert "build" not in json.loads(lacks.stdout)["ready"]
-    done = installed.run("build", "minimal", *store, cwd=place, prefix=USER)
+    done = installed.run("build", "tiny", *store, cwd=place, prefix=USER)
     assert done.returncode == HostError.exit_code and "this needs root" in done.stderr
     in_namespace = ("unshare", "--user", "--map-root-user")
-    done = installed.run("build", "minimal", *store, cwd=place, prefix=in_namespace)
+    done = installed.run("build", "tiny", *store, cwd=place, prefix=in_namespace)
     assert done.returncode == HostError.exit_code and "user namespace" in done.stderr
     assert list(place.iterdir()) == []
 
@@ -110,13 +111,13 @@ def test_what_an_ordinary_user_may_do(installed: Installed, place: Path) -> None
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "minimal" in run("images").split()
-    assert run("validate", "minimal") == "minimal: no problems\n"
+    assert "tiny" in run("images").split()
+    assert run("validate", "tiny") == "tiny: no problems\n"
     store = ("--store", place / "store")
-    assert "packages" in run("lock", "minimal", *store)
-    assert len(json.loads(run("plan", "minimal", *store, "--json"))["stages"]) > 5
+    assert "packages" in run("lock", "tiny", *store)
+    assert len(json.loads(run("plan", "tiny", *store, "--json"))["stages"]) > 5
     assert {path.owner() for path in place.iterdir()} == {"nobody"}
-    roots = installed.run("lock", "minimal", "--store", place.parent / "store", cwd=place, prefix=USER)
+    roots = installed.run("lock", "tiny", "--store", place.parent / "store", cwd=place, prefix=USER)
     assert roots.returncode == HostError.exit_code and "--store DIR" in roots.stderr
 
 

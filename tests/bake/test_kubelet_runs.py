@@ -90,10 +90,10 @@ def live(lab: Lab, version: str, path: str) -> Result:
     ("version", "engine"),
     [
         ("1.31.14", "containerd"),
-        pytest.param("1.35.6", "containerd_2", marks=pytest.mark.nightly),
+        pytest.param("1.35.6", "containerd_2", marks=pytest.mark.slow),
         ("1.36.2", "containerd_2"),
-        pytest.param("1.31.14", "containerd_2", marks=pytest.mark.nightly),
-        pytest.param("1.35.6", "containerd", marks=pytest.mark.nightly),
+        pytest.param("1.31.14", "containerd_2", marks=pytest.mark.slow),
+        pytest.param("1.35.6", "containerd", marks=pytest.mark.slow),
     ],
 )
 def test_pods_of_preloaded_images_run(worker: Workplace, version: str, engine: str, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def collect(lab: Lab, version: str, path: str) -> Result:
     return result
 
 
-@pytest.mark.parametrize("engine", [pytest.param("containerd", marks=pytest.mark.nightly), "containerd_2"])
+@pytest.mark.parametrize("engine", [pytest.param("containerd", marks=pytest.mark.slow), "containerd_2"])
 def test_a_kubelet_deletes_unpinned_images_and_no_others(
     worker: Workplace, engine: str, tmp_path: Path
 ) -> None:
@@ -431,7 +431,7 @@ def test_a_pod_has_the_network_that_is_baked_into_the_image(
     assert found["ended"], "its address is free again"
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_an_archive_without_a_declared_plugin_ends_the_bake(
     place: Workplace, worker_current: Workplace, bake_network: Callable[[Sequence[str]], Ended]
 ) -> None:

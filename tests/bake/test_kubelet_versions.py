@@ -18,7 +18,7 @@ from tests.support.images.builds import Workplace
 from tests.support.images.programs import needs_programs
 from tests.support.nodes.kubelets import VERSIONS, complaints, program
 
-pytestmark = [pytest.mark.root, pytest.mark.nightly]
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "golden" / "kubelet"
 

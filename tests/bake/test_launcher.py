@@ -18,7 +18,7 @@ import pytest
 from image_builder import errors
 from image_builder.settings import REPO_ROOT
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 NOBODY = 65534
 TABLE = "image_builder/system/host.txt"

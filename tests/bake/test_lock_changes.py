@@ -17,7 +17,7 @@ from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
 from tests.support.debian_mirror import SUITE, Repository, serve
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Molecule scenarios of roles, on the trees of a real image: converge, idempotence, check mode, the role's own tests.
 
-Each takes half a minute or more, so every commit runs one and the nightly run all. The scenario of `nvidia` has the
+Each takes half a minute or more, so every commit runs one; all others are slow. The scenario of `nvidia` has the
 trees of the GPU image and a stand-in for the container toolkit (tests/support/images/toolkits.py), that of
 `container_runtime` Debian's engines, and all others the small image and the packages of today's worker.
 """
@@ -30,7 +30,7 @@ EVERY_COMMIT = "network_accounting"
 # The image whose packages a scenario gets in addition to those of its trees.
 PACKAGES = {EVERY_COMMIT: "minimal", "container_runtime": "worker"}
 ROLES = [
-    pytest.param(path.name, marks=[] if path.name == EVERY_COMMIT else pytest.mark.nightly)
+    pytest.param(path.name, marks=[] if path.name == EVERY_COMMIT else pytest.mark.slow)
     for path in sorted((REPO / "roles").iterdir())
     if path.is_dir()
 ]
@@ -75,7 +75,7 @@ def test_scenario(role: str, surroundings: dict[str, str]) -> None:
     assert "passed" in output
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_scenario_of_a_users_role(minimal: Workplace, tmp_path: Path) -> None:
     """The scenario is as `image-builder init` writes it, in its own repository."""
     shutil.copytree(init.TEMPLATE, tmp_path / "images")

@@ -1,6 +1,6 @@
 """Every verification check can fail: each gets a good image with one thing broken, and must turn red.
 
-The image is today's worker and, at night, the others, which are built if needed. A bare tree works too:
+The image is today's worker; the others are slow, and built if needed. A bare tree works too:
 ``IMAGE_BUILDER_SEALED_TREE`` lists its layers, topmost first, separated by colons, and ``IMAGE_BUILDER_FACTS`` names
 its facts.json.
 """

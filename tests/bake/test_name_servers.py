@@ -16,7 +16,7 @@ import pytest
 
 from image_builder.settings import SUITE
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 ANSWERS, IS_SILENT, MISTAKES, IS_AWAY = (f"127.0.3.{number}" for number in range(1, 5))
 

@@ -55,7 +55,7 @@ from tests.support.images import programs
 from tests.support.images.builds import REPO
 from tests.support.nodes import joins
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 JOINING = REPO / "docs/how-to/join-nodes.md"
 NODE_A, NODE_B = "vmss-h100-a00000a", "vmss-h100-a00000b"

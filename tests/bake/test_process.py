@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,15 +11,13 @@ import pytest
 from image_builder.errors import CommandError
 from image_builder.system import process
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 @pytest.mark.parametrize("on_line", [None, lambda _line: None], ids=["at the end", "line by line"])
 def test_a_timeout_does_not_wait_for_a_grandchild(on_line: Callable[[str], None] | None) -> None:
-    started = time.monotonic()
     with pytest.raises(CommandError, match="timed out after 0.5 s"):
-        process.run(["sh", "-c", "sleep 20 & wait"], timeout=0.5, on_line=on_line)
-    assert time.monotonic() - started < 10
+        process.run(["sh", "-c", "sleep 3600 & wait"], timeout=0.5, on_line=on_line)
 
 
 @pytest.mark.parametrize("on_line", [None, print])
@@ -29,10 +26,8 @@ def test_a_program_is_ended_with_what_it_started_once_it_is_to_stop(
 ) -> None:
     stop = threading.Event()
     threading.Timer(0.5, stop.set).start()
-    started = time.monotonic()
     with process.stopped_by(stop), pytest.raises(CommandError, match="exit status -9"):
-        process.run(["sh", "-c", "sleep 20 & wait"], on_line=on_line)
-    assert time.monotonic() - started < 10
+        process.run(["sh", "-c", "sleep 3600 & wait"], on_line=on_line)
     assert process.run(["true"]).returncode == 0
 
 

@@ -23,7 +23,7 @@ from tests.support.images.builds import REPO, Workplace, offered_packages
 from tests.support.images.fixtures import WHOLE
 from tests.support.nodes.booted import BootedHost, booted
 
-pytestmark = [pytest.mark.root, pytest.mark.nightly, pytest.mark.image(WHOLE), programs.needs_programs]
+pytestmark = [pytest.mark.root, pytest.mark.slow, programs.needs_programs]
 
 PROGRAMS = "/run/programs"
 ELSEWHERE = {"image_seal", "nvidia"}
@@ -78,7 +78,6 @@ def test_readmes_play(role: str, host: BootedHost) -> None:
     converge(host, readme_play(role), *settings(host))
 
 
-@pytest.mark.image("worker")
 def test_image_preload_with_docker(minimal: Workplace, worker: Workplace, tmp_path: Path) -> None:
     """Run its README's play with the other engine, from Debian's archive, as the comment there describes."""
     play = readme_play("image_preload")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from image_builder.machine.ssh import SshAddress, SshTarget
 from image_builder.machine.vm import write_key
 from tests.support.ssh_server import Server
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture
@@ -59,10 +58,8 @@ def test_large_output_comes_whole(target: SshTarget) -> None:
 
 
 def test_command_that_hangs_is_given_up(target: SshTarget) -> None:
-    started = time.monotonic()
     with pytest.raises(CommandError, match="timed out after 0.5 s"):
-        target.run(["sleep", "600"], timeout=0.5)
-    assert time.monotonic() - started < 300
+        target.run(["sleep", "3600"], timeout=0.5)
 
 
 def test_lost_connection_is_made_again(target: SshTarget, server: Server) -> None:

@@ -19,7 +19,7 @@ from image_builder.pool.steps.suite import Runs, Suite
 from image_builder.settings import REPO_ROOT
 from image_builder.system import process
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 CHECKS = """\
 import os

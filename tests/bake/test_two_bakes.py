@@ -149,7 +149,6 @@ def test_seal_disk_and_artefacts_are_the_same_again(
     _assert_same_products(minimal, place, "disk", "convert")
 
 
-@pytest.mark.image(WHOLE)
 def test_preload_store_and_rehearsal_are_the_same_again(
     copies: Callable[[Workplace], Workplace], request: pytest.FixtureRequest
 ) -> None:
@@ -160,7 +159,7 @@ def test_preload_store_and_rehearsal_are_the_same_again(
     _assert_same_rehearsals(built, place)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_whole_worker_is_the_same_again(
     copies: Callable[[Workplace], Workplace], whole_worker: Workplace
 ) -> None:

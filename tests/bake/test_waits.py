@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,28 +24,23 @@ from image_builder.node.health.settings import Settings
 from image_builder.node.net import fetch, kube
 from image_builder.node.net.kubeconfig import Access, Pem
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 @contextmanager
 def trickling(head: bytes) -> Iterator[int]:
-    """Serve a port that sends ``head`` and then a byte at a time; yield its number.
+    """Serve a port that sends ``head`` and then a byte at a time until the block ends; yield its number.
 
-    It does so for much longer than a client may listen, but not forever: a client that keeps listening fails, and
-    doesn't hang.
+    So it's never the peer that ends what a client waits for.
     """
     over = threading.Event()
 
     def serve(listening: socket.socket) -> None:
         connection, _ = listening.accept()
-        with connection:
+        with connection, suppress(OSError):
             connection.sendall(head)
-            until = time.monotonic() + 20
-            while not over.wait(0.05) and time.monotonic() < until:
-                try:
-                    connection.sendall(b"x")
-                except OSError:
-                    return
+            while not over.wait(0.05):
+                connection.sendall(b"x")
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=serve, args=(listening,))
@@ -67,11 +62,8 @@ HEADS = [
 
 @pytest.mark.parametrize("head", HEADS)
 def test_a_peer_that_trickles_does_not_keep_a_question(head: bytes) -> None:
-    with trickling(head) as port:
-        began = time.monotonic()
-        with pytest.raises(TimeoutError, match="no whole answer within 0.5 s"):
-            fetch.ask(f"http://127.0.0.1:{port}/", headers={}, seconds=0.5)
-        assert time.monotonic() - began < 3
+    with trickling(head) as port, pytest.raises(TimeoutError, match="no whole answer within 0.5 s"):
+        fetch.ask(f"http://127.0.0.1:{port}/", headers={}, seconds=0.5)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -83,10 +75,8 @@ def test_an_api_server_that_trickles_does_not_keep_a_request(
         plain = http.client.HTTPConnection("127.0.0.1", port)
         monkeypatch.setattr(kube.Client, "_connect", lambda _self: plain)
         access = Access(f"https://127.0.0.1:{port}", Pem(text=""))
-        began = time.monotonic()
         with kube.Client(access, timeout=0.5) as client, pytest.raises(kube.KubeError):
             client.request("GET", "/version")
-        assert time.monotonic() - began < 3
 
 
 def test_a_deadline_that_passes_before_there_is_a_connection_ends_the_request(
@@ -99,14 +89,12 @@ def test_a_deadline_that_passes_before_there_is_a_connection_ends_the_request(
     with trickling(HEADERS) as port:
         plain = http.client.HTTPConnection("127.0.0.1", port)
         monkeypatch.setattr(kube.Client, "_connect", connect)
-        began = time.monotonic()
         access = Access(f"https://127.0.0.1:{port}", Pem(text=""))
         with (
             kube.Client(access, timeout=0.5) as client,
             pytest.raises(kube.KubeError, match="no answer in time"),
         ):
             client.request("GET", "/version")
-        assert time.monotonic() - began < 3
 
 
 def test_a_deadline_ends_a_request_on_an_open_connection_without_another_try(
@@ -129,15 +117,14 @@ def test_a_deadline_ends_a_request_on_an_open_connection_without_another_try(
 
 
 def test_what_a_program_started_does_not_keep_its_caller(tmp_path: Path) -> None:
-    """It holds the output open long after the program itself was killed."""
+    """It holds the output open, and still runs when the caller has its answer."""
     noted, seconds = tmp_path / "pid", 0.25
     noted.touch()
     while not noted.read_text():  # on a busy machine, it is killed before it gets that far
         seconds *= 2
-        began = time.monotonic()
         with pytest.raises(ProgramError, match=f"did not end within {seconds:g} s$") as caught:
-            child.run(["sh", "-c", f"sleep 60 & echo $! > {noted}; wait"], timeout=seconds)
-        assert caught.value.status == 124 and time.monotonic() - began < seconds + 20
+            child.run(["sh", "-c", f"sleep 3600 & echo $! > {noted}; wait"], timeout=seconds)
+        assert caught.value.status == 124
     os.kill(int(noted.read_text()), signal.SIGKILL)
 
 
@@ -145,13 +132,11 @@ def test_a_program_that_can_not_be_killed_is_left_and_named(monkeypatch: pytest.
     """No test can have a process in the kernel's D state: one that is never killed stands for it."""
     monkeypatch.setattr(child, "END_SECONDS", 0.3)
     monkeypatch.setattr(subprocess.Popen, "kill", lambda _self: None)
-    began = time.monotonic()
     with pytest.raises(ProgramError, match=r"process \d+ hangs in the kernel"):
-        child.run(["sleep", "30"], timeout=0.3)
-    assert time.monotonic() - began < 5
+        child.run(["sleep", "3600"], timeout=0.3)
     process = child._abandoned.pop()
     os.kill(process.pid, signal.SIGKILL)
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
 
 
 def _is_alive(pid: int) -> bool:
@@ -164,15 +149,13 @@ def _is_alive(pid: int) -> bool:
 
 def test_what_leads_a_group_takes_it_along(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
-    script = ["sh", "-c", f"sleep 30 & echo $! > {noted}.new; mv {noted}.new {noted}; wait"]
+    script = ["sh", "-c", f"sleep 3600 & echo $! > {noted}.new; mv {noted}.new {noted}; wait"]
     with child.Child(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, own_group=True) as program:
         while not noted.exists():
             assert program.wait(0.05) is None and not program.has_ended()
         assert program.end() and program.status == -signal.SIGKILL
-    until = time.monotonic() + 10
-    while _is_alive(int(noted.read_text())) and time.monotonic() < until:
+    while _is_alive(int(noted.read_text())):
         time.sleep(0.01)
-    assert not _is_alive(int(noted.read_text()))
 
 
 def test_what_has_ended_is_known_before_it_is_reaped() -> None:
@@ -185,7 +168,7 @@ def test_what_has_ended_is_known_before_it_is_reaped() -> None:
 def test_a_block_that_raises_leaves_no_program(tmp_path: Path) -> None:
     with (
         pytest.raises(ZeroDivisionError),
-        child.Child(["sleep", "30"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program,
+        child.Child(["sleep", "3600"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program,
     ):
         raise ZeroDivisionError
     assert program.status == -signal.SIGKILL and program.stdout is not None and program.stdout.closed
@@ -203,7 +186,7 @@ def test_a_watched_program_reports_its_progress_and_its_failure(tmp_path: Path) 
         child.watch(script, progress, reports.append, 0.1, 0.2)
     assert caught.value.status == 3 and reports[0].startswith("under way, ")
     with pytest.raises(ProgramError, match=r"got no further for 0\.2 s, stuck") as late:
-        child.watch(["sleep", "30"], lambda _pid: (0, "stuck"), reports.append, 0.05, 0.2)
+        child.watch(["sleep", "3600"], lambda _pid: (0, "stuck"), reports.append, 0.05, 0.2)
     assert late.value.status == child.LATE
 
 
@@ -219,14 +202,13 @@ def test_input_and_output_are_the_programs_own() -> None:
 
 def test_a_lock_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    holder = subprocess.Popen(["flock", "--no-fork", path, "sleep", "30"])
+    holder = subprocess.Popen(["flock", "--no-fork", path, "sleep", "3600"])
     try:
         while _is_free(path):
             time.sleep(0.02)
-        began = time.monotonic()
         with pytest.raises(TimeoutError, match=r"for more than 0\.3 s"), files.lock(path, 0.3):
             pass
-        assert time.monotonic() - began < 3
+        assert holder.poll() is None
     finally:
         holder.kill()
         holder.wait()
@@ -267,16 +249,16 @@ def test_a_drive_that_does_not_answer_is_left(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(storage, "read_page", hang)
     outcome = storage.check_drives(look)
     assert [(one.code, one.action) for one in outcome.findings] == [("drive.hung", "reboot")]
-    with subprocess.Popen(["sleep", "60"]) as stuck:
+    asked = tmp_path / "asked"
+    monkeypatch.setattr(storage, "read_page", lambda _device: asked.touch())
+    with subprocess.Popen(["sleep", "3600"]) as stuck:
         memory = {"hung": [stuck.pid, apart.started(stuck.pid)]}
-        monkeypatch.setattr(storage, "_SECONDS", 30.0)
-        began = time.monotonic()
         again = storage.check_drives(Look(Settings(), look.places, 0.0, memory))
-        assert again.memory == memory and time.monotonic() - began < 15, "asked beside one that hangs"
+        assert again.memory == memory and not asked.exists(), "asked beside one that hangs"
         stuck.kill()
 
 
 @pytest.mark.parametrize(("status", "is_up"), [(b"200 OK", True), (b"503 no", False)])
 def test_only_a_kubelet_that_says_so_is_up(status: bytes, is_up: bool) -> None:
     with trickling(b"HTTP/1.1 " + status + b"\r\nContent-Length: 3\r\n\r\n") as port:
-        assert fetch.is_up(f"http://127.0.0.1:{port}/healthz", 5) is is_up
+        assert fetch.is_up(f"http://127.0.0.1:{port}/healthz", 60) is is_up

@@ -6,8 +6,8 @@
            └─> lab_images ··> preload ─> preload_store ─> rehearsal ┘
                               (in the tree of container_runtime)
 
-A stage's own folder says what it is and needs. No network, clock or root privileges are used: only the definition,
-the lock and the files of this program are read.
+A stage's own folder says what it is and needs, and which images have it. No network, clock or root privileges are
+used: only the definition, the lock and the files of this program are read.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tests.support.images import programs
 from tests.support.images.builds import Workplace
 
 # The fixture of the worker that is built completely for every commit: the current one, or the one from Debian's archive
-# if the current programs are absent. The others are built nightly.
+# if the current programs are absent. Tests of the others are slow.
 WHOLE = "worker_current" if programs.DIRECTORY else "whole_worker"
 
 
@@ -32,8 +32,7 @@ def whole_workers(*names: str) -> list[Any]:
         pytest.param(
             name,
             marks=[
-                pytest.mark.image(name),
-                *([] if name == WHOLE else [pytest.mark.nightly]),
+                *([] if name == WHOLE else [pytest.mark.slow]),
                 *([] if name == "whole_worker" else [programs.needs_programs]),
             ],
         )
@@ -47,6 +46,12 @@ def _build(image: str, output: Path, *argv: str) -> Workplace:
     assert done.status == 0, done.stderr
     stopped = tuple(stage["id"] for stage in done.result["stages"]) if argv else ()
     return dataclasses.replace(place, made=stopped)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """The image without a kernel and a disk."""
+    return _build("tiny", tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
@@ -92,9 +97,9 @@ def worker_gpu(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 @pytest.fixture(scope="session")
-def tools_tree(minimal: Workplace) -> Path:
+def tools_tree(tiny: Workplace) -> Path:
     """The tools tree, as a root."""
-    return minimal.object("tools") / "product" / "tree"
+    return tiny.object("tools") / "product" / "tree"
 
 
 @pytest.fixture

@@ -18,6 +18,14 @@ from image_builder.bake.manifest import (
 from image_builder.bake.verification import Verification
 
 BUILD_ID = "ab" * 32
+DISK = Disk(
+    disk_uuid="40a4a6b2-d4b0-48b9-9d20-226ca6b985e1",
+    bytes=1 << 30,
+    partitions=(Partition(number=1, name="esp", type="t", uuid="u", start=1 << 20, size=512 << 20),),
+    kernel="6.12.107+deb13-cloud-amd64",
+    kernel_args=("root=PARTUUID=u", "rw"),
+    secure_boot=None,
+)
 DOCUMENTS = {"verify.json": b'{"verdict": "passed"}\n', "facts.json": b"{}\n"}
 
 
@@ -44,14 +52,7 @@ def manifest(files: dict[str, bytes], **changes: Any) -> Manifest:
         "documents": tuple(
             Document(name=n, bytes=len(d), sha256=hashlib.sha256(d).hexdigest()) for n, d in DOCUMENTS.items()
         ),
-        "disk": Disk(
-            disk_uuid="40a4a6b2-d4b0-48b9-9d20-226ca6b985e1",
-            bytes=1 << 30,
-            partitions=(Partition(number=1, name="esp", type="t", uuid="u", start=1 << 20, size=512 << 20),),
-            kernel="6.12.107+deb13-cloud-amd64",
-            kernel_args=("root=PARTUUID=u", "rw"),
-            secure_boot=None,
-        ),
+        "disk": DISK,
         "verification": Verification(
             marker="offline", verdict="passed", passed=60, not_applicable=2, seconds=3.5
         ),

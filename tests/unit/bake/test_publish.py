@@ -28,7 +28,7 @@ from image_builder.events import Monitor
 from image_builder.node import files
 from image_builder.settings import Settings
 from image_builder.system import sparse
-from tests.support.images.manifests import BUILD_ID, DOCUMENTS, artefact, manifest, write
+from tests.support.images.manifests import BUILD_ID, DISK, DOCUMENTS, artefact, manifest, write
 
 FILES = {"worker.raw": b"disk" * 1000, "worker.vhd": b"disk" * 1000 + b"footer"}
 
@@ -266,7 +266,7 @@ def _built(tmp_path: Path) -> tuple[ImageDefinition, Lock, Plan, Store, Settings
         "convert": {"worker.raw": b"disk"},
     }
     told = {
-        "disk": manifest({}).disk.model_dump(mode="json") | {"content_bytes": 1},
+        "disk": DISK.model_dump(mode="json") | {"content_bytes": 1},
         "convert": {"files": [artefact("worker.raw", b"disk").model_dump()]},
     }
     for stage in plan.stages:
@@ -301,6 +301,15 @@ def test_the_stages_of_a_build_are_published(tmp_path: Path) -> None:
     inode = path.stat().st_ino
     assert publish.publish(*built, Monitor()) == path
     assert path.stat().st_ino == inode
+
+
+def test_an_image_without_a_disk_is_published(tmp_path: Path) -> None:
+    definition, lock, plan, store, settings, stages = _built(tmp_path)
+    plan = Plan(plan.image, tuple(stage for stage in plan.stages if stage.name != "disk"))
+    stages = [stage for stage in stages if stage["name"] != "disk"]
+    path = publish.publish(definition, lock, plan, store, settings, stages, Monitor())
+    told = manifests.load((path / "manifest.json").read_bytes())
+    assert told.disk is None and told.secure_boot is None
 
 
 def test_what_an_operator_ought_to_know_of_a_lock_is_in_the_manifest(tmp_path: Path) -> None:

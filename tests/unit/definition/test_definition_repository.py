@@ -58,7 +58,7 @@ def test_inventory_is_sound(name: str) -> None:
 def test_lab_needs_nothing_but_debian() -> None:
     inventory, needs = _read("lab")
     current = {"worker_current", "worker_current_docker", "worker_join_current"}
-    debians = ("minimal", "worker_gpu", "worker", "worker_join", "worker_containerd")
+    debians = ("minimal", "tiny", "worker_gpu", "worker", "worker_join", "worker_containerd")
     assert sorted(inventory.images) == sorted({*debians, *current})
     for image in debians:
         assert [n.repositories for n in needs[image]] == [()] * len(needs[image])

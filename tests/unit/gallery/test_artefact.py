@@ -17,7 +17,7 @@ from image_builder.gallery import artefact
 from image_builder.gallery.artefact import Artefact
 from image_builder.lab import certificate
 from tests.support.arm.place import MIB, suite, write_build
-from tests.support.images.manifests import manifest
+from tests.support.images.manifests import DISK
 
 Damage = Callable[[Path, Path], object]
 
@@ -144,7 +144,7 @@ def test_the_certificate_of_the_images_modules_is_taken_where_secure_boot_asks_f
 ) -> None:
     pem = certificate.make("modules", tmp_path).ca.read_text()
     facts = json.dumps({"variables": {"nvidia_certificate": pem}}).encode()
-    disk = manifest({}).disk.model_copy(update={"secure_boot": SECURE if is_secure else None})
+    disk = DISK.model_copy(update={"secure_boot": SECURE if is_secure else None})
     build = write_build(tmp_path / "output", size=2 * MIB, data=MIB, facts=facts, disk=disk).build_id[:12]
     folder, boot = tmp_path / "output/worker" / build, tmp_path / "output/boot" / build
     built = artefact.read(folder, boot, unverified=False)

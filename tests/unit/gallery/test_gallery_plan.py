@@ -27,6 +27,7 @@ from image_builder.gallery.plan import (
     require_free,
 )
 from tests.support.arm.place import MIB, SETTINGS, TRUSTED, write_build
+from tests.support.images.manifests import DISK
 
 NOW = datetime(2026, 11, 25, 22, 30, tzinfo=UTC)
 
@@ -81,9 +82,7 @@ def test_only_a_definition_that_refuses_disks_gets_its_versions_from_a_managed_i
     for key in ("tags", "location"):
         assert bodies["image"][key] == bodies["disk"][key]
     assert bodies["version"]["properties"]["storageProfile"] == {"source": {"id": image}}
-    secure = built.manifest.model_copy(
-        update={"disk": built.manifest.disk.model_copy(update={"secure_boot": object()})}
-    )
+    secure = built.manifest.model_copy(update={"disk": DISK.model_copy(update={"secure_boot": object()})})
     assert needs_image(_target(), replace(built, manifest=secure))
     for other in (None, "Standard", "TrustedLaunch"):
         plan = _plan(built, security_type=other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from image_builder.bake.plan.model import StagePlan
-from image_builder.bake.stages.disk import DISK, PER_TREE
+from image_builder.bake.stages.disk import DISK, PER_TREE, has_disk
 from image_builder.bake.stages.kind import Draft, Need, Sizes, StageKind
 from image_builder.bake.stages.root import TOOLS
 from image_builder.bake.stages.seal import SEAL
@@ -23,7 +23,8 @@ def _plan(draft: Draft) -> Iterator[StagePlan]:
         "build_id": draft.id(SEAL),
         "source_date_epoch": draft.lock.source_date_epoch,
     }
-    inputs = {DISK: draft.id(DISK), TOOLS: draft.id(TOOLS)}
+    made_from = (DISK, TOOLS) if has_disk(draft.definition) else (TOOLS,)
+    inputs = {name: draft.id(name) for name in made_from}
     yield StagePlan(CONVERT, KIND.name, options, draft.code(KIND), draft.tree_ids, inputs)
 
 

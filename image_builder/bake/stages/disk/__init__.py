@@ -9,6 +9,7 @@ from image_builder.bake.stages.kind import MIB, Draft, Need, Sizes, StageKind
 from image_builder.bake.stages.root import TOOLS
 from image_builder.bake.stages.seal import SEAL
 from image_builder.canonical import JSON
+from image_builder.definition import ImageDefinition, resolved_variables
 
 DISK = "disk"
 # Bytes of a disk per byte of tree.
@@ -16,7 +17,15 @@ PER_TREE = 1.05
 _BOOT_FILES = 150 * MIB
 
 
+def has_disk(definition: ImageDefinition) -> bool:
+    """Return whether an image has a disk: an image that can't boot, and is published only as a tar, has none."""
+    bootable = resolved_variables(definition).get("system_bootable", True)
+    return bootable is not False or set(definition.formats) != {"tar"}
+
+
 def _plan(draft: Draft) -> Iterator[StagePlan]:
+    if not has_disk(draft.definition):
+        return
     options: dict[str, JSON] = {
         "disk": draft.definition.disk.model_dump(mode="json"),
         "kernel_args": draft.definition.kernel_args,
