@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
 import random
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -18,12 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.node.data_root import Link
 from image_builder.node.preload_settings import BYTES_PER_SECOND
 from image_builder.node.promote import batches
 from image_builder.node.promote.copy import copy_tree
-from image_builder.node.promote.plan import REST, Item
-from image_builder.node.promote.workers import Job, running
 from image_builder.system import namespace
 from tests.support.stores.promotion import (
     MB,
@@ -300,40 +294,6 @@ def test_the_engines_own_changes_stay(tools_tree: Path) -> None:
         "gone": [False, None, True],
         "pulled": [False, ["pulled"], True],
     }
-
-
-# -- the processes that copy -------------------------------------------------------------------------------------
-
-
-def test_none_is_left_where_another_can_not_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = tmp_path / "layer"
-    os.mkfifo(layer)  # opening it blocks, as on a disk that hangs
-    item = Item(Link(tmp_path / "link", layer, "", directory=False), 0, REST)
-    job = Job([item, item], tmp_path / "staging", 0.0, flush=False)
-    job.staging.mkdir()
-    fork, started = os.fork, list[int]()
-
-    def fork_once() -> int:
-        if started:
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        started.append(child := fork())
-        return child
-
-    monkeypatch.setattr(os, "fork", fork_once)
-    files = len(os.listdir("/proc/self/fd"))
-    try:
-        with pytest.raises(BlockingIOError), running(job, 2, 0):
-            raise AssertionError("half of them are there")
-        with pytest.raises(ChildProcessError):
-            os.waitpid(started[0], os.WNOHANG)
-        assert len(os.listdir("/proc/self/fd")) == files
-    finally:
-        with contextlib.suppress(ChildProcessError):
-            if os.waitpid(started[0], os.WNOHANG) == (0, 0):
-                os.kill(started[0], signal.SIGKILL)
-                os.waitpid(started[0], 0)
 
 
 def test_the_default_rate_is_a_number_of_megabytes() -> None:

@@ -7,10 +7,12 @@ import os
 import signal
 import ssl
 import subprocess
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,8 +91,10 @@ def test_one_that_nobody_waits_for_does_not_stay(
 ) -> None:
     for name in ("_SERVING", "_STATE", "_CA"):
         monkeypatch.setattr(lab_service, name, tmp_path / name)
-    monkeypatch.setattr(lab_service, "_START_SECONDS", 60.0 if interrupts else 1.0)
     monitor = _Impatient(interrupts=interrupts)
+    # An hour passes once it has reported its PID.
+    clock = SimpleNamespace(monotonic=lambda: 3600.0 * bool(monitor.pid), sleep=time.sleep)
+    monkeypatch.setattr(lab_service, "time", clock)
     with pytest.raises(error):
         lab_service.start(["sh", "-c", 'echo "12:00:00 $$"; exec sleep 60'], tmp_path, monitor)
     assert monitor.pid and not Path(f"/proc/{monitor.pid}").exists()

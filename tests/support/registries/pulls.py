@@ -123,6 +123,7 @@ class _Host:
         with suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
+        subprocess.run(["rm", "-rf", "--one-file-system", self.base], check=True)
 
     @property
     def serves(self) -> bool:
@@ -135,19 +136,25 @@ class _Host:
         base.mkdir()
         told = {"module": module, "name": name, "words": words, "base": os.fspath(base)}
         assert self._process.stdin and self._process.stdout
+        status = ""
         try:
-            self._process.stdin.write(f"{json.dumps(told)}\n")
-            self._process.stdin.flush()
-            if not select.select([self._process.stdout], [], [], seconds)[0]:
-                self._process.kill()
-            if self._process.stdout.readline() != "0\n":
+            with suppress(OSError):
+                self._process.stdin.write(f"{json.dumps(told)}\n")
+                self._process.stdin.flush()
+            if select.select([self._process.stdout], [], [], seconds)[0]:
+                status = self._process.stdout.readline()
+            if status != "0\n":
                 logs = [*base.glob("*.log"), self.base / "host.log"]
                 raise AssertionError(
                     "\n".join(f"-- {p}\n{p.read_text(errors='replace')[-3000:]}" for p in logs)
                 )
             return json.loads((base / "result.json").read_text())
         finally:
-            subprocess.run(["rm", "-rf", "--one-file-system", base], check=True)
+            if status:
+                subprocess.run(["rm", "-rf", "--one-file-system", base], check=True)
+            else:  # it is gone, or hangs, or nobody waits for it any longer
+                self._process.kill()
+                self.close()
 
 
 _HOSTS: dict[tuple[str, Sequence[Path]], _Host] = {}
@@ -228,6 +235,7 @@ def child(path: str) -> int:
         with registry.serve(Path(told["tools"]), storage, base / "registry", writable=True) as served:
             for order in orders:
                 one = json.loads(order)
+                importlib.import_module(one["module"])  # once for all forks
                 status = namespace.run_isolated(lambda: _play(one, told, served, storage))  # noqa: B023
                 answers.write(f"{status}\n")
                 answers.flush()
