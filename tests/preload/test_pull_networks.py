@@ -14,16 +14,18 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import urllib3
 
+from image_builder.bake.lock import requirements
 from image_builder.bake.lock.requirements import node_network
 from image_builder.bake.pull import containerd_engine, docker_engine, registry
 from image_builder.bake.pull.network import Network
 from image_builder.bake.pull.reference import parse
 from image_builder.bake.pull.registry import locate
+from image_builder.definition import ImageDefinition
 from image_builder.system import namespace, process
 from image_builder.system.sandbox import Root, open_root
 from tests.support.images.builds import Workplace
@@ -80,7 +82,7 @@ def walk(lab: Lab, variable: str) -> Result:
             ref = "docker.io/library/walked:1"
             settings[variable] = {"docker.io": [{"url": f"https://{OUTSIDE}"}]}
         network = _network(lab, settings)
-        poor = _network(lab, {name: value for name, value in settings.items() if name != variable})
+        poor = _declared({name: value for name, value in settings.items() if name != variable})
         result: Result = {"without": told(lambda: locate(ref, PLATFORM, {}, poor.mirrors, poor.outbound))[0]}
         counts = [len(proxy.requests)]
         located = locate(ref, PLATFORM, {}, network.mirrors, network.outbound)
@@ -108,8 +110,15 @@ def _name_here(lab: Lab) -> None:
 def _network(lab: Lab, settings: Mapping[str, Any]) -> Network:
     """Return what a definition with these variables says about the network."""
     image = "worker" if lab.engine == "docker" else "worker_containerd"
-    declaration = Declaration(image, json.dumps(settings) if settings else "{}", ())
+    declaration = Declaration(image, json.dumps(settings), ())
     return node_network(define(declaration, lab.folder("inventory")))
+
+
+def _declared(settings: Mapping[str, Any]) -> Network:
+    """Return the same without evaluating a definition."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requirements, "resolved_variables", lambda _: dict(settings))
+        return node_network(cast(ImageDefinition, None))
 
 
 def _pull_as_a_node(lab: Lab, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,12 +199,8 @@ def lose_the_mirror(lab: Lab) -> Result:
     lab.names = {OUTSIDE: endpoint.address}
     _name_here(lab)
     authorities = {"company": endpoint.ca.read_text()}
-    network = _network(
-        lab,
-        {
-            _CERTIFICATES: authorities,
-            _MIRRORS: {"docker.io": [{"url": f"https://{OUTSIDE}"}]},
-        },
+    network = _declared(
+        {_CERTIFICATES: authorities, _MIRRORS: {"docker.io": [{"url": f"https://{OUTSIDE}"}]}}
     )
     located = {
         name: locate(f"docker.io/library/{name}:1", PLATFORM, {}, network.mirrors, network.outbound)
