@@ -13,7 +13,7 @@ import pytest
 
 from image_builder.bake.lock.model import LockedImage
 from tests.support.images.builds import Workplace
-from tests.support.registries.pulls import MB, Lab, every_engine, family, isolated, with_each_engine
+from tests.support.registries.pulls import EACH, ENGINES, MB, Lab, family, isolated, with_each_engine
 from tests.support.stores.data_roots import layers_in, links_in, state_of, trees, two_images
 from tests.support.stores.seeds import (
     AGENT,
@@ -37,9 +37,15 @@ pytestmark = pytest.mark.root
 _DEBIAN_12 = "containerd_debian12"
 
 
-@pytest.fixture(scope="module", params=[*every_engine(), pytest.param(_DEBIAN_12, marks=pytest.mark.nightly)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *EACH,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (*ENGINES, _DEBIAN_12) if n not in EACH),
+    ],
+)
 def programs(request: pytest.FixtureRequest) -> str:
-    """Return which release of an engine is tested."""
+    """Return which release of an engine is tested: Debian 13's others are history's (test_preload_seed_history.py)."""
     return str(request.param)
 
 
@@ -166,7 +172,7 @@ def _files(here: Node, image: LockedImage) -> Result:
 
 @pytest.fixture(scope="module")
 def lived(place: Workplace, programs: str) -> Result:
-    found: Result = with_each_engine(live, place, programs, seconds=600)
+    found: Result = with_each_engine(live, place, programs)
     return found
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from tests.support.images.builds import Workplace
-from tests.support.registries.pulls import ENGINES, MB, Lab, with_each_engine
+from tests.support.registries.pulls import MB, Lab, with_each_engine
 from tests.support.stores.data_roots import LAYERS, NAMES, layers_in, links_in, state_of, two_images
 from tests.support.stores.seeds import (
     Baked,
@@ -21,7 +19,6 @@ from tests.support.stores.seeds import (
     bake,
     differences,
     full_disk,
-    kill_after,
     kill_when,
     listing,
     node,
@@ -37,11 +34,6 @@ OTHER_PATCH = {
     "docker": "Docker version 26.1.99, build 1234567",
     "containerd": "containerd github.com/containerd/containerd 1.7.99~ds1 1234567",
 }
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 # -- a disk with a history ---------------------------------------------------------------------------------------
@@ -150,7 +142,7 @@ def _clock(here: Node, baked: Baked) -> Result:
 def _race(here: Node, blank: Result) -> Result:
     here.blank()
     agents = [here.agent() for _ in range(4)]
-    said = sorted(agent.communicate(timeout=60)[0].decode() for agent in agents)
+    said = sorted(agent.communicate()[0].decode() for agent in agents)
     return {
         "race": said,
         "race_exits": [agent.returncode for agent in agents],
@@ -198,7 +190,7 @@ def _full(lab: Lab, baked: Baked) -> Result:
 
 @pytest.fixture(scope="module")
 def history(worker: Workplace, engine: str) -> Result:
-    found: Result = with_each_engine(disks, worker, engine, seconds=600)
+    found: Result = with_each_engine(disks, worker, engine)
     return found
 
 
@@ -291,27 +283,24 @@ def test_a_full_disk_leaves_nothing_half_made(history: Result) -> None:
 
 
 def killed(lab: Lab) -> Result:
-    """Kill the agent at many moments, then let it start again."""
+    """Kill the agent at each step, then let it start again. (Where it writes what: test_power_cuts.py.)"""
     images = [lab.push(f"image{n}", *[1000] * 12) for n in range(3)]
     baked = bake(lab, images)
-    found: Result = {"moments": [], "wrong": []}
+    found: Result = {"died": [], "wrong": []}
     with node(lab, baked.opt) as here:
         here.seed()
         good, marker = listing(here.data), here.marker()
-        here.blank()
-        started = time.monotonic()
-        here.seed()
-        seconds = time.monotonic() - started
-        for name, kill in [*_landmarks(here), *_delays(seconds)]:
-            here.blank()
-            child = here.agent()
-            died = kill(child)
-            state = state_of(here)
+        for name, happened in _steps(here).items():
+            # A busy machine may see the step when it is over.
+            for _ in range(20):
+                here.blank()
+                if kill_when(here.agent(), happened):
+                    found["died"].append(name)
+                    break
             if here.marker() and differences(good, listing(here.data)):
                 found["wrong"].append([name, "there is a marker, and the data root is not whole"])
             here.shut_down()
             again = here.seed()
-            found["moments"].append([name, died, bool(state), here.data.exists()])
             wrong = differences(good, listing(here.data))
             if wrong or again["state"] != "ok" or here.marker() != marker:
                 found["wrong"].append([name, wrong, again])
@@ -322,37 +311,26 @@ def killed(lab: Lab) -> Result:
     return found
 
 
-def _landmarks(here: Node) -> list[tuple[str, Callable[[Any], bool]]]:
+def _steps(here: Node) -> dict[str, Callable[[], bool]]:
     staging = here.disk / ".node/staging/seed"
     layers = staging / LAYERS[here.lab.engine][0]
 
     def some(count: int) -> Callable[[], bool]:
         return lambda: layers.is_dir() and len(os.listdir(layers)) >= count
 
-    moments: dict[str, Callable[[], bool]] = {
+    return {
         "mounted": lambda: os.path.ismount(here.store),
         "staging": staging.exists,
         "names": (staging / NAMES[here.lab.engine]).exists,
         "renamed": here.data.exists,
-        "draft of the marker": (here.disk / f".node/seed/.{here.lab.engine}.json.new").exists,
-        **{f"{count} layers": some(count) for count in (1, 5, 10, 20, 30)},
+        **{f"{count} layers": some(count) for count in (1, 5, 20)},
     }
-    return [(name, lambda child, m=moment: kill_when(child, m)) for name, moment in moments.items()]  # type: ignore[misc]
 
 
-def _delays(seconds: float) -> list[tuple[str, Callable[[Any], bool]]]:
-    return [
-        (f"{number}/12", lambda child, n=number: kill_after(child, seconds * n / 12))  # type: ignore[misc]
-        for number in range(3, 12)
-    ]
-
-
-def test_an_agent_that_is_killed_at_any_moment_leaves_nothing_that_counts(
+def test_an_agent_that_is_killed_at_any_step_leaves_nothing_that_counts(
     worker: Workplace, engine: str
 ) -> None:
-    found = with_each_engine(killed, worker, engine, seconds=600)
+    found = with_each_engine(killed, worker, engine)
     assert found["wrong"] == []
     assert found["has"] == [True, True, True]
-    died = {name for name, died, *_ in found["moments"] if died}
-    assert {"mounted", "staging", "1 layers", "5 layers"} <= died, found["moments"]
-    assert len(died) >= 10, found["moments"]
+    assert {"mounted", "staging", "1 layers", "5 layers"} <= set(found["died"])

@@ -231,9 +231,9 @@ def container(node: Node) -> Result:
         [sys.executable, "-c", _READER, merged, stop], stdout=subprocess.PIPE, text=True
     )
     assert reader.stdout and reader.stdout.readline() == "ready\n"
-    time.sleep(0.2)
+    _wait_for_a_round(reader, merged / "written")
     section = node.promote()
-    time.sleep(0.3)
+    _wait_for_a_round(reader, merged / "written")
     stop.touch()
     rounds, wrong = map(int, reader.communicate()[0].split())
     (merged / "written").unlink()
@@ -253,6 +253,13 @@ def container(node: Node) -> Result:
         "new": sorted(n for n in before if n != "." and _seen(after.get(n)) != _seen(before[n])),
         "entries": len(before),
     }
+
+
+def _wait_for_a_round(reader: subprocess.Popen[str], written: Path) -> None:
+    """Wait until the reader has begun and ended a round; it writes a byte after each."""
+    rounds = written.stat().st_size if written.exists() else 0
+    while reader.poll() is None and not (written.exists() and written.stat().st_size > rounds + 1):
+        time.sleep(0.01)
 
 
 def _seen(facts: tuple[object, ...] | None) -> tuple[object, ...]:

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.root
 # -- interrupted -------------------------------------------------------------------------------------------------
 
 
-def killed(node: Node, seed: str) -> Result:
+def killed(node: Node) -> Result:
     names = [f"layer{n}" for n in range(8)]
     fill_with_everything(node.layer("layer0"))
     for number, name in enumerate(names[1:]):
@@ -49,7 +49,7 @@ def killed(node: Node, seed: str) -> Result:
     node.tell(names, bytes_per_second=24 * MB)
     node.pack()
     node.seed_docker(names)
-    chance, differences, counts = random.Random(int(seed)), [], [len(node.left())]
+    chance, differences, counts = random.Random(1), [], [len(node.left())]
     for _ in range(6):
         child = node.start()
         time.sleep(chance.uniform(0.1, 1.6))
@@ -70,9 +70,8 @@ def killed(node: Node, seed: str) -> Result:
     }
 
 
-@pytest.mark.parametrize("seed", ["1", pytest.param("2", marks=pytest.mark.nightly)])
-def test_killed_at_any_moment_a_name_leads_to_a_whole_layer(tools_tree: Path, seed: str) -> None:
-    found = isolated(killed, tools_tree, seed)
+def test_killed_at_any_moment_a_name_leads_to_a_whole_layer(tools_tree: Path) -> None:
+    found = isolated(killed, tools_tree)
     assert found["differences"] == []
     assert found["counts"] == sorted(found["counts"], reverse=True), "a copy became a link again"
     assert found["left"] == [] and found["scraps"] == []
@@ -86,12 +85,11 @@ def terminated(node: Node) -> Result:
     node.pack()
     node.seed_docker(["one"])
     child = node.start()
-    deadline = time.monotonic() + 20
-    while len(node.scraps()) < 20 and time.monotonic() < deadline:
+    while len(node.scraps()) < 20 and child.poll() is None:
         time.sleep(0.02)
     under_way = len(node.scraps())
     child.send_signal(signal.SIGTERM)
-    status = child.wait(10)
+    status = child.wait()
     return {"under way": under_way, "status": status, "scraps": node.scraps(), "left": node.left()}
 
 
@@ -110,7 +108,7 @@ def two_agents(node: Node) -> Result:
     node.pack()
     node.seed_docker(names)
     first, second = node.start(), node.start()
-    statuses = [first.wait(60), second.wait(60)]
+    statuses = [first.wait(), second.wait()]
     section = node.section()
     node.mount_store()
     return {
@@ -211,7 +209,8 @@ def damaged_store(node: Node) -> Result:
     chance = random.Random(5)
     for name in ("one", "two"):
         words = [chance.randbytes(6) for _ in range(500)]
-        (node.layer(name) / "file").write_bytes(b"".join(chance.choice(words) for _ in range(2_000_000)))
+        # Repeated beyond what LZ4 looks back.
+        (node.layer(name) / "file").write_bytes(b"".join(chance.choices(words, k=200_000)) * 10)
     node.make_disk(256 * MB)
     node.tell(["one", "two"], workers=1)
     node.pack()
@@ -347,11 +346,9 @@ def test_a_program_that_gets_no_further_is_ended(tmp_path: Path) -> None:
     archive = tmp_path / "archive"
     archive.write_bytes(bytes(100))
     said: list[str] = []
-    started = time.monotonic()
     with pytest.raises(ProgramError) as caught:
         # A directory without filesystem statistics: only what is read counts.
         load(
             [sys.executable, "-c", _STALLED, str(archive)], archive, tmp_path / "none", said.append, 0.1, 0.5
         )
-    assert time.monotonic() - started < 50
     assert caught.value.status == 124 and "got no further for 0.5 s" in caught.value.message and said

@@ -14,7 +14,7 @@ from image_builder.node.data_root import Link
 from image_builder.node.promote.plan import REST, Item
 from image_builder.node.promote.workers import Job, running
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 def test_none_is_left_where_another_can_not_be_started(

@@ -57,7 +57,7 @@ def filled(lab: Lab) -> Result:
         # More than 85 % full, so promotion stops.
         _fill(disk / "scratch", leave=_SIZE // 10)
         child = here.agent("promote")
-        child.communicate(timeout=60)
+        child.communicate()
         found["promotion"] = here.status()["promotion"]
         found["links"] = links_in(here)
         os.truncate(disk / "scratch", 40 * MB)
@@ -82,7 +82,7 @@ def filled(lab: Lab) -> Result:
         found["healed"] = here.seed()
         with here.engine() as running:
             child = here.agent("preload")
-            found["said"] = child.communicate(timeout=120)[0].decode()
+            found["said"] = child.communicate()[0].decode()
             found["has"] = [running.has(image) for image in (one, two, pulled)]
             found["runs"] = [running.try_out(image) for image in (one, two)]
         found["precious"] = (volume / "precious").read_text()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.registries.pulls import ENGINES
+from tests.support.registries.pulls import EACH
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=EACH)
 def engine(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -1,7 +1,7 @@
-"""``node-agent preload`` with real engines: Docker 20.10 and 26.1, containerd 1.6 and 1.7.
+"""``node-agent preload`` with real engines: today's; and Docker 20.10 and 26.1, containerd 1.6 and 1.7.
 
-Their packages are Debian's, unpacked into a scratch directory. Each scenario is one script in namespaces of its own,
-without a network: a first engine makes the archive, which is loaded into a second one with a blank disk.
+Their packages are unpacked into a scratch directory. Each scenario is one script in namespaces of its own, without a
+network: a first engine makes the archive, which is loaded into a second one with a blank disk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import shutil
 import sys
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from image_builder.lab import pause
 from image_builder.settings import REPO_ROOT
 from image_builder.system import process
 from image_builder.system.environment import environment
+from tests.support.images import programs
 from tests.support.registries import preload_scripts as scripts
 
 pytestmark = pytest.mark.root
@@ -35,6 +36,7 @@ NODE = REPO_ROOT / "image_builder/node"
 GOLDEN = REPO_ROOT / "tests/unit/golden/container_runtime"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 TWO = "registry.lab.internal/two/layers:2.0"
+TODAY = [f"repository/{name}.deb" for name in ("docker-ce_28.*", "docker-ce-cli_28.*", "containerd.io_2.1.*")]
 RELEASES = {
     "bookworm": ("20.10", "1.6", ["docker.io", "containerd", "runc"]),
     "trixie": ("26.1", "1.7", ["docker.io", "docker-cli", "containerd", "runc"]),
@@ -43,11 +45,15 @@ RELEASES = {
 
 @dataclass(frozen=True)
 class Engines:
-    """The programs of one Debian release, and the names of the renderings for them."""
+    """The programs of today or of one Debian release, and the names of the renderings for them.
+
+    ``archives`` is the folder of what they made of both images.
+    """
 
     tree: Path
     docker: str
     containerd: str
+    archives: Path
 
 
 @dataclass(frozen=True)
@@ -67,19 +73,38 @@ class Ran:
         return found
 
 
-@pytest.fixture(scope="module", params=[pytest.param("bookworm", marks=pytest.mark.nightly), "trixie"])
+HERE = "today" if all(map(programs.find, TODAY)) else "trixie"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[HERE, *(pytest.param(name, marks=pytest.mark.slow) for name in RELEASES if name != HERE)],
+)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    docker, containerd, names = RELEASES[request.param]
     work = tmp_path_factory.mktemp(request.param)
-    apt = Apt(work / "apt", debian_sources(request.param, ("main",), KEYRING, None), "amd64")
+    docker, containerd, names = RELEASES.get(request.param, ("28", "2.1", []))
+    packages = (
+        _of_debian(work, request.param, names) if names else [p for n in TODAY for p in programs.find(n)]
+    )
+    for path in packages:
+        process.run(["dpkg-deb", "--extract", path, work / "tree"])
+    made = Engines(work / "tree", docker, containerd, work / "archives")
+    for name, script in (("docker", scripts.DOCKER_ARCHIVE), ("containerd", scripts.CONTAINERD_ARCHIVE)):
+        _run(made, made.archives / name, script)
+        (made.archives / name / f"{name}.tar").rename(made.archives / f"{name}.tar")
+    (made.archives / "containerd/pause_digest").rename(made.archives / "pause_digest")
+    return made
+
+
+def _of_debian(work: Path, release: str, names: Sequence[str]) -> Sequence[Path]:
+    """Fetch packages of a release."""
+    apt = Apt(work / "apt", debian_sources(release, ("main",), KEYRING, None), "amd64")
     apt.update()
     addresses = {source.id: source.uri for source in apt.sources}
     packages = [package for package in apt.install(names) if package.name in names]
     wanted = [Download(p.name, f"{addresses[p.repository]}/{p.path}", p.sha256, p.size) for p in packages]
     (work / "cache").mkdir()
-    for path in fetch(wanted, work / "cache", work).values():
-        process.run(["dpkg-deb", "--extract", path, work / "tree"])
-    return Engines(work / "tree", docker, containerd)
+    return list(fetch(wanted, work / "cache", work).values())
 
 
 def _tar(members: Mapping[str, bytes]) -> bytes:
@@ -212,10 +237,9 @@ def _run(engines: Engines, scratch: Path, script: str) -> Ran:
             *("--propagation", "private", "--mount-proc"),
             *("sh", "-c", scripts.COMMON + script, "sh", scratch),
             *(GOLDEN / f"containerd-{engines.containerd}.toml", GOLDEN / f"docker-{engines.docker}.json"),
-            *(engines.tree, sys.executable, pause.REFERENCE, TWO),
+            *(engines.tree, sys.executable, pause.REFERENCE, TWO, engines.archives),
         ],
         env={"PATH": path},
-        timeout=180,
     )
     return Ran(scratch)
 

@@ -65,7 +65,7 @@ def _argv(tools: Path, base: Path, body: str) -> list[str]:
 
 def _run(tools: Path, base: Path, body: str) -> Any:
     """Run ``body`` in namespaces of its own; return its JSON output, or None if there is none."""
-    done = subprocess.run(_argv(tools, base, body), cwd=REPO, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(_argv(tools, base, body), cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout) if done.stdout else None
 
@@ -79,11 +79,16 @@ def test_image_comes_back_as_it_was_pushed(tools_tree: Path, tmp_path: Path) -> 
     got = _run(
         tools_tree,
         tmp_path,
+        "from concurrent.futures import ThreadPoolExecutor\n"
         "image = pause_image()\n"
-        "with registry.serve(tools, storage, scratch, writable=True) as served:\n"
-        "    digest = images.push(served, 'pause', '1.0', image)\n"
-        "    assert images.push(served, 'pause', '1.0', image) == digest == image.digest\n"
-        "    log = served.log.read_text()\n"
+        "def push():\n"
+        "    with registry.serve(tools, storage, scratch, writable=True) as served:\n"
+        "        digest = images.push(served, 'pause', '1.0', image)\n"
+        "        assert images.push(served, 'pause', '1.0', image) == digest == image.digest\n"
+        "        return digest, served.log.read_text()\n"
+        # The registry dies with the thread that started it; a worker thread will do if it outlives the block.
+        "with ThreadPoolExecutor(1) as workers:\n"
+        "    digest, log = workers.submit(push).result()\n"
         "answers = {}\n"
         "with registry.serve(tools, storage, scratch) as served:\n"
         "    blobs = (f'blobs/{image.id}', f'blobs/{image.layers[0].digest}')\n"
@@ -132,13 +137,17 @@ def test_packages_made_by_dpkg_become_a_layer(tools_tree: Path, tmp_path: Path) 
     ]
 
 
-def test_without_writable_a_push_is_refused_and_nothing_is_written(tools_tree: Path, tmp_path: Path) -> None:
+def test_without_writable_nothing_is_written_and_never_a_private_key(
+    tools_tree: Path, tmp_path: Path
+) -> None:
     (tmp_path / "storage").mkdir()
     _run(
         tools_tree,
         tmp_path,
         "with registry.serve(tools, storage, scratch) as served:\n"
         "    fails(lambda: images.push(served, 'pause', '1.0', pause_image()), 'POST', '/v2/pause/', 'status 405')\n"
+        "    key = served.log.parent / 'sandbox/root/run/registry/server-key.pem'\n"
+        "    assert b'PRIVATE KEY' in key.read_bytes()\n"
         "    root = served.log.parent / 'sandbox/root/run/registry/storage'\n"
         "    try:\n"
         "        (root / 'x').touch()\n"
@@ -148,6 +157,9 @@ def test_without_writable_a_push_is_refused_and_nothing_is_written(tools_tree: P
         "        raise AssertionError('the storage is mounted writable')\n",
     )
     assert list((tmp_path / "storage").iterdir()) == []
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in files if b"BEGIN CERTIFICATE" in path.read_bytes()] == ["ca.pem"]
+    assert [path for path in files if b"PRIVATE KEY" in path.read_bytes()] == []
 
 
 def test_two_stand_side_by_side_and_each_is_only_itself(tools_tree: Path, tmp_path: Path) -> None:
@@ -177,30 +189,20 @@ def test_two_stand_side_by_side_and_each_is_only_itself(tools_tree: Path, tmp_pa
         assert _refuses(address)
 
 
-def test_no_private_key_is_on_a_disk(tools_tree: Path, tmp_path: Path) -> None:
+def test_one_that_can_not_serve_says_why(tools_tree: Path, tmp_path: Path) -> None:
     _run(
         tools_tree,
         tmp_path,
-        "with registry.serve(tools, storage, scratch) as served:\n"
-        "    key = served.log.parent / 'sandbox/root/run/registry/server-key.pem'\n"
-        "    assert b'PRIVATE KEY' in key.read_bytes()\n",
-    )
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert [path.name for path in files if b"BEGIN CERTIFICATE" in path.read_bytes()] == ["ca.pem"]
-    assert [path for path in files if b"PRIVATE KEY" in path.read_bytes()] == []
-
-
-def test_one_that_cannot_listen_says_why(tools_tree: Path, tmp_path: Path) -> None:
-    _run(
-        tools_tree,
-        tmp_path,
+        "def start(tools, storage):\n"
+        "    with registry.serve(tools, storage, scratch):\n"
+        "        raise AssertionError('it serves')\n"
+        "nothing = base / 'nothing'\n"
+        "fails(lambda: start(nothing, storage), str(nothing))\n"
+        "fails(lambda: start(tools, nothing), str(nothing))\n"
         "taken = registry._random_address()\n"
         "holder = socket.create_server((taken, registry.PORT))\n"
         "registry._random_address = lambda: taken\n"
-        "def start():\n"
-        "    with registry.serve(tools, storage, scratch):\n"
-        "        raise AssertionError('it serves')\n"
-        "fails(start, taken, 'ended with status', 'address already in use')\n"
+        "fails(lambda: start(tools, storage), taken, 'ended with status', 'address already in use')\n"
         "holder.close()\n",
     )
 
@@ -221,19 +223,6 @@ def test_one_that_dies_in_use_is_told_with_its_log(tools_tree: Path, tmp_path: P
     )
 
 
-@pytest.mark.parametrize("missing", ["tools", "storage"])
-def test_what_is_missing_is_named(tools_tree: Path, tmp_path: Path, missing: str) -> None:
-    _run(
-        tools_tree,
-        tmp_path,
-        f"{missing} = base / 'nothing'\n"
-        "def start():\n"
-        "    with registry.serve(tools, storage, scratch):\n"
-        "        raise AssertionError('it serves')\n"
-        "fails(start, str(base / 'nothing'))\n",
-    )
-
-
 def test_it_dies_with_a_parent_that_is_killed(tools_tree: Path, tmp_path: Path) -> None:
     body = (
         "with registry.serve(tools, storage, scratch) as served:\n"
@@ -247,21 +236,5 @@ def test_it_dies_with_a_parent_that_is_killed(tools_tree: Path, tmp_path: Path) 
         address = command.stdout.readline().strip()
         assert not _refuses(address)
         command.kill()
-    deadline = time.monotonic() + 10
     while not _refuses(address):
-        assert time.monotonic() < deadline, f"a registry still serves at {address}"
         time.sleep(0.05)
-
-
-def test_the_thread_of_a_caller_is_enough_to_hold_it(tools_tree: Path, tmp_path: Path) -> None:
-    """The registry dies with the thread that started it; a worker thread will do if it outlives the block."""
-    _run(
-        tools_tree,
-        tmp_path,
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "def use():\n"
-        "    with registry.serve(tools, storage, scratch, writable=True) as served:\n"
-        "        return images.push(served, 'pause', '1.0', pause_image())\n"
-        "with ThreadPoolExecutor(1) as workers:\n"
-        "    assert workers.submit(use).result() == pause_image().digest\n",
-    )

@@ -16,7 +16,7 @@ from tests.support.images.builds import REPO, Workplace
 
 pytestmark = pytest.mark.root
 
-PAUSE, SOFTWARE = "registry.lab.internal/pause:1.0", "registry.lab.internal/software:1.0"
+PAUSE, SOFTWARE, NONE = (f"registry.lab.internal/{name}" for name in ("pause:1.0", "software:1.0", "none:1"))
 
 
 def _inventory(folder: Path, refs: list[str], *, optional: tuple[str, ...] = ()) -> Path:
@@ -55,30 +55,22 @@ def test_a_change_of_the_list_pulls_what_is_new(
     workplace = copies(pulled_worker)
     original = workplace.object("preload")
     before = _state(original)
+    # An image that can't be had stops the build if it is required.
+    done = workplace.build(inventory=_inventory(tmp_path, [PAUSE, NONE]))
+    assert done.status == PullError.exit_code
+    assert f"{NONE}: registry.lab.internal answered 404" in done.stderr
+    assert not workplace.output.exists()
+    assert list((workplace.store / "staging").iterdir()) == []
     # One image less: taken over from the build that has both, and nothing is pulled.
-    assert _pulls(workplace, _inventory(tmp_path, [PAUSE])) == {PAUSE: "there already"}
+    inventory = _inventory(tmp_path, [PAUSE], optional=(NONE,))
+    assert _pulls(workplace, inventory) == {PAUSE: "there already"}
+    assert json.loads(workplace.lock.read_text())["left_out"] == [NONE]
     # What was taken over shares its files with its original stage, which stays unchanged.
     assert _state(original) == before
     workplace.forget_id(original.name)
     # One more: only that one is pulled. (Without its pin, the list differs from the original's.)
     both = _inventory(tmp_path, [PAUSE, SOFTWARE])
     assert _pulls(workplace, both) == {PAUSE: "there already", SOFTWARE: "done"}
-
-
-def test_an_image_that_can_not_be_had_stops_the_build_unless_it_is_not_required(
-    copies: Callable[[Workplace], Workplace], pulled_worker: Workplace, tmp_path: Path
-) -> None:
-    workplace = copies(pulled_worker)
-    none = "registry.lab.internal/none:1"
-    done = workplace.build(inventory=_inventory(tmp_path, [PAUSE, none]))
-    assert done.status == PullError.exit_code
-    assert f"{none}: registry.lab.internal answered 404" in done.stderr
-    assert not workplace.output.exists()
-    assert list((workplace.store / "staging").iterdir()) == []
-    inventory = _inventory(tmp_path, [PAUSE], optional=(none,))
-    assert _pulls(workplace, inventory) == {PAUSE: "there already"}
-    lock = json.loads(workplace.lock.read_text())
-    assert lock["left_out"] == [none]
 
 
 def _state(stage: Path) -> dict[str, tuple[int, int, int]]:

@@ -12,7 +12,7 @@ from image_builder.bake.pull.registry import locate
 from image_builder.errors import PullError
 from tests.support.images.builds import Workplace
 from tests.support.registries.company import HUB, REGISTRY, company
-from tests.support.registries.pulls import PLATFORM, Lab, Result, every_engine, with_each_engine
+from tests.support.registries.pulls import PLATFORM, Lab, Result, with_each_engine
 from tests.support.registries.raw_images import (
     LAYER,
     Descriptor,
@@ -28,11 +28,6 @@ pytestmark = pytest.mark.root
 _IN_TOTO = "application/vnd.in-toto+json"
 _ELSEWHERE = "https://nowhere.company.test"
 _FOREIGN = "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip"
-
-
-@pytest.fixture(scope="module", params=every_engine(newest=True))
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def _tar(name: str) -> bytes:

@@ -11,19 +11,21 @@ import itertools
 import json
 import os
 import re
-import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import urllib3
 
+from image_builder.bake.lock import requirements
 from image_builder.bake.lock.requirements import node_network
 from image_builder.bake.pull import containerd_engine, docker_engine, registry
 from image_builder.bake.pull.network import Network
 from image_builder.bake.pull.reference import parse
 from image_builder.bake.pull.registry import locate
+from image_builder.definition import ImageDefinition
 from image_builder.system import namespace, process
 from image_builder.system.sandbox import Root, open_root
 from tests.support.images.builds import Workplace
@@ -32,31 +34,30 @@ from tests.support.registries.connect_proxy import connect_proxy
 from tests.support.registries.plan import Fault
 from tests.support.registries.pull_cases import HASTY, layer_fault, partial, placed, told
 from tests.support.registries.pulls import (
+    CONTAINERD,
+    DOCKER,
     MB,
     PLATFORM,
     Lab,
     Result,
-    every_engine,
-    family,
+    isolated,
     wait_until,
-    with_each_engine,
 )
 from tests.support.roles.container_runtime import render, value
 
 pytestmark = pytest.mark.root
 
 OUTSIDE = "registry.company.test"
+_CERTIFICATES, _PROXY, _MIRRORS = (
+    f"container_runtime_{name}" for name in ("ca_certificates", "proxy", "registry_mirrors")
+)
+# The lock's error without each, and the engines with which it is tested: each has mirrors in a file of its own.
 VARIABLES = {
-    "container_runtime_ca_certificates": "certificate verify failed",
-    "container_runtime_proxy": "can't be reached",
-    "container_runtime_registry_mirrors": "can't be reached",
+    _CERTIFICATES: ("certificate verify failed", [CONTAINERD]),
+    _PROXY: ("can't be reached", [CONTAINERD]),
+    _MIRRORS: ("can't be reached", [DOCKER, CONTAINERD]),
 }
 _ANY = tuple(range(-64, 256))
-
-
-@pytest.fixture(scope="module", params=every_engine(newest=True))
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def walk(lab: Lab, variable: str) -> Result:
@@ -65,10 +66,10 @@ def walk(lab: Lab, variable: str) -> Result:
     image = lab.push("library/walked", MB)
     proxy = lab.serve_proxy(OUTSIDE)
     endpoint = lab.endpoints.pop(OUTSIDE)
-    settings: dict[str, Any] = {"container_runtime_ca_certificates": {"company": endpoint.ca.read_text()}}
+    settings: dict[str, Any] = {_CERTIFICATES: {"company": endpoint.ca.read_text()}}
     ref, tunnels = f"{OUTSIDE}/library/walked:1", []
     with ExitStack() as stack:
-        if variable == "container_runtime_proxy":
+        if variable == _PROXY:
             known = {OUTSIDE: (endpoint.address, endpoint.port)}
             way = stack.enter_context(connect_proxy(None, known))
             tunnels = way.tunnels
@@ -77,11 +78,11 @@ def walk(lab: Lab, variable: str) -> Result:
         else:
             lab.names = {OUTSIDE: endpoint.address}
             _name_here(lab)
-        if variable == "container_runtime_registry_mirrors":
+        if variable == _MIRRORS:
             ref = "docker.io/library/walked:1"
             settings[variable] = {"docker.io": [{"url": f"https://{OUTSIDE}"}]}
         network = _network(lab, settings)
-        poor = _network(lab, {name: value for name, value in settings.items() if name != variable})
+        poor = _declared({name: value for name, value in settings.items() if name != variable})
         result: Result = {"without": told(lambda: locate(ref, PLATFORM, {}, poor.mirrors, poor.outbound))[0]}
         counts = [len(proxy.requests)]
         located = locate(ref, PLATFORM, {}, network.mirrors, network.outbound)
@@ -109,8 +110,15 @@ def _name_here(lab: Lab) -> None:
 def _network(lab: Lab, settings: Mapping[str, Any]) -> Network:
     """Return what a definition with these variables says about the network."""
     image = "worker" if lab.engine == "docker" else "worker_containerd"
-    declaration = Declaration(image, json.dumps(settings) if settings else "{}", ())
+    declaration = Declaration(image, json.dumps(settings), ())
     return node_network(define(declaration, lab.folder("inventory")))
+
+
+def _declared(settings: Mapping[str, Any]) -> Network:
+    """Return the same without evaluating a definition."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requirements, "resolved_variables", lambda _: dict(settings))
+        return node_network(cast(ImageDefinition, None))
 
 
 def _pull_as_a_node(lab: Lab, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +127,7 @@ def _pull_as_a_node(lab: Lab, name: str, settings: Mapping[str, Any]) -> dict[st
     binds = {lab.module.DATA_ROOT: lab.folder("state")}
     with open_root(lab.trees, lab.folder("node"), writable_binds=binds, network=True) as root:
         lab.name(root)
-        for authority, pem in settings.get("container_runtime_ca_certificates", {}).items():
+        for authority, pem in settings.get(_CERTIFICATES, {}).items():
             file = root.path / f"usr/local/share/ca-certificates/container-runtime-{authority}.crt"
             file.write_text(pem)
         root.run(["update-ca-certificates"])
@@ -135,13 +143,8 @@ def _pull_as_a_node(lab: Lab, name: str, settings: Mapping[str, Any]) -> dict[st
         log = lab.base / "node.log"
         with process.background(root.argv(start, env), log=log, stop_seconds=30):
             assert wait_until(lambda: root.run(ready, ok=_ANY).returncode == 0), log.read_text()
-            began = time.monotonic()
-            done = root.run(pull, env=env, ok=_ANY, timeout=60)
-        return {
-            "status": done.returncode,
-            "text": done.stdout[-500:] + done.stderr[-2000:],
-            "seconds": time.monotonic() - began,
-        }
+            done = root.run(pull, env=env, ok=_ANY)
+        return {"status": done.returncode, "text": done.stdout[-500:] + done.stderr[-2000:]}
 
 
 def _docker(root: Root, name: str, mirrors: list[str]) -> tuple[list[str], list[str], list[str]]:
@@ -156,15 +159,17 @@ def _containerd(root: Root, name: str, mirrors: list[str]) -> tuple[list[str], l
     return ["containerd", "--config", "/run/config.toml"], ["ctr", "version"], pull
 
 
-@pytest.mark.parametrize("variable", VARIABLES)
-def test_a_variable_counts_for_lock_bake_and_node(worker: Workplace, engine: str, variable: str) -> None:
-    found = with_each_engine(walk, worker, engine, variable)
-    assert VARIABLES[variable] in found["without"], "something else leads there, too"
+@pytest.mark.parametrize(
+    ("variable", "engine"), [(name, engine) for name, (_, engines) in VARIABLES.items() for engine in engines]
+)
+def test_a_variable_counts_for_lock_bake_and_node(worker: Workplace, variable: str, engine: str) -> None:
+    found = isolated(walk, worker, engine, variable)
+    assert VARIABLES[variable][0] in found["without"], "something else leads there, too"
     assert found["digest"]
     assert not found["bake"]["bug"] and not found["bake"]["error"] and found["has"], found["bake"]
     assert found["node"]["status"] == 0, found["node"]
     assert found["asked"] == [True, True, True]
-    assert found["tunnels"] == ([f"{OUTSIDE}:443"] if variable == "container_runtime_proxy" else [])
+    assert found["tunnels"] == ([f"{OUTSIDE}:443"] if variable == _PROXY else [])
 
 
 # -- where a mirror is the only way out, and fails --------------------------------------------------------------
@@ -194,12 +199,8 @@ def lose_the_mirror(lab: Lab) -> Result:
     lab.names = {OUTSIDE: endpoint.address}
     _name_here(lab)
     authorities = {"company": endpoint.ca.read_text()}
-    network = _network(
-        lab,
-        {
-            "container_runtime_ca_certificates": authorities,
-            "container_runtime_registry_mirrors": {"docker.io": [{"url": f"https://{OUTSIDE}"}]},
-        },
+    network = _declared(
+        {_CERTIFICATES: authorities, _MIRRORS: {"docker.io": [{"url": f"https://{OUTSIDE}"}]}}
     )
     located = {
         name: locate(f"docker.io/library/{name}:1", PLATFORM, {}, network.mirrors, network.outbound)
@@ -218,9 +219,12 @@ def lose_the_mirror(lab: Lab) -> Result:
     result: Result = {"locked": {name: locked_error(located[name].ref) for name in SAID}}
     state = lab.folder("state")
     with lab.running(state, network=network) as engine:
-        result["pulled"] = {
-            name: lab.pull(engine, [image], limits=HASTY, attempts=2) for name, image in located.items()
-        }
+        with ThreadPoolExecutor(len(located)) as threads:
+            pulls = {
+                name: threads.submit(lab.pull, engine, [image], limits=HASTY, attempts=2)
+                for name, image in located.items()
+            }
+        result["pulled"] = {name: pull.result() for name, pull in pulls.items()}
         result["has"] = [engine.has(image) for image in located.values()]
         mirror.faults = ()
         again = list(located.values())
@@ -230,19 +234,16 @@ def lose_the_mirror(lab: Lab) -> Result:
     return result
 
 
-def test_a_mirror_that_is_the_only_way_out_and_fails_is_named(worker: Workplace, engine: str) -> None:
-    found = with_each_engine(lose_the_mirror, worker, engine)
+def test_a_mirror_that_is_the_only_way_out_and_fails_is_named(worker: Workplace) -> None:
+    """Docker passes on only what the registry says; what its mirrors say is asked for by us."""
+    found = isolated(lose_the_mirror, worker, DOCKER)
     assert found["has"] == [False] * len(FAILURES)
     for name, case in found["pulled"].items():
         assert not case["bug"], case
         assert case["error"].startswith(f"docker.io/library/{name}:1: "), case
         assert (OUTSIDE if name in SAID else "layer") in case["error"], case
-        assert SAID.get(name, "no progress for 0:0") in case["error"], case
-        # containerd reports at once that the mirror refused, and containerd 2 that it lacks the image.
-        is_final = name == "refused" and family(engine) == "containerd"
-        is_final = is_final or (name == "absent" and engine == "containerd_2")
-        assert len(case["records"][0]["attempts"]) == (1 if is_final else 2), case
-        assert case["seconds"] < 2 * (HASTY.progress_seconds + 5) + 5, case
+        assert SAID.get(name, "no progress for 0:") in case["error"], case
+        assert len(case["records"][0]["attempts"]) == 2, case
     for name, error in found["locked"].items():
         assert f"mirror https://{OUTSIDE}: " in error and SAID[name] in error, error
     again, has = found["again"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -59,74 +58,58 @@ def configure(lab: Lab, root: Root, **variables: Any) -> int:
 
 # What is declared, run after run; "other" belongs to someone else, and is there all the time.
 STEPS = {"two": ("new", "old"), "two again": ("new", "old"), "one": ("new",), "none": (), "none again": ()}
+_CERTS = "etc/containerd/certs.d"
 
 
-def converge(lab: Lab, root: Root, pems: dict[str, str], declared: Sequence[str]) -> Result:
-    """Configure CAs; return what changed, whose files and links are there, and which CAs are trusted."""
-    changed = configure(lab, root, container_runtime_ca_certificates={name: pems[name] for name in declared})
-    bundle = (root.path / "etc/ssl/certs/ca-certificates.crt").read_text()
-    links = (path for path in (root.path / "etc/ssl/certs").iterdir() if path.is_symlink())
-    targets = [path.readlink().name for path in links if os.fspath(path.readlink()).startswith(f"/{_FOLDER}")]
-    return {
-        "changed": changed,
-        "files": sorted(path.name for path in (root.path / _FOLDER).iterdir()),
-        "links": sorted(targets),
-        "trusted": sorted(name for name, pem in pems.items() if pem.strip() in bundle),
-    }
-
-
-def take_authorities_back(lab: Lab) -> Result:
-    """Declare two CAs, one of them, then none; someone else's is there all the time."""
+def take_back(lab: Lab) -> Result:
+    """Declare CAs and mirrors of two registries, of one, then of none; others' are there all the time."""
     pems = {
         name: certificate.make(f"{name}.test", lab.folder(name)).ca.read_text()
         for name in ("new", "old", "other")
     }
-    with open_root(lab.trees, lab.folder("root")) as root:
-        (root.path / _FOLDER / "other.crt").write_text(pems["other"])
-        found: Result = {}
-        for name, declared in STEPS.items():
-            if name == "none":  # as a run leaves it that was stopped before it updated the trust store
-                (root.path / _FOLDER / "container-runtime-new.crt").unlink()
-            found[name] = converge(lab, root, pems, declared)
-        return found
-
-
-@pytest.mark.nightly
-def test_a_ca_that_is_declared_no_more_is_trusted_no_more(worker: Workplace) -> None:
-    found = isolated(take_authorities_back, worker, "docker")
-    for step, declared in STEPS.items():
-        names = [*declared, "other"]
-        files = [f"container-runtime-{name}.crt" if name != "other" else "other.crt" for name in names]
-        assert found[step]["files"] == found[step]["links"] == files, step
-        assert found[step]["trusted"] == names, step
-        assert (found[step]["changed"] == 0) == step.endswith("again"), step
-
-
-def take_mirrors_back(lab: Lab) -> Result:
-    """Declare mirrors of two registries, of one, then of none; an administrator's file is there all the time."""
-    certs = "etc/containerd/certs.d"
     found: Result = {}
     with open_root(lab.trees, lab.folder("root")) as root:
-        for name in ("new", "old", "other"):
-            (root.path / certs / f"{name}.test").mkdir(parents=True)
-        (root.path / certs / "other.test/hosts.toml").write_text('server = "https://elsewhere.test"\n')
-        for name, declared in STEPS.items():
-            mirrors = {f"{registry}.test": [{"url": "https://mirror.test"}] for registry in declared}
+        (root.path / _FOLDER / "other.crt").write_text(pems["other"])
+        for name in pems:
+            (root.path / _CERTS / f"{name}.test").mkdir(parents=True)
+        (root.path / _CERTS / "other.test/hosts.toml").write_text('server = "https://elsewhere.test"\n')
+        for step, declared in STEPS.items():
+            if step == "none":  # as a run leaves it that was stopped before it updated the trust store
+                (root.path / _FOLDER / "container-runtime-new.crt").unlink()
             changed = configure(
                 lab,
                 root,
                 container_runtime_engine="containerd",
                 container_runtime_install=["docker", "containerd"],
-                container_runtime_registry_mirrors=mirrors,
+                container_runtime_ca_certificates={name: pems[name] for name in declared},
+                container_runtime_registry_mirrors={
+                    f"{name}.test": [{"url": "https://mirror.test"}] for name in declared
+                },
             )
-            files = sorted(path.parent.name for path in (root.path / certs).glob("*/hosts.toml"))
-            found[name] = {"changed": changed, "files": files}
+            found[step] = {"changed": changed, **_on_disk(root, pems)}
     return found
 
 
-@pytest.mark.nightly
-def test_a_mirror_that_is_declared_no_more_is_asked_no_more(worker: Workplace) -> None:
-    found = isolated(take_mirrors_back, worker, "docker")
+def _on_disk(root: Root, pems: dict[str, str]) -> Result:
+    """Return whose CAs have files and links, which are trusted, and whose registries have mirrors."""
+    bundle = (root.path / "etc/ssl/certs/ca-certificates.crt").read_text()
+    links = (path for path in (root.path / "etc/ssl/certs").iterdir() if path.is_symlink())
+    targets = [path.readlink().name for path in links if os.fspath(path.readlink()).startswith(f"/{_FOLDER}")]
+    return {
+        "files": sorted(path.name for path in (root.path / _FOLDER).iterdir()),
+        "links": sorted(targets),
+        "trusted": sorted(name for name, pem in pems.items() if pem.strip() in bundle),
+        "mirrors": sorted(path.parent.name for path in (root.path / _CERTS).glob("*/hosts.toml")),
+    }
+
+
+@pytest.mark.slow
+def test_what_is_declared_no_more_is_trusted_and_asked_no_more(worker: Workplace) -> None:
+    found = isolated(take_back, worker, "docker")
     for step, declared in STEPS.items():
-        assert found[step]["files"] == [f"{name}.test" for name in (*declared, "other")], step
+        names = [*declared, "other"]
+        files = [f"container-runtime-{name}.crt" if name != "other" else "other.crt" for name in names]
+        assert found[step]["files"] == found[step]["links"] == files, step
+        assert found[step]["trusted"] == names, step
+        assert found[step]["mirrors"] == [f"{name}.test" for name in names], step
         assert (found[step]["changed"] == 0) == step.endswith("again"), step

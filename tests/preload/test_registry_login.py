@@ -29,7 +29,7 @@ from image_builder.bake.pull.retry import classify
 from image_builder.errors import PullError
 from tests.support.control_plane.pki import Authority
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 IDENTITY, BEARER = "identity-canary", "a-token-to-pull-with"
 ADDRESS = "127.0.0.1"

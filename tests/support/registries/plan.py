@@ -12,9 +12,7 @@ import urllib.parse
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal[
-    "stall", "reset", "status", "short", "wrong", "redirect_loop", "elsewhere", "drip", "drop", "silence"
-]
+Kind = Literal["stall", "reset", "status", "short", "wrong", "redirect_loop", "elsewhere", "drip", "silence"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,6 @@ class Fault:
     - ``drip``: from byte ``after`` on, ``rate`` bytes per second;
     - ``status``: ``status``, ``headers`` and a registry's error as the body, without asking the registry;
     - ``redirect_loop``: 307 to the same URL; ``elsewhere``: 307 to the same path of the server ``host``;
-    - ``drop``: the connection is closed without an answer;
     - ``silence``: not even headers, until the client leaves.
 
     A body that isn't longer than ``after`` comes through whole, but still uses up one of ``times``.
@@ -48,7 +45,7 @@ class Fault:
         re.compile(self.path)
         if self.kind == "drip" and self.rate <= 0:
             raise ValueError("drip needs a rate above 0")
-        if self.method == "HEAD" and self.kind not in ("status", "redirect_loop", "drop", "silence"):
+        if self.method == "HEAD" and self.kind not in ("status", "redirect_loop", "silence"):
             raise ValueError(f"the answer to HEAD has no body for {self.kind} to spoil")
 
 

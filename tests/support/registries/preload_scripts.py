@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 # $1 scratch, $2 containerd's configuration, $3 Docker's, $4 the engines' tree, $5 Python, $6 the pause image, $7 the
-# other one. The engines' disk is /mnt, in memory: `blank` gives them another one. The program's output goes to
-# $scratch/<name>, with its status and exit status next to it. The program finds engines by a fixed PATH, whose first
-# directory is filled here.
+# other one, $8 the folder with the archive that an engine made of both. The engines' disk is /mnt, in memory. The
+# program's output goes to $scratch/<name>, with its status and exit status next to it. The program finds engines by a
+# fixed PATH, whose first directory is filled here.
 COMMON = """
 set -e
-scratch=$1 containerd_config=$2 docker_config=$3 tree=$4 python=$5 pause=$6 two=$7
+scratch=$1 containerd_config=$2 docker_config=$3 tree=$4 python=$5 pause=$6 two=$7 archives=$8
 mount -t overlay -o "lowerdir=/etc,upperdir=$scratch/etc,workdir=$scratch/work" overlay /etc
 mount -t tmpfs tmpfs /opt
 mount -t tmpfs tmpfs /usr/local/sbin
 for name in "$tree"/usr/sbin/* "$tree"/usr/bin/*; do ln -sf "$name" /usr/local/sbin; done
 mkdir -p /etc/node-agent /opt/preload
-wait_for() { i=0; until "$@" >/dev/null 2>&1; do i=$((i + 1)); test $i -lt 150; sleep 0.1; done; }
+wait_for() { i=0; until "$@" >/dev/null 2>&1; do i=$((i + 1)); test $i -lt 1200; sleep 0.1; done; }
 settings() {
   cat >/etc/node-agent/preload.json <<END
 {"engine": "$engine", "namespace": "k8s.io", "pause": "$1", "mount_point": "/mnt/local",
@@ -23,7 +23,7 @@ END
 }
 start_docker() {
   dockerd --config-file "$docker_config" --containerd /run/containerd/containerd.sock \\
-    --pidfile /run/docker.pid --bridge=none --iptables=false --ip6tables=false >>"$scratch/docker$1.log" 2>&1 &
+    --pidfile /run/docker.pid --bridge=none --iptables=false --ip6tables=false >>"$scratch/docker.log" 2>&1 &
   dockerd=$!
   wait_for docker info
 }
@@ -32,17 +32,16 @@ stop_docker() { kill $dockerd; wait $dockerd || true; }
 start() {
   mount -t tmpfs tmpfs /run
   mount -t tmpfs -o size=512m tmpfs /mnt
-  containerd --config "$containerd_config" >"$scratch/containerd$1.log" 2>&1 &
+  containerd --config "$containerd_config" >"$scratch/containerd.log" 2>&1 &
   containerd=$!
   wait_for ctr version
-  if test $engine = docker; then start_docker $1; fi
+  if test $engine = docker; then start_docker; fi
 }
-blank() {
-  if test $engine = docker; then stop_docker; fi
-  # As with Docker: the status is the signal's number.
-  kill $containerd; wait $containerd || true
-  umount --recursive /mnt; umount /run
-  start 2
+# Start an engine that has no image yet, where there is an archive.
+start_blank() {
+  cp "$archives/$engine.tar" /opt/images.tar
+  "$python" "$scratch/list.py" $engine "$@"
+  start
 }
 preload() {
   status=0
@@ -53,14 +52,18 @@ preload() {
 attempt() { name=$1; shift; status=0; "$@" >"$scratch/$name" 2>&1 || status=$?; echo $status >"$scratch/$name.rc"; }
 """
 
-DOCKER = """
+DOCKER_ARCHIVE = """
 engine=docker
-start 1
+start
 docker image load --input "$scratch/pause.tar" >/dev/null
 docker image load --input "$scratch/two.docker.tar" >/dev/null
-docker image save --output /opt/images.tar "$pause" "$two"
-"$python" "$scratch/list.py" docker
-blank
+docker image save --output "$scratch/docker.tar" "$pause" "$two"
+stop_docker
+"""
+
+DOCKER = """
+engine=docker
+start_blank
 settings ""
 preload first
 preload second
@@ -96,12 +99,7 @@ preload dead
 # The seed is simulated: its result is that of a load and, for digests, of an entry in Docker's repositories.json.
 SEEDED = """
 engine=docker
-start 1
-docker image load --input "$scratch/pause.tar" >/dev/null
-docker image load --input "$scratch/two.docker.tar" >/dev/null
-docker image save --output /opt/images.tar "$pause" "$two"
-"$python" "$scratch/list.py" docker
-blank
+start_blank
 settings "$pause"
 "$python" "$scratch/store.py"
 preload unseeded
@@ -112,18 +110,13 @@ preload fallback
 preload digestless
 stop_docker
 "$python" "$scratch/digests.py"
-start_docker 2
+start_docker
 preload seeded
 """
 
 GUARDS = """
 engine=docker
-start 1
-docker image load --input "$scratch/pause.tar" >/dev/null
-docker image load --input "$scratch/two.docker.tar" >/dev/null
-docker image save --output /opt/images.tar "$pause" "$two"
-"$python" "$scratch/list.py" docker pinned
-blank
+start_blank pinned
 settings "$pause"
 preload first
 docker container ls --all --no-trunc --format '{{json .}}' >"$scratch/guards"
@@ -148,7 +141,7 @@ attempt rm-other-repository docker image rm "$two"
 docker image tag registry.invalid/elsewhere:1 "$two"
 docker image rm registry.invalid/elsewhere:1 >/dev/null
 stop_docker
-start_docker 2
+start_docker
 preload restarted
 docker container prune --force >/dev/null
 preload unguarded
@@ -164,20 +157,29 @@ docker container ls --all --quiet >"$scratch/after-unpinned"
 attempt forced docker image rm --force "$two"
 """
 
-CONTAINERD = """
+CONTAINERD_ARCHIVE = """
 engine=containerd
-start 1
+start
 alias ctr='ctr --namespace k8s.io'
 ctr images import "$scratch/pause.tar" >/dev/null
 ctr images import "$scratch/two.oci.tar" >/dev/null
-ctr images export --platform linux/amd64 /opt/images.tar "$pause" "$two"
-pause_digest=$(ctr images list | awk -v ref="$pause" '$1 == ref {print $3}')
-"$python" "$scratch/list.py" containerd "$pause_digest"
-blank
+ctr images export --platform linux/amd64 "$scratch/containerd.tar" "$pause" "$two"
+ctr images list | awk -v ref="$pause" '$1 == ref {print $3}' >"$scratch/pause_digest"
+"""
+
+CONTAINERD = """
+engine=containerd
+pause_digest=$(cat "$archives/pause_digest")
+start_blank "$pause_digest"
+alias ctr='ctr --namespace k8s.io'
+# The CRI plugin names an image by its id and labels it a moment after it was loaded. One line is the heading.
+is_managed() {
+  ctr images list >"$scratch/list"
+  test $(grep -c '^sha256:' "$scratch/list") = 2 && test $(grep -vc image=managed "$scratch/list") = 1
+}
 settings "$pause"
 preload first
-sleep 1
-ctr images list >"$scratch/list"
+wait_for is_managed
 ctr images check >"$scratch/check"
 preload second
 ctr content rm $(cat "$scratch/layer") >/dev/null

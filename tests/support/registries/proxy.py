@@ -57,7 +57,6 @@ class RegistryProxy:
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._requests: list[Request] = []
-        self._live = self._peak = 0
         self.faults = faults
 
     def __enter__(self) -> Self:
@@ -103,12 +102,6 @@ class RegistryProxy:
         with self._lock:
             return list(self._requests)
 
-    @property
-    def peak(self) -> int:
-        """The most blobs (GET) that were in progress at once; one that a client gave up counts until that is seen."""
-        with self._lock:
-            return self._peak
-
     def bytes_sent(self, pattern: str = "/blobs/") -> int:
         """Return the bytes of answers' bodies put on the wire for paths in which the regular expression is found."""
         return sum(request.sent for request in self.requests if re.search(pattern, request.path))
@@ -121,8 +114,6 @@ class RegistryProxy:
             fault = self._due(method, path)
             request = Request(method, path, range_, fault.kind if fault else None, time.monotonic())
             self._requests.append(request)
-            self._live += _is_blob(request)
-            self._peak = max(self._peak, self._live)
             return len(self._requests) - 1, fault
 
     def arrived(self, method: str, path: str) -> int:
@@ -149,7 +140,6 @@ class RegistryProxy:
                 request = replace(request, status=status)
             if ended and request.ended is None:
                 request = replace(request, ended=time.monotonic())
-                self._live -= _is_blob(request)
             self._requests[number] = replace(request, sent=request.sent + sent)
 
     @contextlib.contextmanager
@@ -187,10 +177,6 @@ class RegistryProxy:
             connection.sock, connection.auto_open = sock, 0
             with contextlib.closing(connection):
                 yield connection
-
-
-def _is_blob(request: Request) -> bool:
-    return request.method == "GET" and "/blobs/" in request.path
 
 
 class _Pacer:
@@ -277,7 +263,7 @@ class _Connection(BaseHTTPRequestHandler):
         self.number, fault = self.proxy.begin(self.command, self.path, self.headers.get("Range"))
         try:
             match fault:
-                case Fault(kind="drop" | "silence"):
+                case Fault(kind="silence"):
                     self._part(fault.kind)
                 case Fault(kind="status"):
                     deque(self._body(), maxlen=0)
@@ -314,33 +300,18 @@ class _Connection(BaseHTTPRequestHandler):
     def _ask(self, connection: HTTPConnection) -> HTTPResponse:
         connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         connection.putheader("Host", self.proxy.upstream.host)
-        chunked = self.headers.get("Transfer-Encoding") is not None
         for name, value in self.headers.items():
             if name.lower() not in HOP_BY_HOP | {"host", "expect"}:
                 connection.putheader(name, value)
-        if chunked:
-            connection.putheader("Transfer-Encoding", "chunked")
         try:
-            connection.endheaders(self._body(), encode_chunked=chunked)
+            connection.endheaders(self._body())
         except BrokenPipeError:
             self.close_connection = True  # the registry may have answered before it had read everything
         return connection.getresponse()
 
     def _body(self) -> Iterator[bytes]:
-        """Yield the request's body as it arrives, without the chunks' sizes."""
-        if self.headers.get("Transfer-Encoding") is None:
-            yield from self._take(int(self.headers.get("Content-Length", 0)))
-            return
-        with contextlib.suppress(ValueError):  # the connection ended where a size was due
-            while size := int(self.rfile.readline().partition(b";")[0], 16):
-                yield from self._take(size)
-                self.rfile.readline()
-            while self.rfile.readline().strip():
-                pass
-            return
-        raise ConnectionError("the client ended within a body")
-
-    def _take(self, size: int) -> Iterator[bytes]:
+        """Yield the request's body as it arrives."""
+        size = int(self.headers.get("Content-Length", 0))
         while size:
             block = self.rfile.read(min(size, BLOCK))
             if not block:

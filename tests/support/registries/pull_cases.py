@@ -15,12 +15,14 @@ from tests.support.registries.pulls import MB
 
 SIZE = 6 * MB
 AFTER = 2_500_000
-# Docker waits 5 s before it resumes a broken download.
-PATIENT = Limits(progress_seconds=30.0)
-HASTY = Limits(progress_seconds=4.0)
-# Half of what `drip` sends, twice what `slow` does, so that a busy machine is mistaken for neither. containerd reports
-# only whole MiB, of which one arrives in each `rate_seconds`.
-PACED = Limits(progress_seconds=8.0, min_rate=900_000, rate_seconds=3.0)
+# Docker waits 5 s before it resumes a broken download. Where this ends an attempt, the test fails.
+PATIENT = Limits(progress_seconds=120.0)
+# For attempts after which one must succeed, on a busy machine too; and for those that all end this way.
+HASTY, HASTIER = Limits(progress_seconds=4.0), Limits(progress_seconds=1.0)
+# Twice what `slow` gets. containerd reports only whole MiB, of which one arrives in each `rate_seconds`.
+PACED = Limits(progress_seconds=120.0, min_rate=900_000, rate_seconds=3.0)
+# A tenth of what `drip` gets, which a busy machine doesn't fall below.
+STEADY = Limits(progress_seconds=120.0, min_rate=200_000, rate_seconds=2.0)
 ATTEMPTS = 3
 REFUSED, EXPIRED, PRIVATE = "refused.lab.internal", "expired.lab.internal", "private.lab.internal"
 

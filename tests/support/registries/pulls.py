@@ -1,11 +1,13 @@
 """Pulls by a baked image's own engines: the lab's registry, a faulty proxy in front of it, small images.
 
 A scenario is a function in a test module that takes a ``Lab`` and returns what it saw, as JSON. It runs in its own
-process and namespaces, and asserts nothing: the tests do, in the process that can show what was compared.
+process and namespaces, and asserts nothing: the tests do, in the process that can show what was compared. All
+scenarios of one test process and engine share a network and a registry; the proxies are a scenario's own.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import dataclasses
 import datetime
@@ -15,6 +17,7 @@ import json
 import os
 import random
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -27,12 +30,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-
-import pytest
 
 from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import containerd_engine, docker_engine, retry
@@ -46,6 +47,7 @@ from image_builder.errors import PullError
 from image_builder.events import Monitor, Part
 from image_builder.lab import certificate, images, registry
 from image_builder.lab.registry import HOST, PORT
+from image_builder.settings import DEFAULT_STORE
 from image_builder.system import environment, namespace, process
 from image_builder.system.sandbox import Root, open_root
 from tests.support.images import programs
@@ -59,6 +61,13 @@ NEWER = {
     "docker_28": ("repository/docker-ce_28.*.deb", "repository/containerd.io_2.*.deb"),
     "containerd_2": ("repository/containerd.io_2.*.deb",),
 }
+# The engines of what each engine is tested for: today's, or Debian 13's where today's packages are absent.
+EACH = [
+    next((name for name in NEWER if name.startswith(plain) and all(map(programs.find, NEWER[name]))), plain)
+    for plain in ENGINES
+]
+# The engine of what doesn't depend on it: deadlines, stops, proxies, retries, messages.
+DOCKER, CONTAINERD = EACH
 PLATFORM = "linux/amd64"
 MB = 1_000_000
 # The engine's output directory, in its root.
@@ -70,88 +79,128 @@ _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK = 0x8914, 0x8916, 0x891C
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _CHILD = "import sys; from tests.support.registries import pulls; sys.exit(pulls.child(sys.argv[1]))"
 
-# Scenarios that run in the background of the current test, one at a time, until another test asks for their results.
+# Scenarios that run in the background of the current test, one at a time; and the results of all that were asked for.
 _BESIDE = ThreadPoolExecutor(1)
 _RESULTS: dict[tuple[str, ...], Future[Any]] = {}
 
 Result = dict[str, Any]
 
 
+class _Host:
+    """A process in namespaces of its own that serves the lab's registry and forks for each scenario.
+
+    It ends with this process, and leaves nothing on disk.
+    """
+
+    def __init__(self, worker: Workplace, engine: str) -> None:
+        # Next to the store: a data root needs a real filesystem, and a directory for tests may not be on one.
+        parent, name = worker.store.parent, f"{worker.store.name}-pulls-{os.getpid()}-{secrets.token_hex(3)}"
+        self.base = parent / name
+        self.base.mkdir()
+        self.turn = threading.Lock()
+        self._numbers = iter(range(10_000))
+        told = {
+            "engine": family(engine),
+            "store": os.fspath(worker.store),
+            "tools": os.fspath(worker.object("tools") / "product/tree"),
+            "trees": [*_newer(engine, self.base), *map(os.fspath, worker.trees("container_runtime"))],
+        }
+        (self.base / "host.json").write_text(json.dumps(told))
+        with (self.base / "host.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, self.base],
+                cwd=REPO,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Let it end: it does once nobody can ask for a scenario."""
+        assert self._process.stdin
+        with suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+        subprocess.run(["rm", "-rf", "--one-file-system", self.base], check=True)
+
+    @property
+    def serves(self) -> bool:
+        """Return whether it is still there."""
+        return self._process.poll() is None
+
+    def run(self, module: str, name: str, words: Sequence[str], seconds: float) -> Any:
+        """Run a scenario; return its result. Raises AssertionError with its logs."""
+        base = self.base / f"scenario-{next(self._numbers)}"
+        base.mkdir()
+        told = {"module": module, "name": name, "words": words, "base": os.fspath(base)}
+        assert self._process.stdin and self._process.stdout
+        status = ""
+        try:
+            with suppress(OSError):
+                self._process.stdin.write(f"{json.dumps(told)}\n")
+                self._process.stdin.flush()
+            if select.select([self._process.stdout], [], [], seconds)[0]:
+                status = self._process.stdout.readline()
+            if status != "0\n":
+                logs = [*base.glob("*.log"), self.base / "host.log"]
+                raise AssertionError(
+                    "\n".join(f"-- {p}\n{p.read_text(errors='replace')[-3000:]}" for p in logs)
+                )
+            return json.loads((base / "result.json").read_text())
+        finally:
+            if status:
+                subprocess.run(["rm", "-rf", "--one-file-system", base], check=True)
+            else:  # it is gone, or hangs, or nobody waits for it any longer
+                self._process.kill()
+                self.close()
+
+
+_HOSTS: dict[tuple[str, Sequence[Path]], _Host] = {}
+_STARTING = threading.Lock()
+
+
 def isolated(
-    scenario: Callable[..., object], worker: Workplace, engine: str, *words: str, seconds: float = 300
+    scenario: Callable[..., object], worker: Workplace, engine: str, *words: str, seconds: float = 900
 ) -> Any:
     """Run ``scenario(lab, *words)`` in its own namespaces; return its JSON. Nothing is left on disk.
 
     ``engine`` is one of ENGINES, or one of NEWER, which is unpacked over the worker's own.
     """
-    # Next to the store: an engine's data root needs a real filesystem, and a directory for tests may not be on one.
-    base = worker.store.parent / f"{worker.store.name}-pulls-{os.getpid()}-{secrets.token_hex(3)}"
-    base.mkdir()
-    told = {
-        "module": scenario.__module__,
-        "name": scenario.__qualname__,
-        "words": words,
-        "engine": family(engine),
-        "store": os.fspath(worker.store),
-        "tools": os.fspath(worker.object("tools") / "product/tree"),
-        "trees": [*_newer(engine, base), *(os.fspath(t) for t in worker.trees("container_runtime"))],
-        "base": os.fspath(base),
-    }
-    try:
-        (base / "scenario.json").write_text(json.dumps(told))
-        done = subprocess.run(
-            [sys.executable, "-c", _CHILD, base / "scenario.json"],
-            cwd=REPO,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-        )
-        if done.returncode:
-            logs = [f"-- {p}\n{p.read_text(errors='replace')[-3000:]}" for p in base.glob("*.log")]
-            raise AssertionError("\n".join([done.stdout, *logs]))
-        return json.loads((base / "result.json").read_text())
-    finally:
-        subprocess.run(["rm", "-rf", "--one-file-system", base], check=True)
+    named = (scenario.__module__, scenario.__qualname__, words, seconds)
+    if worker.store != Path(os.environ.get("IMAGE_BUILDER_STORE", DEFAULT_STORE)):
+        with closing(_Host(worker, engine)) as own:  # a test's copy of a store won't outlive the test
+            return own.run(*named)
+    key = (engine, worker.trees("container_runtime"))
+    with _STARTING:
+        if key not in _HOSTS or not _HOSTS[key].serves:
+            _HOSTS[key] = _Host(worker, engine)
+        host = _HOSTS[key]
+    with host.turn:
+        return host.run(*named)
 
 
-def with_each_engine(
-    scenario: Callable[..., object], worker: Workplace, engine: str, *words: str, seconds: float = 300
-) -> Any:
-    """Return what ``isolated`` does. A scenario mostly waits, so the first of ENGINES or NEWER also starts the others.
-
-    A test's parameters are ordered so that the first engine runs before the others.
-    """
-    first, *others = ENGINES if engine in ENGINES else NEWER
+def with_each_engine(scenario: Callable[..., object], worker: Workplace, engine: str, *words: str) -> Any:
+    """Return what ``isolated`` does. A scenario mostly waits, so the one that is asked for first starts the other."""
 
     def key(name: str) -> tuple[str, ...]:
         return (name, scenario.__module__, scenario.__qualname__, *words)
 
-    if engine == first:
-        for other in others:
-            _RESULTS[key(other)] = _BESIDE.submit(isolated, scenario, worker, other, *words, seconds=seconds)
-    elif future := _RESULTS.pop(key(engine), None):
-        return future.result()
-    return isolated(scenario, worker, engine, *words, seconds=seconds)
+    together = next((list(names) for names in (EACH, ENGINES) if engine in names), [])
+    for other in together:
+        if key(other) not in _RESULTS and other != engine:
+            _RESULTS[key(other)] = _BESIDE.submit(isolated, scenario, worker, other, *words)
+    if key(engine) not in _RESULTS:
+        result: Future[Any] = Future()
+        result.set_result(isolated(scenario, worker, engine, *words))
+        _RESULTS[key(engine)] = result
+    return _RESULTS[key(engine)].result()
 
 
 def family(engine: str) -> str:
     """Return the one of ENGINES to which a test's parameter belongs."""
     return engine.partition("_")[0]
-
-
-def every_engine(*, newest: bool = False) -> list[Any]:
-    """Return the engines as parameters of a test; the newer ones are skipped if their packages are missing.
-
-    Docker 28 is nightly. With ``newest``, it is the others that are nightly, if the newer ones are here.
-    """
-    present = {name: all(map(programs.find, patterns)) for name, patterns in NEWER.items()}
-    nightly = set(ENGINES if all(present.values()) else NEWER) if newest else {"docker_28"}
-    found: list[Any] = []
-    for name in (*ENGINES, *NEWER):
-        marks = [] if present.get(name, True) else [pytest.mark.skip(programs.ABSENT)]
-        found.append(pytest.param(name, marks=[*marks, *([pytest.mark.nightly] if name in nightly else [])]))
-    return found
 
 
 def _newer(engine: str, base: Path) -> list[str]:
@@ -166,9 +215,14 @@ def _newer(engine: str, base: Path) -> list[str]:
 
 
 def child(path: str) -> int:
-    """Run as the process of one scenario."""
-    told = json.loads(Path(path).read_text())
-    base = Path(told["base"])
+    """Run as the process of a ``_Host``: serve, and fork for each line of the input until it ends."""
+    base = Path(path)
+    told = json.loads((base / "host.json").read_text())
+    orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    # Neither is a scenario's.
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
 
     def work() -> int:
         # The tests may be run with a build's proxy variables set; none of those are for this process.
@@ -176,17 +230,38 @@ def child(path: str) -> int:
             os.environ.pop(name, None)
             os.environ.pop(name.upper(), None)
         leave_the_network()
-        scenario = getattr(importlib.import_module(told["module"]), told["name"])
-        trees = [Path(t) for t in told["trees"]]
-        with (
-            Store(Path(told["store"])).in_use(),
-            Lab(base, Path(told["tools"]), trees, told["engine"]) as lab,
-        ):
-            result = scenario(lab, *told["words"])
-        (base / "result.json").write_text(json.dumps(result))
+        storage = base / "storage"
+        storage.mkdir()
+        with registry.serve(Path(told["tools"]), storage, base / "registry", writable=True) as served:
+            for order in orders:
+                one = json.loads(order)
+                importlib.import_module(one["module"])  # once for all forks
+                status = namespace.run_isolated(lambda: _play(one, told, served, storage))  # noqa: B023
+                answers.write(f"{status}\n")
+                answers.flush()
         return 0
 
-    return namespace.run_isolated(work)
+    try:
+        return namespace.run_isolated(work)
+    finally:
+        subprocess.run(["rm", "-rf", "--one-file-system", base], check=True)
+
+
+def _play(one: Mapping[str, Any], told: Mapping[str, Any], served: registry.Registry, storage: Path) -> int:
+    """Run one scenario, in a process of its own; its output goes to a log."""
+    base = Path(one["base"])
+    with (base / "output.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    scenario = getattr(importlib.import_module(one["module"]), one["name"])
+    trees = [Path(t) for t in told["trees"]]
+    with (
+        Store(Path(told["store"])).in_use(),
+        Lab(base, Path(told["tools"]), trees, told["engine"], served, storage) as lab,
+    ):
+        result = scenario(lab, *one["words"])
+    (base / "result.json").write_text(json.dumps(result))
+    return 0
 
 
 def leave_the_network(*more: str) -> None:
@@ -228,14 +303,23 @@ class Pictures(Monitor):
 
 
 class Lab:
-    """A registry with its own storage, and a proxy in front of it under the registry's name.
+    """A running registry with its ``storage``, and a proxy in front of it under the registry's name.
 
     ``endpoints`` leads to the proxy, ``behind`` past it. The content of images is random, but seeded with their names:
     the same scenario has the same bytes.
     """
 
-    def __init__(self, base: Path, tools: Path, trees: Sequence[Path], engine: str) -> None:
+    def __init__(
+        self,
+        base: Path,
+        tools: Path,
+        trees: Sequence[Path],
+        engine: str,
+        served: registry.Registry,
+        storage: Path,
+    ) -> None:
         self.base, self.tools, self.trees, self.engine = base, tools, list(trees), engine
+        self.registry, self.storage = served, storage
         self.module = ENGINES[engine]
         self.endpoints: dict[str, Endpoint] = {}
         self.names: dict[str, str] = {}
@@ -246,20 +330,10 @@ class Lab:
         self._numbers = iter(range(1000))
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            storage = self.folder("storage")
-            self.registry = stack.enter_context(
-                registry.serve(self.tools, storage, self.folder("registry"), writable=True)
-            )
-            self.upstream = Upstream(
-                self.registry.address,
-                self.registry.port,
-                HOST,
-                ssl.create_default_context(cafile=os.fspath(self.registry.ca)),
-            )
-            self._stack = stack.pop_all()
-            self.proxy = self.serve_proxy(HOST)
-            self.behind = {HOST: Endpoint(HOST, self.registry.address, PORT, self.registry.ca)}
+        trust = ssl.create_default_context(cafile=os.fspath(self.registry.ca))
+        self.upstream = Upstream(self.registry.address, self.registry.port, HOST, trust)
+        self.proxy = self.serve_proxy(HOST)
+        self.behind = {HOST: Endpoint(HOST, self.registry.address, PORT, self.registry.ca)}
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -396,7 +470,7 @@ def requests_of(proxy: RegistryProxy, path: str) -> list[Result]:
     return [dataclasses.asdict(r) for r in proxy.requests if r.path.startswith(path)]
 
 
-def wait_until(what: Callable[[], bool], seconds: float = 20) -> bool:
+def wait_until(what: Callable[[], bool], seconds: float = 60) -> bool:
     """Wait until ``what`` holds; return whether it does."""
     deadline = time.monotonic() + seconds
     while not (holds := what()) and time.monotonic() < deadline:

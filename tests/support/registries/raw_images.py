@@ -12,6 +12,7 @@ from typing import Any
 
 import urllib3
 
+from image_builder.lab.images import MANIFEST_TYPE
 from image_builder.lab.registry import HOST
 from tests.support.registries.pulls import Lab
 
@@ -32,7 +33,8 @@ class RawRepository:
         self.lab, self.name = lab, name
 
     def _request(self, method: str, path: str, body: bytes = b"", kind: str = "") -> urllib3.BaseHTTPResponse:
-        headers = {"Host": HOST, "Content-Length": str(len(body)), **({"Content-Type": kind} if kind else {})}
+        headers = {"Host": HOST, "Accept": MANIFEST_TYPE, "Content-Length": str(len(body))}
+        headers |= {"Content-Type": kind} if kind else {}
         with self.lab.registry.connect() as pool:
             answer = pool.request(method, path, body=body, headers=headers)
         assert answer.status < 300, (method, path, answer.status, answer.data)
@@ -53,6 +55,10 @@ class RawRepository:
         found = describe(data, kind)
         self._request("PUT", f"/v2/{self.name}/manifests/{tag or found['digest']}", data, kind)
         return found
+
+    def described(self, digest: str) -> Descriptor:
+        """Return the descriptor of a manifest of the lab's own type."""
+        return describe(self._request("GET", f"/v2/{self.name}/manifests/{digest}").data, MANIFEST_TYPE)
 
     def image(
         self, layers: Sequence[Descriptor], tars: Sequence[bytes], tag: str = "", architecture: str = "amd64"

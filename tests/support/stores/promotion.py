@@ -37,7 +37,7 @@ _PROMOTE = (
 Result = dict[str, Any]
 
 
-def isolated(scenario: Callable[..., object], tools: Path, *words: str, seconds: float = 300) -> Any:
+def isolated(scenario: Callable[..., object], tools: Path, *words: str) -> Any:
     """Run ``scenario(node, *words)`` in its own namespaces; return its JSON. Nothing is left on disk.
 
     ``tools`` is the tools tree, as a root.
@@ -60,7 +60,6 @@ def isolated(scenario: Callable[..., object], tools: Path, *words: str, seconds:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=seconds,
         )
         assert done.returncode == 0, done.stdout
         return json.loads((base / "result.json").read_text())

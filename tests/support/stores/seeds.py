@@ -17,7 +17,6 @@ import signal
 import stat
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -209,7 +208,7 @@ class Node:
     def seed(self) -> Result:
         """Run ``node-agent seed`` as at a boot; return its section of the status, its exit status and its output."""
         child = self.agent()
-        said = child.communicate(timeout=120)[0].decode()
+        said = child.communicate()[0].decode()
         return {**self.status().get("seed", {}), "exit": child.returncode, "said": said}
 
     def status(self) -> Result:
@@ -349,12 +348,6 @@ def kill_when(child: subprocess.Popen[bytes], happened: Callable[[], bool]) -> b
         if child.poll() is None:
             child.kill()
         child.communicate()
-
-
-def kill_after(child: subprocess.Popen[bytes], seconds: float) -> bool:
-    """SIGKILL a process after some seconds; return False if it ended before that."""
-    end = time.monotonic() + seconds
-    return kill_when(child, lambda: time.monotonic() >= end)
 
 
 @contextmanager
