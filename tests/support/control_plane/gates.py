@@ -27,7 +27,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from image_builder.cli import failure
+from image_builder.cluster.gate.controller import Controller
+from image_builder.cluster.gate.controller import Settings as ControllerSettings
 from image_builder.cluster.gate.model import Node, Rules, node_from
+from image_builder.drain.lease import Settings as LeaseSettings
 from image_builder.events import Monitor
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.preflight import model, report
@@ -256,6 +259,23 @@ def in_background(work: Callable[[threading.Event], object]) -> Iterator[threadi
     assert not thread.is_alive()
 
 
+@contextmanager
+def controlled(
+    cluster: Cluster, user: str = GATE, *, identity: str = "gate", **settings: Any
+) -> Iterator[list[str]]:
+    """Run the gate's controller in this process, at short intervals and with a user's rights; yield what it says."""
+    said: list[str] = []
+    access = cluster.kubeconfig(user, "system:serviceaccounts")
+    made = Controller(
+        lambda: Client.from_kubeconfig(access, agent=identity),
+        identity,
+        ControllerSettings(**{"turn": 0.1, "lease": LeaseSettings(pause=0.1), **settings}),
+        said.append,
+    )
+    with in_background(made.run):
+        yield said
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 30) -> bool:
     """Wait until ``condition`` holds; return whether it does."""
     deadline = time.monotonic() + seconds
@@ -371,7 +391,13 @@ class Machine:
             "seconds": 41.0,
         }
 
-    def report(self, state: str, code: str = "", action: str = "none") -> int:
+    def report(
+        self,
+        state: str,
+        code: str = "",
+        action: str = "none",
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> int:
         """Report as the unit does, with the agent's own code."""
         run, etc = self.directory / "run", self.directory / "etc"
         for folder in (run, etc):
@@ -379,7 +405,7 @@ class Machine:
         (run / model.FILE).write_text(json.dumps(self.verdict(state, code, action)))
         settings = {"kubeconfig": os.fspath(self.kubeconfig), "healthz": self.healthz, "jitter_seconds": 0}
         (etc / "preflight.json").write_text(json.dumps(settings))
-        return report.run(report.Places(run, etc, boot_id=self.directory / "boot_id"))
+        return report.run(report.Places(run, etc, boot_id=self.directory / "boot_id", sleep=sleep))
 
     def is_out(self) -> bool:
         return self.cluster.is_out(self.name)

@@ -13,9 +13,11 @@ from itertools import groupby
 from typing import Any
 
 from image_builder.node.net.kube import KubeError
-from tests.support.control_plane.gates import Cluster
+from tests.support.control_plane.gates import Cluster, wait_until
 
 _OWN = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "api-priority-and-fairness")
+# Without it, no pod is admitted.
+_ACCOUNT = "/api/v1/namespaces/default/serviceaccounts/default"
 _DELETE = {
     "apiVersion": "v1",
     "kind": "DeleteOptions",
@@ -29,6 +31,7 @@ class Lender:
 
     def __init__(self, plane: Cluster) -> None:
         self._plane, self._admin = plane, plane.admin
+        assert wait_until(lambda: self._admin.find(_ACCOUNT) is not None, 120), "no controller is at work"
         # Whether a type's objects can be deleted all at once, by the path of its list.
         self._kinds = dict(self._find_kinds())
         self._first = {path for kind in self._kinds for path in self._objects(kind)}

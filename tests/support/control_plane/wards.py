@@ -9,18 +9,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from image_builder.cluster.gate.breaker import Holder, Limits
-from image_builder.cluster.gate.controller import Controller, Settings
 from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.cluster.gate.policy import Policy
 from image_builder.cluster.gate.remedies import Remedies
 from image_builder.drain import fence, quarantine
-from image_builder.drain.lease import Settings as LeaseSettings
 from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
 from image_builder.node.net.kubeconfig import load
 from image_builder.node.preflight import model
 from image_builder.node.preflight.model import PASSED, Verdict
 from image_builder.node.status import PHYSICAL_HOST, PREFLIGHT_LABEL
-from tests.support.control_plane.gates import GATE, Cluster, give_rights, in_background
+from tests.support.control_plane.gates import GATE, Cluster, controlled, give_rights
 from tests.support.control_plane.kubelets import AGENT, Kubelets
 from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.images.builds import REPO
@@ -111,15 +109,8 @@ class Ward:
     @contextmanager
     def controlled(self, *, advises: bool = False, **policy: Any) -> Iterator[list[str]]:
         """Run the controller with its documented rights; yield its log lines."""
-        lines: list[str] = []
-        settings = Settings(
-            Rules(health=policy_of(policy)),
-            turn=0.2,
-            lease=LeaseSettings(pause=0.2),
-            advises=advises,
-        )
-        controller = Controller(self.client, "gate", settings, lines.append)
-        with in_background(controller.run):
+        rules = Rules(health=policy_of(policy))
+        with controlled(self.cluster, rules=rules, turn=0.2, advises=advises) as lines:
             yield lines
 
     def turn(self, client: Client, names: Sequence[str], **policy: Any) -> list[str]:
