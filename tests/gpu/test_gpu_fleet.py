@@ -23,6 +23,7 @@ from image_builder.node.gpu.model import Tier, Worker
 from image_builder.node.gpu.smoke import fleet
 from image_builder.settings import REPO_ROOT
 from tests.support.control_plane.gates import wait_until
+from tests.support.processes import is_over
 
 pytestmark = pytest.mark.root
 
@@ -93,7 +94,7 @@ class Clock:
 
     def monotonic(self) -> float:
         born, hung = (set(os.listdir(self.place / name)) for name in ("born", "hung"))
-        self.over |= {pid for pid in born - self.over if _is_over(int(pid))}
+        self.over |= {pid for pid in born - self.over if is_over(int(pid))}
         if len(born) == self.started and hung and born <= hung | self.over:
             self.now += DEADLINE / 4
         return self.now
@@ -200,7 +201,7 @@ open({os.fspath(pid_file)!r}, "w").write(str(child))
 measured(); summary()
 """
     assert _run(clock, {GPUS[0]: program}, gpus=GPUS[:1])[GPUS[0]].ended == "done"
-    assert wait_until(lambda: _is_over(int(pid_file.read_text())), 120)
+    assert wait_until(lambda: is_over(int(pid_file.read_text())), 120)
 
 
 def test_a_hung_worker_takes_its_child_along(clock: Clock, tmp_path: Path) -> None:
@@ -213,15 +214,7 @@ open({os.fspath(pid_file)!r}, "w").write(str(child))
 hang()
 """
     assert _run(clock, {GPUS[0]: program}, gpus=GPUS[:1])[GPUS[0]].ended == "killed: deadline"
-    assert wait_until(lambda: _is_over(int(pid_file.read_text())), 120)
-
-
-def _is_over(pid: int) -> bool:
-    """Return whether a process is gone, or is a zombie that another process has to reap."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    assert wait_until(lambda: is_over(int(pid_file.read_text())), 120)
 
 
 @contextmanager
@@ -433,4 +426,4 @@ def test_a_worker_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
     assert wait_until(lambda: pid_file.exists() and bool(pid_file.read_text()), 120)
     started.kill()
     started.wait()
-    assert wait_until(lambda: _is_over(int(pid_file.read_text())), 120)
+    assert wait_until(lambda: is_over(int(pid_file.read_text())), 120)

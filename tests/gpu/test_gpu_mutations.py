@@ -16,7 +16,7 @@ from image_builder.verify.result import blind
 from tests.support.images import mutants
 from tests.support.images.builds import Workplace
 
-pytestmark = [pytest.mark.root, pytest.mark.image("worker_gpu")]
+pytestmark = pytest.mark.root
 
 # Includes the gate's checks: no other image of the lab has that layer.
 SELECTED = (

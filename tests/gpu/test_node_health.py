@@ -25,7 +25,7 @@ from image_builder.node.health.settings import Settings
 from image_builder.system.namespace import run_isolated
 from tests.support.nodes.health_looks import found, look
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 MS_REMOUNT = 32
 

@@ -27,7 +27,7 @@ from image_builder.system.namespace import run_isolated
 from tests.support.nodes.health_looks import kvp_record
 from tests.support.servers import running
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 CAP_SYS_TIME = 25
 REPO = Path(__file__).resolve().parents[2]
