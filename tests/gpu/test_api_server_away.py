@@ -68,16 +68,16 @@ def test_nothing_is_changed_in_the_end(cluster: Cluster, healthz: str, tmp_path:
         try:
             for thread in reports:
                 thread.start()
-            assert wait_until(lambda: all(waits[node.name] > 5 for node in nodes[2:]), 120)
+            assert wait_until(lambda: all(waits[node.name] > 5 for node in nodes[2:]))
             assert all(thread.is_alive() for thread in reports)
         finally:
             cluster.start_api()
         for thread in reports:
             thread.join(120)
         assert not any(thread.is_alive() for thread in reports)
-        assert wait_until(lambda: not any(node.is_out() for node in nodes), 120)
+        assert wait_until(lambda: not any(node.is_out() for node in nodes))
         nodes[0].start(is_known=True)
-        assert wait_until(nodes[0].is_out, 120)
+        assert wait_until(nodes[0].is_out)
 
 
 def test_a_node_whose_wish_nobody_hears_goes_on(cluster: Cluster, healthz: str, tmp_path: Path) -> None:

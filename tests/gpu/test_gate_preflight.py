@@ -313,7 +313,7 @@ def test_a_smoke_test_that_hangs_is_killed_with_what_it_started(tmp_path: Path) 
         found = run_smoke(["sh", "-c", program, sleeps], seconds, "b")
         assert (found.state, found.code, found.action) == ("inconclusive", "gpu.deadline", "reboot")
     assert not ended.exists(), "its end was waited for"
-    assert wait_until(lambda: is_over(int(pid.read_text())), 120)
+    assert wait_until(lambda: is_over(int(pid.read_text())))
 
 
 def test_a_smoke_test_that_is_not_there_or_says_much(tmp_path: Path) -> None:

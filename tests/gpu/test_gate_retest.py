@@ -81,7 +81,7 @@ class Node(Machine):
 
         def later(_seconds: float) -> None:
             last = turns() + 3
-            assert not is_heard or wait_until(lambda: self.answer in ANSWERS or turns() >= last, 120)
+            assert not is_heard or wait_until(lambda: self.answer in ANSWERS or turns() >= last)
 
         return retest.run(
             retest.Places(

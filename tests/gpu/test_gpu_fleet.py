@@ -201,7 +201,7 @@ open({os.fspath(pid_file)!r}, "w").write(str(child))
 measured(); summary()
 """
     assert _run(clock, {GPUS[0]: program}, gpus=GPUS[:1])[GPUS[0]].ended == "done"
-    assert wait_until(lambda: is_over(int(pid_file.read_text())), 120)
+    assert wait_until(lambda: is_over(int(pid_file.read_text())))
 
 
 def test_a_hung_worker_takes_its_child_along(clock: Clock, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ open({os.fspath(pid_file)!r}, "w").write(str(child))
 hang()
 """
     assert _run(clock, {GPUS[0]: program}, gpus=GPUS[:1])[GPUS[0]].ended == "killed: deadline"
-    assert wait_until(lambda: is_over(int(pid_file.read_text())), 120)
+    assert wait_until(lambda: is_over(int(pid_file.read_text())))
 
 
 @contextmanager
@@ -229,7 +229,7 @@ def _frozen(name: str) -> Iterator[Path]:
         yield group
     finally:
         (group / "freezer.state").write_text("THAWED")
-        wait_until(lambda: not (group / "cgroup.procs").read_text(), 120)
+        wait_until(lambda: not (group / "cgroup.procs").read_text())
         group.rmdir()
 
 
@@ -423,7 +423,7 @@ def test_a_worker_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
     )
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}]).wait()"
     started = subprocess.Popen([sys.executable, "-c", parent], cwd=REPO_ROOT)
-    assert wait_until(lambda: pid_file.exists() and bool(pid_file.read_text()), 120)
+    assert wait_until(lambda: pid_file.exists() and bool(pid_file.read_text()))
     started.kill()
     started.wait()
-    assert wait_until(lambda: is_over(int(pid_file.read_text())), 120)
+    assert wait_until(lambda: is_over(int(pid_file.read_text())))

@@ -125,7 +125,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def served(node: Node) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(node.argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert wait_until(lambda: node.answers() or process.poll() is not None, 120)
+            assert wait_until(lambda: node.answers() or process.poll() is not None)
             yield process
         finally:
             process.terminate()

@@ -61,12 +61,12 @@ class Fleet:
 
     def says(self, text: str, times: int = 1) -> bool:
         """Wait until the last command has logged ``text`` at least ``times`` times; return whether it did."""
-        return wait_until(lambda: self.log.read_text().count(text) >= times, 60)
+        return wait_until(lambda: self.log.read_text().count(text) >= times)
 
     def looks_again(self, host: str, times: int) -> bool:
         """Wait until the commands have read a host's Node ``times`` more times; return whether they did."""
         before = self._looks(host)
-        return wait_until(lambda: self._looks(host) >= before + times, 60)
+        return wait_until(lambda: self._looks(host) >= before + times)
 
     def _looks(self, host: str) -> int:
         return [asked(event) for event in self.audit()].count(("get", "nodes", host))

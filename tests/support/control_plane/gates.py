@@ -247,7 +247,7 @@ def become_ready(client: Client, name: str, boot_id: str) -> None:
 
 @contextmanager
 def in_background(work: Callable[[threading.Event], object]) -> Iterator[threading.Event]:
-    """Run ``work`` in a thread; when the block ends, set the event that it was given and wait up to 30 s for it."""
+    """Run ``work`` in a thread; when the block ends, set the event that it was given and wait for it."""
     stop = threading.Event()
     thread = threading.Thread(target=work, args=(stop,), daemon=True)
     thread.start()
@@ -255,8 +255,7 @@ def in_background(work: Callable[[threading.Event], object]) -> Iterator[threadi
         yield stop
     finally:
         stop.set()
-        thread.join(30)
-    assert not thread.is_alive()
+        thread.join()
 
 
 @contextmanager
@@ -276,7 +275,7 @@ def controlled(
         yield said
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> bool:
     """Wait until ``condition`` holds; return whether it does."""
     deadline = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < deadline:

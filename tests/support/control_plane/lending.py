@@ -31,7 +31,7 @@ class Lender:
 
     def __init__(self, plane: Cluster) -> None:
         self._plane, self._admin = plane, plane.admin
-        assert wait_until(lambda: self._admin.find(_ACCOUNT) is not None, 120), "no controller is at work"
+        assert wait_until(lambda: self._admin.find(_ACCOUNT) is not None), "no controller is at work"
         # Whether a type's objects can be deleted all at once, by the path of its list.
         self._kinds = dict(self._find_kinds())
         self._first = {path for kind in self._kinds for path in self._objects(kind)}

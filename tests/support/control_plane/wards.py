@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.cluster.gate.breaker import Holder, Limits
@@ -13,7 +14,7 @@ from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.cluster.gate.policy import Policy
 from image_builder.cluster.gate.remedies import Remedies
 from image_builder.drain import fence, quarantine
-from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
+from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node, stamp
 from image_builder.node.net.kubeconfig import load
 from image_builder.node.preflight import model
 from image_builder.node.preflight.model import PASSED, Verdict
@@ -31,6 +32,10 @@ QUICK: Mapping[str, Any] = {"lasting_seconds": 0.0, "share": 1.0}
 def policy_of(settings: Mapping[str, Any]) -> Policy:
     """Return a policy as it would be read from its file."""
     return Policy.model_validate_json(json.dumps({**QUICK, **settings}))
+
+
+def _stamp(at: float) -> str:
+    return stamp(datetime.fromtimestamp(at, UTC))
 
 
 class Ward:
@@ -53,10 +58,8 @@ class Ward:
         return names
 
     def passes(self, name: str) -> None:
-        """Report as the preflight of a node's current boot does, in a different second than its last report."""
-        while time.time() // 1 == self._passed.get(name):
-            time.sleep(0.05)
-        self._passed[name] = time.time() // 1
+        """Report as the preflight of a node's current boot does, in a later second than its last report."""
+        at = self._passed[name] = max(time.time() // 1, self._passed.get(name, 0.0) + 1)
         document = model.document(
             Verdict(PASSED),
             [],
@@ -65,12 +68,16 @@ class Ward:
             started="now",
             seconds=time.monotonic(),
         )
-        self.admin.patch_condition(name, model.CONDITION, "True", "Passed", model.message(document))
+        message = model.message(document)
+        self.admin.patch_condition(name, model.CONDITION, "True", "Passed", message, since=_stamp(at))
 
-    def report(self, name: str, status: str, reason: str, condition: str = HEALTHY) -> None:
-        """Set a condition as the node's agent does, or one that is set by another program."""
+    def report(
+        self, name: str, status: str, reason: str, condition: str = HEALTHY, *, ago: float = 0.0
+    ) -> None:
+        """Set a condition that began ``ago`` seconds ago, as the node's agent does or another program."""
         message = f"{reason} (boot {self.kubelets.nodes[name]})" if condition == HEALTHY else reason
-        self.admin.patch_condition(name, condition, status, reason, message)
+        since = _stamp(time.time() - ago)
+        self.admin.patch_condition(name, condition, status, reason, message, since=since)
 
     def put_on(self, name: str, host: str) -> None:
         """Set the name of a node's physical host as its agent does."""
