@@ -58,11 +58,11 @@ class Lender:
             time.sleep(0.1)
         for space in (f"{_NAMESPACES}/default", f"{_NAMESPACES}/kube-system", *spaces):
             self._admin.request("DELETE", f"{space}/events", _DELETE)
-        while left := [found for space in spaces if (found := self._admin.find(space))]:
+        while left := [space for space in spaces if self._admin.find(space)]:
             for space in left:
-                body = {"metadata": {"name": space["metadata"]["name"]}, "spec": {"finalizers": []}}
+                body = {"metadata": {"name": space.rpartition("/")[2]}, "spec": {"finalizers": []}}
                 with suppress(KubeError):  # it is gone
-                    self._admin.request("PUT", f"{_NAMESPACES}/{space['metadata']['name']}/finalize", body)
+                    self._admin.request("PUT", f"{space}/finalize", body)
 
     def _delete(self, kind: str, spaces: Sequence[str]) -> bool:
         """Delete a type's objects that are foreign or in one of these namespaces; return whether there were any."""
