@@ -32,12 +32,13 @@ from image_builder.cluster.gate.controller import Settings as ControllerSettings
 from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.drain.lease import Settings as LeaseSettings
 from image_builder.events import Monitor
-from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.net.kube import STRATEGIC_MERGE, Client, KubeError, path_of_node
 from image_builder.node.preflight import model, report
 from image_builder.pool.steps.control_plane import REQUESTS
 from image_builder.settings import DEFAULT_STORE, Settings
 from image_builder.system import namespace
 from tests.support import servers
+from tests.support.control_plane.kubelets import ready
 from tests.support.control_plane.programs import obtain
 from tests.support.control_plane.servers import ADMINISTRATORS, NODES, ControlPlane
 from tests.support.images.builds import REPO
@@ -209,40 +210,7 @@ def new_node(name: str, **labels: str) -> dict[str, Any]:
 
 def become_ready(client: Client, name: str, boot_id: str) -> None:
     """Report a node's state as a kubelet does after each start: that it is ready, and which boot this is."""
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    ready = {
-        "type": "Ready",
-        "status": "True",
-        "reason": "KubeletReady",
-        "message": "",
-        "lastHeartbeatTime": now,
-        "lastTransitionTime": now,
-    }
-    room = {"cpu": "8", "memory": "32Gi", "pods": "110"}
-    info = {
-        "bootID": boot_id,
-        **dict.fromkeys(
-            (
-                "architecture",
-                "containerRuntimeVersion",
-                "kernelVersion",
-                "kubeProxyVersion",
-                "kubeletVersion",
-                "machineID",
-                "operatingSystem",
-                "osImage",
-                "systemUUID",
-            ),
-            "lab",
-        ),
-    }
-    status = {"conditions": [ready], "capacity": room, "allocatable": room, "nodeInfo": info}
-    client.request(
-        "PATCH",
-        f"/api/v1/nodes/{name}/status",
-        {"status": status},
-        "application/strategic-merge-patch+json",
-    )
+    client.request("PATCH", f"{path_of_node(name)}/status", {"status": ready(boot_id)}, STRATEGIC_MERGE)
 
 
 @contextmanager
