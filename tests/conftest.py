@@ -23,6 +23,7 @@ from tests.support.guard import guarded
 pytest_plugins = [
     "tests.support.images.fixtures",
     "tests.support.images.toolkits",
+    "tests.support.control_plane.fixtures",
     "tests.selftest.counts",
     "tests.selftest.plugin",
     "tests.selftest.turns",

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -43,12 +42,12 @@ from tests.support.control_plane.brokers import (
 )
 from tests.support.control_plane.gates import (
     GATE,
+    Cluster,
     add_policies,
     become_ready,
     give_rights,
     new_node,
     refusal,
-    running,
     wait_until,
 )
 from tests.support.images import programs
@@ -88,15 +87,15 @@ class Gate:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     if programs.DIRECTORY is None:
         pytest.skip(programs.ABSENT)
-    with ExitStack() as stack:
-        cluster = stack.enter_context(running(controllers=True))
-        for page in (RIGHTS, JOINING, REPO / "docs/how-to/gate-a-pool.md"):
-            give_rights(cluster.admin, page)
-        add_policies(cluster.admin, RIGHTS)
-        yield stack.enter_context(open_world(cluster, tmp_path_factory.mktemp("broker")))
+    cluster: Cluster = request.getfixturevalue("cluster")
+    for page in (RIGHTS, JOINING, REPO / "docs/how-to/gate-a-pool.md"):
+        give_rights(cluster.admin, page)
+    add_policies(cluster.admin, RIGHTS)
+    with open_world(cluster, tmp_path_factory.mktemp("broker")) as state:
+        yield state
 
 
 @pytest.fixture(scope="module")

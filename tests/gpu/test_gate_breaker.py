@@ -7,44 +7,37 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from image_builder.cluster.gate import breaker
 from image_builder.cluster.gate.admit import overview
-from image_builder.cluster.gate.controller import Controller, Settings
 from image_builder.cluster.gate.model import Rules
-from image_builder.drain.lease import Settings as LeaseSettings
-from image_builder.node.net.kube import MERGE_PATCH, Client, KubeError, path_of_node
+from image_builder.node.net.kube import MERGE_PATCH, KubeError, path_of_node
 from image_builder.node.preflight import command, hold, model
 from image_builder.node.preflight.hold import Hold
 from image_builder.node.preflight.model import FAILED, Verdict
 from image_builder.node.preflight.settings import Settings as PreflightSettings
 from tests.gpu.test_gate_preflight import FABRIC
 from tests.support.control_plane.gates import (
-    GATE,
     Cluster,
     Machine,
+    controlled,
     give_rights,
     healthy,
-    in_background,
-    running,
     wait_until,
 )
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 CODE = "gpu.kat.int"
 KEY = f"{CODE}.."  # for nodes without a pool
 REPLACE = Verdict(FAILED, CODE, "mismatch in SM 7", "replace")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running() as found:
-        give_rights(found.admin)
-        yield found
+@pytest.fixture(scope="module", autouse=True)
+def _rights(cluster: Cluster) -> None:
+    give_rights(cluster.admin)
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +51,6 @@ def machine(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
             return found
 
         yield make
-
-
-@contextmanager
-def controlled(cluster: Cluster, user: str = GATE, *, advises: bool = False) -> Iterator[list[str]]:
-    """Run the controller in this process; yield what it logs."""
-    said: list[str] = []
-    settings = Settings(
-        turn=0.2,
-        lease=LeaseSettings(name="image-builder-gate", pause=0.2),
-        breaker=breaker.Limits(),
-        advises=advises,
-    )
-    access = cluster.kubeconfig(user, "system:serviceaccounts")
-    controller = Controller(lambda: Client.from_kubeconfig(access, agent="gate"), user, settings, said.append)
-    with in_background(controller.run):
-        yield said
 
 
 def held(cluster: Cluster) -> dict[str, Hold]:

@@ -7,10 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,11 @@ from image_builder.node import status
 from image_builder.node.errors import NodeError
 from image_builder.node.preflight import command, model, report
 from image_builder.node.preflight.smoke import run as run_smoke
+from tests.support.control_plane.gates import wait_until
 from tests.support.images.builds import REPO
+from tests.support.processes import is_over
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 PASS = """
 import json, sys
@@ -64,7 +64,7 @@ class Machine:
         (self.directory / "release").write_text(f'IMAGE_BUILD="{build}"\n')
 
     def settings(self, **settings: Any) -> None:
-        settings = {"kubeconfig": "/nonexistent", "wait_seconds": 1, **settings}
+        settings = {"kubeconfig": "/nonexistent", **settings}
         (self.directory / "etc/preflight.json").write_text(json.dumps(settings))
 
     def expect_gpus(self, program: str) -> None:
@@ -194,7 +194,7 @@ def test_what_was_not_settled_is_tested_again_until_it_is(machine: Machine) -> N
     """A name doesn't resolve at boot; the GPUs, which passed, aren't tested a second time."""
     runs = machine.directory / "runs"
     machine.expect_gpus(f"open({str(runs)!r}, 'a').write('x')\n" + PASS)
-    machine.settings(dns=["nowhere.invalid"], kubeconfig="/nonexistent/kubelet.conf")
+    machine.settings(dns=["nowhere.invalid"], wait_seconds=1, kubeconfig="/nonexistent/kubelet.conf")
     assert machine.test() == 0
     first = {**machine.verdict, "started": "2026-01-01T00:00:00+00:00"}
     (machine.directory / "run" / model.FILE).write_text(json.dumps(first))
@@ -215,7 +215,7 @@ def test_what_was_not_settled_is_tested_again_until_it_is(machine: Machine) -> N
 
 def test_what_is_found_later_starts_no_node_again(machine: Machine) -> None:
     """Pods may run by then."""
-    machine.settings(dns=["nowhere.invalid"])
+    machine.settings(dns=["nowhere.invalid"], wait_seconds=1)
     machine.test()
     machine.settings(dns=["localhost"])
     machine.expect_gpus(REMAP)
@@ -242,7 +242,7 @@ def test_where_it_may_not_start_again_it_says_so(machine: Machine) -> None:
 
 @pytest.mark.parametrize("hard", [False, True])
 def test_the_kubelet_starts_after_a_failure_unless_it_is_hard(machine: Machine, hard: bool) -> None:
-    machine.settings(tcp=["127.0.0.1:9"], hard=hard)
+    machine.settings(tcp=["127.0.0.1:9"], wait_seconds=1, hard=hard)
     assert machine.test() == 0
     assert machine.may_start_the_kubelet() is not hard
     assert machine.verdict["code"] == "network.tcp" and not machine.rebooted.exists()
@@ -255,7 +255,7 @@ def test_endpoints_are_tried_until_they_answer(machine: Machine) -> None:
         assert machine.test() == 0
         assert machine.verdict["state"] == "passed"
         assert {c["id"] for c in machine.verdict["checks"]} == {"dns:localhost", f"tcp:127.0.0.1:{port}"}
-    machine.settings(dns=["nowhere.invalid"])
+    machine.settings(dns=["nowhere.invalid"], wait_seconds=1)
     machine.test()
     assert (machine.verdict["state"], machine.verdict["code"]) == ("inconclusive", "network.dns")
 
@@ -313,11 +313,7 @@ def test_a_smoke_test_that_hangs_is_killed_with_what_it_started(tmp_path: Path) 
         found = run_smoke(["sh", "-c", program, sleeps], seconds, "b")
         assert (found.state, found.code, found.action) == ("inconclusive", "gpu.deadline", "reboot")
     assert not ended.exists(), "its end was waited for"
-    deadline = time.monotonic() + 20
-    with suppress(FileNotFoundError, ProcessLookupError):  # it has been reaped
-        while Path(f"/proc/{pid.read_text().strip()}/stat").read_text().split()[2] != "Z":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    assert wait_until(lambda: is_over(int(pid.read_text())))
 
 
 def test_a_smoke_test_that_is_not_there_or_says_much(tmp_path: Path) -> None:

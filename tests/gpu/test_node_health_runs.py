@@ -27,7 +27,7 @@ from image_builder.system.namespace import run_isolated
 from tests.support.nodes.health_looks import kvp_record
 from tests.support.servers import running
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 CAP_SYS_TIME = 25
 REPO = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ class Node:
         return subprocess.Popen(self.argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def look(self, status: int = 0) -> str:
-        done = subprocess.run(self.argv, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(self.argv, capture_output=True, text=True)
         assert done.returncode == status, done.stdout + done.stderr
         assert "ResourceWarning" not in done.stdout + done.stderr, done.stderr  # nothing is left open
         return done.stdout
@@ -100,6 +100,7 @@ def node(tmp_path: Path) -> Node:
 
 
 def test_a_look_leaves_whole_files_and_nothing_else(node: Node) -> None:
+    began = time.time()
     assert node.look() == "" and node.look() == ""
     assert sorted(path.name for path in (node.base / "run").iterdir()) == [
         "health-state.json", "health.json", "health.lock",
@@ -111,7 +112,7 @@ def test_a_look_leaves_whole_files_and_nothing_else(node: Node) -> None:
     assert known["boot_id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert {name: one["error"] for name, one in known["checks"].items() if one["error"]} == {}
     assert written['node_health_state{state="ok"}'] == 1
-    assert abs(written["node_health_run_timestamp_seconds"] - time.time()) < 60
+    assert int(began) <= written["node_health_run_timestamp_seconds"] <= time.time()
     names = {name.partition("{")[0].removeprefix(report.PREFIX) for name in written}
     assert names <= set(report.HELP)
 
@@ -190,7 +191,7 @@ def test_many_at_once_take_turns(node: Node) -> None:
     before = json.loads((node.base / "run/health-state.json").read_bytes())["checks"]["kernel_log"]["memory"]
     running = [node.start() for _ in range(4)]
     for process in running:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate()
         assert process.returncode == 0 and said == "", said
     after = json.loads((node.base / "run/health-state.json").read_bytes())["checks"]["kernel_log"]["memory"]
     assert after["number"] >= before["number"] and after["lost"] == 0

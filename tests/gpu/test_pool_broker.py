@@ -38,18 +38,17 @@ from tests.support.control_plane.brokers import (
     open_world,
     whoami,
 )
-from tests.support.control_plane.gates import give_rights, running, wait_until
+from tests.support.control_plane.gates import Cluster, give_rights, wait_until
 from tests.support.nodes import joins
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with ExitStack() as stack:
-        cluster = stack.enter_context(running())
-        give_rights(cluster.admin, RIGHTS)
-        yield stack.enter_context(open_world(cluster, tmp_path_factory.mktemp("broker")))
+def world(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    give_rights(cluster.admin, RIGHTS)
+    with open_world(cluster, tmp_path_factory.mktemp("broker")) as state:
+        yield state
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def test_a_node_gets_a_token_that_the_cluster_takes(world: World, broker: Broker
     admin = kubeconfig.load(world.cluster.kubeconfig("lab:reader"))
     told = joins.document(admin.authority.read(), admin.server, node={})
     credentials.prove(
-        config.parse(json.dumps(told).encode()), token.text, 60, Deadline(time.monotonic() + 30)
+        config.parse(json.dumps(told).encode()), token.text, 60, Deadline(time.monotonic() + 300)
     )
     nonce, line = broker.next(), broker.next()
     told = {"status": 200, "node": node, "vm_id": joins.VM_ID, "pool": "h100"}
@@ -215,7 +214,7 @@ def test_who_asks_too_often_is_told_when_to_come_back(world: World) -> None:
         assert ask(limited, "vmss-h100-a00001k", OTHER_VM)[2] == "limit.pool"
         # A node that would have to wait longer than its deadline ends its phase and says why.
         with pytest.raises(JoinError, match="answered 429"):
-            limited.ask("vmss-h100-a00001l", seconds=5)
+            limited.ask("vmss-h100-a00001l", seconds=60)
 
 
 def test_a_cluster_that_says_no_is_asked_again(world: World, broker: Broker) -> None:
@@ -235,7 +234,7 @@ def test_a_cluster_that_says_no_is_asked_again(world: World, broker: Broker) -> 
         again = {name: before[name] for name in ("apiVersion", "kind", "roleRef", "subjects")}
         again["metadata"] = {"name": "image-builder-broker"}
         world.cluster.admin.request("POST", binding, again)
-    assert broker.ask(node, seconds=60).text
+    assert broker.ask(node).text
 
 
 def test_the_broker_may_do_nothing_else(world: World) -> None:
@@ -298,7 +297,7 @@ def test_the_silent_keep_nobody_waiting_for_ever(world: World) -> None:
         for _ in range(6):
             silent = stack.enter_context(socket.create_connection(("127.0.0.1", small.port)))
             silent.sendall(b"\x16\x03\x01")  # TLS, and then nothing
-        assert small.ask("vmss-h100-a00001n", seconds=120).text
+        assert small.ask("vmss-h100-a00001n").text
 
 
 def test_a_new_certificate_is_taken_up(world: World) -> None:

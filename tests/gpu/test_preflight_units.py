@@ -19,7 +19,7 @@ import pytest
 from tests.support.images.builds import REPO
 from tests.support.roles.templates import render
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 AGENT = """
 import sys

@@ -20,7 +20,7 @@ from image_builder.pool.scale_set.client import HOLD_TAG
 from tests.support.arm.model import Answer, Request, action_of, error
 from tests.support.control_plane import workloads
 from tests.support.control_plane.drains import asked
-from tests.support.control_plane.gates import manifests, wait_until
+from tests.support.control_plane.gates import Cluster, manifests, wait_until
 from tests.support.pools.repairs import (
     AGENT,
     FINDINGS,
@@ -33,7 +33,7 @@ from tests.support.pools.repairs import (
     clinic,
 )
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 REBOOT, REIMAGE = "POST /virtualMachines/0/restart", "POST /virtualMachines/0/reimage"
 EACH_REMEDY = pytest.mark.parametrize(
@@ -48,8 +48,8 @@ used: set[str] = set()
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    with clinic(tmp_path_factory.mktemp("repair")) as state:
+def place(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
+    with clinic(cluster, tmp_path_factory.mktemp("repair")) as state:
         state.served.arm.observers.append(lambda request, _: used.add(request_action(request)))
         yield state
 

@@ -34,20 +34,20 @@ from tests.support.arm.fleet import BUILDS, NEW, OLD
 from tests.support.arm.model import Answer, Fault, Request, error
 from tests.support.arm.serving import found_by
 from tests.support.control_plane import workloads
-from tests.support.control_plane.gates import in_background, wait_until
+from tests.support.control_plane.gates import Cluster, in_background, wait_until
 from tests.support.images.builds import REPO
 from tests.support.pools import invariants
 from tests.support.pools.rolls import GENEROUS, World, plan, world
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 _SETS, _EACH, _TAKEN = 32, 3, 2
 _HOSTS = _EACH * _TAKEN
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(_SETS, _EACH, tmp_path_factory.mktemp("rolls")) as state:
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(cluster, _SETS, _EACH, tmp_path_factory.mktemp("rolls")) as state:
         workloads.namespace(state.admin, "work")
         yield state
 

@@ -14,13 +14,12 @@ from tests.support.control_plane.gates import (
     deny_certificate,
     give_rights,
     request_certificate,
-    running,
 )
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import Fleet, fleet
 from tests.support.pools.rollouts import Rollout, install, intents, signature, wait
 
-pytestmark = [pytest.mark.root, pytest.mark.hosts, pytest.mark.image("control_plane")]
+pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
 # As an image's unit does on first boot.
 JOIN = "node-agent join"
@@ -33,11 +32,9 @@ def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield hosts
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running() as server:
-        give_rights(server.admin, POOL_RIGHTS)
-        yield server
+@pytest.fixture(scope="module", autouse=True)
+def _rights(cluster: Cluster) -> None:
+    give_rights(cluster.admin, POOL_RIGHTS)
 
 
 def test_where_the_image_does_it_all_nobody_is_told(rollout: Callable[..., Rollout]) -> None:

@@ -122,7 +122,7 @@ class Broker:
         self.strays = self.stray_lines = 0
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        first = self.lines.get(timeout=60)
+        first = self.lines.get(timeout=300)
         self.port = int(first["said"].split()[1].rstrip(","))
         self.given: set[str] = set()
 
@@ -135,16 +135,16 @@ class Broker:
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0
+        assert self.process.wait() == 0
         self._reader.join()
         for hidden in (self.world.identity, *self.given):
             assert hidden not in self.text, "a secret is in the audit log"
 
     def next(self) -> dict[str, Any]:
         """Return the log line of the next request."""
-        return self.lines.get(timeout=60)
+        return self.lines.get(timeout=300)
 
-    def ask(self, node: str, vm_id: str = joins.VM_ID, *, ca: str = "", seconds: float = 30) -> Token:
+    def ask(self, node: str, vm_id: str = joins.VM_ID, *, ca: str = "", seconds: float = 300) -> Token:
         """Request a token as a node does, with the node's own code."""
         ca = ca or self.world.authority.certificate
         settings = joins.document(

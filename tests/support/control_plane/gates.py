@@ -27,19 +27,24 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from image_builder.cli import failure
+from image_builder.cluster.gate.controller import Controller
+from image_builder.cluster.gate.controller import Settings as ControllerSettings
 from image_builder.cluster.gate.model import Node, Rules, node_from
+from image_builder.drain.lease import Settings as LeaseSettings
 from image_builder.events import Monitor
-from image_builder.node.net.kube import Client, KubeError
+from image_builder.node.net.kube import STRATEGIC_MERGE, Client, KubeError, path_of_node
 from image_builder.node.preflight import model, report
 from image_builder.pool.steps.control_plane import REQUESTS
 from image_builder.settings import DEFAULT_STORE, Settings
 from image_builder.system import namespace
 from tests.support import servers
+from tests.support.control_plane.kubelets import ready
 from tests.support.control_plane.programs import obtain
 from tests.support.control_plane.servers import ADMINISTRATORS, NODES, ControlPlane
 from tests.support.images.builds import REPO
 
 _CHILD = "import sys; from tests.support.control_plane import gates; sys.exit(gates.child(*sys.argv[1:]))"
+_NOT_READY = "node.kubernetes.io/not-ready"
 TAINT = {"key": "image-builder/preflight", "value": "pending", "effect": "NoSchedule"}
 
 GATE = "system:serviceaccount:kube-system:image-builder-gate"
@@ -52,16 +57,18 @@ class Cluster:
     """A running control plane. Commands are sent to its process line by line."""
 
     def __init__(self, process: subprocess.Popen[str], work: Path) -> None:
-        self._process = process
+        self.process = process
         self.work = work
         self._clients: list[Client] = []
+        self._events: list[dict[str, Any]] = []
+        self._read = (work / "audit.log").stat().st_size
         self.admin = self.client("lab:admin", ADMINISTRATORS)
 
     def _ask(self, *arguments: str) -> Path:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(arguments) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(arguments) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
         assert answer, "the control plane ended"
         return Path(json.loads(answer))
 
@@ -102,8 +109,7 @@ class Cluster:
         A watch counts once.
         """
         counts: Counter[tuple[str, str]] = Counter()
-        for line in (self.work / "audit.log").read_text().splitlines():
-            event = json.loads(line)
+        for event in self.audit():
             # A watch's response is complete only when the watch ends.
             stage = "ResponseStarted" if event["verb"] == "watch" else "ResponseComplete"
             if event.get("userAgent") == agent and event["stage"] == stage:
@@ -111,6 +117,15 @@ class Cluster:
                 resource = "/".join(target[k] for k in ("resource", "subresource") if target.get(k))
                 counts[event["verb"], resource] += 1
         return counts
+
+    def audit(self) -> list[dict[str, Any]]:
+        """Return the requests since this object was made, from the server's own log. Only what is new is read."""
+        with (self.work / "audit.log").open("rb") as log:
+            log.seek(self._read)
+            lines, end, _ = log.read().rpartition(b"\n")
+        self._read += len(lines + end)
+        self._events += map(json.loads, lines.splitlines())
+        return self._events
 
 
 @contextmanager
@@ -149,7 +164,7 @@ def child(store: str, work: str, *options: str) -> int:
 
     def serve() -> int:
         parts = obtain(Settings(store=Path(store)), Monitor(), controllers=controllers)
-        with ControlPlane(parts, Path(work), controllers=controllers) as plane:
+        with ControlPlane(parts, Path(work), controllers=controllers, grace_seconds=3600) as plane:
             print(json.dumps(plane.server), flush=True)
             for line in sys.stdin:
                 print(json.dumps(_do(plane, json.loads(line))), flush=True)
@@ -173,9 +188,15 @@ def _do(plane: ControlPlane, arguments: list[str]) -> str:
 
 
 def register(client: Client, name: str, boot_id: str, **labels: str) -> None:
-    """Create a Node object as a kubelet does when it is told to register with the taint and the label."""
+    """Create a Node object as a kubelet does when it is told to register with the taint and the label.
+
+    Where there is a node controller, it has taken its own taint off at the end.
+    """
     client.request("POST", "/api/v1/nodes", new_node(name, **labels))
     become_ready(client, name, boot_id)
+    assert wait_until(
+        lambda: _NOT_READY not in [taint["key"] for taint in client.node(name)["spec"]["taints"]]
+    )
 
 
 def new_node(name: str, **labels: str) -> dict[str, Any]:
@@ -189,45 +210,12 @@ def new_node(name: str, **labels: str) -> dict[str, Any]:
 
 def become_ready(client: Client, name: str, boot_id: str) -> None:
     """Report a node's state as a kubelet does after each start: that it is ready, and which boot this is."""
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    ready = {
-        "type": "Ready",
-        "status": "True",
-        "reason": "KubeletReady",
-        "message": "",
-        "lastHeartbeatTime": now,
-        "lastTransitionTime": now,
-    }
-    room = {"cpu": "8", "memory": "32Gi", "pods": "110"}
-    info = {
-        "bootID": boot_id,
-        **dict.fromkeys(
-            (
-                "architecture",
-                "containerRuntimeVersion",
-                "kernelVersion",
-                "kubeProxyVersion",
-                "kubeletVersion",
-                "machineID",
-                "operatingSystem",
-                "osImage",
-                "systemUUID",
-            ),
-            "lab",
-        ),
-    }
-    status = {"conditions": [ready], "capacity": room, "allocatable": room, "nodeInfo": info}
-    client.request(
-        "PATCH",
-        f"/api/v1/nodes/{name}/status",
-        {"status": status},
-        "application/strategic-merge-patch+json",
-    )
+    client.request("PATCH", f"{path_of_node(name)}/status", {"status": ready(boot_id)}, STRATEGIC_MERGE)
 
 
 @contextmanager
 def in_background(work: Callable[[threading.Event], object]) -> Iterator[threading.Event]:
-    """Run ``work`` in a thread; when the block ends, set the event that it was given and wait up to 30 s for it."""
+    """Run ``work`` in a thread; when the block ends, set the event that it was given and wait for it."""
     stop = threading.Event()
     thread = threading.Thread(target=work, args=(stop,), daemon=True)
     thread.start()
@@ -235,11 +223,27 @@ def in_background(work: Callable[[threading.Event], object]) -> Iterator[threadi
         yield stop
     finally:
         stop.set()
-        thread.join(30)
-    assert not thread.is_alive()
+        thread.join()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> bool:
+@contextmanager
+def controlled(
+    cluster: Cluster, user: str = GATE, *, identity: str = "gate", **settings: Any
+) -> Iterator[list[str]]:
+    """Run the gate's controller in this process, at short intervals and with a user's rights; yield what it says."""
+    said: list[str] = []
+    access = cluster.kubeconfig(user, "system:serviceaccounts")
+    made = Controller(
+        lambda: Client.from_kubeconfig(access, agent=identity),
+        identity,
+        ControllerSettings(**{"turn": 0.1, "lease": LeaseSettings(pause=0.1), **settings}),
+        said.append,
+    )
+    with in_background(made.run):
+        yield said
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> bool:
     """Wait until ``condition`` holds; return whether it does."""
     deadline = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < deadline:
@@ -354,7 +358,13 @@ class Machine:
             "seconds": 41.0,
         }
 
-    def report(self, state: str, code: str = "", action: str = "none") -> int:
+    def report(
+        self,
+        state: str,
+        code: str = "",
+        action: str = "none",
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> int:
         """Report as the unit does, with the agent's own code."""
         run, etc = self.directory / "run", self.directory / "etc"
         for folder in (run, etc):
@@ -362,7 +372,7 @@ class Machine:
         (run / model.FILE).write_text(json.dumps(self.verdict(state, code, action)))
         settings = {"kubeconfig": os.fspath(self.kubeconfig), "healthz": self.healthz, "jitter_seconds": 0}
         (etc / "preflight.json").write_text(json.dumps(settings))
-        return report.run(report.Places(run, etc, boot_id=self.directory / "boot_id"))
+        return report.run(report.Places(run, etc, boot_id=self.directory / "boot_id", sleep=sleep))
 
     def is_out(self) -> bool:
         return self.cluster.is_out(self.name)

@@ -42,6 +42,18 @@ def _now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def ready(boot_id: str) -> dict[str, Any]:
+    """Return the status that a kubelet reports when it has started in this boot."""
+    now = _now()
+    condition = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": ""}
+    return {
+        "conditions": [{**condition, "lastHeartbeatTime": now, "lastTransitionTime": now}],
+        "capacity": _ROOM,
+        "allocatable": _ROOM,
+        "nodeInfo": {**dict.fromkeys(_INFO, "lab"), "bootID": boot_id},
+    }
+
+
 class Kubelets:
     """``connect`` opens a connection: one for the watch, one for each of ``workers`` threads and one for each caller's.
 
@@ -106,15 +118,8 @@ class Kubelets:
         self._beat(name)
 
     def _report(self, name: str) -> None:
-        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": ""}
-        now = _now()
-        status = {
-            "conditions": [{**ready, "lastHeartbeatTime": now, "lastTransitionTime": now}],
-            "capacity": _ROOM,
-            "allocatable": _ROOM,
-            "nodeInfo": {**dict.fromkeys(_INFO, "lab"), "bootID": self.nodes[name]},
-        }
-        self._client.request("PATCH", f"{path_of_node(name)}/status", {"status": status}, STRATEGIC_MERGE)
+        status = {"status": ready(self.nodes[name])}
+        self._client.request("PATCH", f"{path_of_node(name)}/status", status, STRATEGIC_MERGE)
 
     def _beat(self, name: str) -> None:
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

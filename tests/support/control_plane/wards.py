@@ -6,21 +6,20 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from image_builder.cluster.gate.breaker import Holder, Limits
-from image_builder.cluster.gate.controller import Controller, Settings
 from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.cluster.gate.policy import Policy
 from image_builder.cluster.gate.remedies import Remedies
 from image_builder.drain import fence, quarantine
-from image_builder.drain.lease import Settings as LeaseSettings
-from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
+from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node, stamp
 from image_builder.node.net.kubeconfig import load
 from image_builder.node.preflight import model
 from image_builder.node.preflight.model import PASSED, Verdict
 from image_builder.node.status import PHYSICAL_HOST, PREFLIGHT_LABEL
-from tests.support.control_plane.gates import GATE, Cluster, give_rights, in_background, running
+from tests.support.control_plane.gates import GATE, Cluster, controlled, give_rights
 from tests.support.control_plane.kubelets import AGENT, Kubelets
 from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.images.builds import REPO
@@ -33,6 +32,10 @@ QUICK: Mapping[str, Any] = {"lasting_seconds": 0.0, "share": 1.0}
 def policy_of(settings: Mapping[str, Any]) -> Policy:
     """Return a policy as it would be read from its file."""
     return Policy.model_validate_json(json.dumps({**QUICK, **settings}))
+
+
+def _stamp(at: float) -> str:
+    return stamp(datetime.fromtimestamp(at, UTC))
 
 
 class Ward:
@@ -55,10 +58,8 @@ class Ward:
         return names
 
     def passes(self, name: str) -> None:
-        """Report as the preflight of a node's current boot does, in a different second than its last report."""
-        while time.time() // 1 == self._passed.get(name):
-            time.sleep(0.05)
-        self._passed[name] = time.time() // 1
+        """Report as the preflight of a node's current boot does, in a later second than its last report."""
+        at = self._passed[name] = max(time.time() // 1, self._passed.get(name, 0.0) + 1)
         document = model.document(
             Verdict(PASSED),
             [],
@@ -67,12 +68,16 @@ class Ward:
             started="now",
             seconds=time.monotonic(),
         )
-        self.admin.patch_condition(name, model.CONDITION, "True", "Passed", model.message(document))
+        message = model.message(document)
+        self.admin.patch_condition(name, model.CONDITION, "True", "Passed", message, since=_stamp(at))
 
-    def report(self, name: str, status: str, reason: str, condition: str = HEALTHY) -> None:
-        """Set a condition as the node's agent does, or one that is set by another program."""
+    def report(
+        self, name: str, status: str, reason: str, condition: str = HEALTHY, *, ago: float = 0.0
+    ) -> None:
+        """Set a condition that began ``ago`` seconds ago, as the node's agent does or another program."""
         message = f"{reason} (boot {self.kubelets.nodes[name]})" if condition == HEALTHY else reason
-        self.admin.patch_condition(name, condition, status, reason, message)
+        since = _stamp(time.time() - ago)
+        self.admin.patch_condition(name, condition, status, reason, message, since=since)
 
     def put_on(self, name: str, host: str) -> None:
         """Set the name of a node's physical host as its agent does."""
@@ -111,15 +116,8 @@ class Ward:
     @contextmanager
     def controlled(self, *, advises: bool = False, **policy: Any) -> Iterator[list[str]]:
         """Run the controller with its documented rights; yield its log lines."""
-        lines: list[str] = []
-        settings = Settings(
-            Rules(health=policy_of(policy)),
-            turn=0.2,
-            lease=LeaseSettings(pause=0.2),
-            advises=advises,
-        )
-        controller = Controller(self.client, "gate", settings, lines.append)
-        with in_background(controller.run):
+        rules = Rules(health=policy_of(policy))
+        with controlled(self.cluster, rules=rules, turn=0.2, advises=advises) as lines:
             yield lines
 
     def turn(self, client: Client, names: Sequence[str], **policy: Any) -> list[str]:
@@ -142,11 +140,10 @@ class Ward:
 
 
 @contextmanager
-def ward() -> Iterator[Ward]:
-    """Run a control plane with the gate's rights, including those for draining."""
-    with running(controllers=True) as cluster:
-        give_rights(cluster.admin)
-        give_rights(cluster.admin, DRAIN_RIGHTS)
-        access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
-        with Kubelets(lambda: Client(access, agent=AGENT)) as kubelets:
-            yield Ward(cluster, kubelets)
+def ward(cluster: Cluster) -> Iterator[Ward]:
+    """Give the gate its rights in a cluster, including those for draining, and run its kubelets."""
+    give_rights(cluster.admin)
+    give_rights(cluster.admin, DRAIN_RIGHTS)
+    access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
+    with Kubelets(lambda: Client(access, agent=AGENT)) as kubelets:
+        yield Ward(cluster, kubelets)

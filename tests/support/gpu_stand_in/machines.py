@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,6 @@ MIB = 96  # a GPU's memory as CUDA reports it; small, since what is tested has t
 SMS = 6
 # Functions that nvml.c implements itself.
 _WRITTEN = {"nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetFieldValues"}
-HANGS = -1
 Record = dict[str, Any]
 
 
@@ -52,24 +51,14 @@ class StandIn:
         inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         return {**inherited, "LD_LIBRARY_PATH": os.fspath(self.libraries), "LC_ALL": "C.UTF-8"}
 
-    def script(self, *rules: str) -> None:
-        """Make things go wrong from now on, by lines that cuda.c understands."""
-        with (self.libraries / "cuda.txt").open("a", encoding="utf-8") as file:
-            file.write("".join(f"{rule}\n" for rule in rules))
 
-    def answer(self, records: Iterable[Record]) -> None:
-        """Make NVML give these answers from now on."""
-        lines = [_line(record) for record in records if "code" in record]
-        (self.libraries / "nvml.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def sources(directory: Path, missing: Sequence[str] = ()) -> None:
-    """Write what the compiler needs, for an NVML without the ``missing`` functions."""
+def sources(directory: Path) -> None:
+    """Write what the compiler needs."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in (*LIBRARIES, "shared.h"):
         (directory / name).write_bytes((SOURCES / name).read_bytes())
     calls = [*nvml_calls.of_system(), *nvml_calls.of_gpu(0, 2)]
-    names = sorted({call.function for call in calls} - _WRITTEN - set(missing))
+    names = sorted({call.function for call in calls} - _WRITTEN)
     (directory / "functions.h").write_text("".join(f"ANSWERED({name})\n" for name in names), encoding="utf-8")
 
 
@@ -82,16 +71,16 @@ def compile_in(directory: Path, run: Callable[[list[str]], object]) -> None:
         run(["gcc", *flags, "-o", f"{directory}/{library}", f"{directory}/{source}", *libc])
 
 
-def machine(directory: Path, libraries: Path, count: int = 2, model: str = "H100") -> StandIn:
-    """Make a healthy machine with ``count`` GPUs of a recorded model; ``libraries`` has the compiled libraries."""
-    evidence = recordings.node(model)
+def machine(directory: Path, libraries: Path) -> StandIn:
+    """Make a healthy machine with two GPUs of a recorded model; ``libraries`` has the compiled libraries."""
+    evidence = recordings.node("H100")
     made_up: dict[str, Any] = {
         "memory_total_bytes": MIB << 20,
         "memory_used_bytes": 0,
         "memory_reserved_bytes": 0,
         "compute_capability": "9.0",
     }
-    gpus = tuple(replace(gpu, **made_up) for gpu in evidence.gpus[:count])
+    gpus = tuple(replace(gpu, **made_up) for gpu in evidence.gpus[:2])
     stand_in = StandIn(directory, tuple(gpu.uuid for gpu in gpus))
     stand_in.libraries.mkdir(parents=True)
     for name in LIBRARIES.values():
@@ -100,7 +89,8 @@ def machine(directory: Path, libraries: Path, count: int = 2, model: str = "H100
     lines = [f"gpu {gpu.uuid} {gpu.pci[4:].lower()} {SMS} 9 0 {MIB}" for gpu in gpus]
     (stand_in.libraries / "cuda.txt").write_text("\n".join([*lines, f"kmsg {log}", ""]), encoding="utf-8")
     driver = evidence.before.machine.driver_loaded
-    stand_in.answer(answers(gpus, driver))
+    lines = [_line(record) for record in answers(gpus, driver) if "code" in record]
+    (stand_in.libraries / "nvml.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     _tree(stand_in.root, gpus, driver)
     return stand_in
 
@@ -137,8 +127,8 @@ def _line(record: Record) -> str:
         outputs = [("3", kind), ("4", out["bytes"])] if out else []
     else:
         outputs = [(str(output["at"]), output["bytes"] or "-") for output in out.values()]
-    code = {nvml_answers.HUNG: HANGS}.get(record["code"], record["code"])
-    fields = [record["call"], gpu, record.get("peer", -1), len(record["numbers"]), *record["numbers"], code]
+    numbers = record["numbers"]
+    fields = [record["call"], gpu, record.get("peer", -1), len(numbers), *numbers, record["code"]]
     return " ".join(str(word) for word in [*fields, len(outputs), *(w for pair in outputs for w in pair)])
 
 
