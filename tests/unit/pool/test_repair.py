@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,8 +13,7 @@ import pytest
 from image_builder.drain import fence, quarantine
 from image_builder.drain.quarantine import Record
 from image_builder.errors import PoolError
-from image_builder.node.net.kube import NOT_FOUND, Client, KubeError
-from image_builder.node.net.kubeconfig import Access, Pem
+from image_builder.node.net.kube import path_of_node
 from image_builder.node.preflight import hold
 from image_builder.pool import repair
 from image_builder.pool.repair import Case, Repairs
@@ -25,44 +23,11 @@ from image_builder.pool.scale_set.roll import Patience
 from tests.support.arm.direct import Direct
 from tests.support.arm.fleet import Fleet, fleet
 from tests.support.arm.model import Answer, Request, error
-from tests.unit.drain.manifests import node_object, pod_object
-from tests.unit.drain.test_drain_quarantine import applied
+from tests.unit.drain.manifests import pod_object
+from tests.unit.pool.cluster import Cluster, applied
 from tests.unit.pool.test_scale_set_target import hosts
 
 ASKED = Record("NodeHealthy", "GpuLost", "gpu 3", "reboot", 1.0, "b-1", 0.0, stage="asked")
-
-
-class Cluster(Client):
-    """Nodes, pods, Leases and the breaker's ConfigMap by their paths, as far as a repair reads and changes them."""
-
-    def __init__(self) -> None:
-        super().__init__(Access("https://lab", Pem(text="")))
-        self.objects: dict[str, dict[str, Any]] = {}
-        self.events: list[str] = []
-
-    def request(self, method: str, path: str, body: Any = None, _type: str = "") -> dict[str, Any]:
-        if path.endswith("/events"):
-            self.events.append(body["reason"])
-            return {}
-        if method == "POST":
-            path += f"/{body['metadata']['name']}"
-        if method in ("POST", "PUT"):
-            self.objects[path] = body
-        if path not in self.objects:
-            raise KubeError("not found", NOT_FOUND)
-        if method == "PATCH":
-            self.objects[path] = applied(self.objects[path], body)
-        return self.objects[path]
-
-    def each_page(
-        self, path: str, _query: Mapping[str, str], take: Callable[[dict[str, Any]], None], _limit: int = 500
-    ) -> None:
-        for place, item in list(self.objects.items()):
-            if place.startswith(f"{path}/"):
-                take(item)
-
-    def close(self) -> None:
-        pass
 
 
 class Pool:
@@ -72,11 +37,10 @@ class Pool:
         self.machines: Fleet = fleet(1)
         self.machines.arm.actions = ["*"]
         (self.host,) = hosts(self.machines)
-        self.path = f"/api/v1/nodes/{self.host.name}"
+        self.path = path_of_node(self.host.name)
         self.cluster, self.over = Cluster(), threading.Event()
-        node = node_object({"a": "b"})
-        node["metadata"]["name"] = self.host.name
-        node = applied(node, fence.cordon(node, quarantine.RUN, time.time())[1])
+        self.cluster.add(self.host.name, quarantine.RUN)
+        node = self.cluster.objects[self.path]
         self.cluster.objects[self.path] = applied(node, quarantine.take_out(node, ASKED))
         self.boot("b-1")
         self.machines.scale_sets.restarted = lambda *_: self.boot("b-2")

@@ -20,7 +20,7 @@ from image_builder.pool.scale_set.records import (
     read_journal,
     suspended,
 )
-from image_builder.pool.scale_set.roll import driving, roll_instance, send
+from image_builder.pool.scale_set.roll import SERVICES, driving, roll_instance, send
 from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
 from tests.support.arm.fleet import BUILDS, NEW, OLD
 from tests.support.arm.model import Answer, Fault, Request, error
@@ -101,7 +101,7 @@ def test_a_request_that_never_arrives_is_repeated_twice_at_most(rolling: Rolling
     ],
 )
 def test_a_refusal_that_passes_is_waited_for(rolling: Rolling, answer: Answer) -> None:
-    rolling.fleet.arm.faults = [once("/manualupgrade", answer, 3)]
+    rolling.fleet.arm.faults = [once("/manualupgrade", answer, 3), once("/reimage", answer, 3)]
     assert rolling() == Ending("ok")
     assert rolling.fleet.machine("1").reimages == 1
 
@@ -370,6 +370,14 @@ def test_services_that_others_suspended_stay_suspended(rolling: Rolling) -> None
         "AutomaticRepairs": "Suspended",
         "AutomaticZoneRebalancing": "Running",
     }
+
+
+def test_services_that_a_driver_suspended_whose_journal_is_lost_are_resumed(rolling: Rolling) -> None:
+    """R22: its mark on the scale set says whose they are."""
+    rolling.client.hold(rolling.fleet.path, "run-1", rolling.clock() + 60)
+    rolling.client.set_services(rolling.fleet.path, SERVICES, "Suspend")
+    assert rolling() == Ending("ok")
+    rolling.require_clean()
 
 
 @pytest.mark.parametrize("state", ["NotRunning", None])
