@@ -24,8 +24,9 @@ from image_builder.pool.steps.suite import CHECKS, NO_RESULT, Runs, Suite
 from image_builder.pool.steps.worker_guard import children
 from image_builder.settings import LAUNCHER, Settings
 from tests.bench.measures import NOT_BOOTED, be_quick
+from tests.pools.conftest import not_quick
 from tests.support.images.builds import Workplace
-from tests.support.pools.fleet import USER, Fleet, fleet
+from tests.support.pools.fleet import USER, Fleet
 from tests.support.pools.rollouts import POLICY, command, install, signature, write_plan, write_suite
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
@@ -49,9 +50,12 @@ def test_fate(host):
 
 
 @pytest.fixture(scope="module")
-def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet(minimal, tmp_path_factory.mktemp("fleet"), COUNT, signed=True) as hosts:
+def pool(hosts: Fleet) -> Iterator[Fleet]:
+    with hosts.entered():
         yield hosts
+    hosts.run(HANGS, "pkill", "-fx", SLEEP, ok=False)
+    hosts.run(4, "sed", "-i", "/^.swap none swap/d", "/etc/fstab")
+    not_quick(hosts, (0, 4))
 
 
 def suite_of(folder: Path, **files: str) -> Suite:

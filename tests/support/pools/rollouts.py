@@ -71,7 +71,7 @@ POLICY = {
     "retries": 1,
     "retry_seconds": 0.2,
     "verify": "0%",
-    "deadlines": {"probe": 15, "bootstrap": 60, "verify": 60},
+    "deadlines": {"probe": 30, "bootstrap": 60, "verify": 60},
 }
 # How hosts end after ``let_fail`` and ``fill``.
 FAILING, FULL = "failed disk 31", "failed disk 32"
@@ -100,6 +100,17 @@ def fill(pool: Fleet, number: int) -> None:
     # As on a booted machine, /run isn't on the disk.
     pool.run(number, "sh", "-ec", "mount -t tmpfs tmpfs /run; mkdir /run/sshd")
     pool.run(number, "sh", "-c", "cat /dev/zero >/var/fill", ok=False)
+
+
+def let_join(pool: Fleet, number: int) -> None:
+    """End the join of a host whose stand-in takes for ever (``seconds=infinity``); it must be joining."""
+    assert pool.run(number, "sh", "-c", _LET_JOIN).splitlines() == ["joining"]
+
+
+_LET_JOIN = (
+    "for p in /proc/[0-9]*; do [ $p/ns/net -ef /proc/self/ns/net ]"
+    " && [ \"$(tr '\\0' ' ' <$p/cmdline)\" = 'sleep infinity ' ] && kill ${p#/proc/} && echo joining; done; true"
+)
 
 
 @dataclass(frozen=True)
