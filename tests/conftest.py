@@ -27,6 +27,7 @@ from tests.support.guard import guarded
 pytest_plugins = [
     "tests.support.images.fixtures",
     "tests.support.images.toolkits",
+    "tests.support.control_plane.fixtures",
     "tests.selftest.lane_plugin",
 ]
 # The machine may be busy, so the time of an example means nothing.

@@ -42,6 +42,7 @@ from image_builder.pool.plan.policy import Roll, WaveDrain  # noqa: E402
 from image_builder.pool.run.records import Finished, Result  # noqa: E402
 from image_builder.pool.scale_set.roll import Patience  # noqa: E402
 from tests.support.arm.fleet import OLD  # noqa: E402
+from tests.support.control_plane import gates  # noqa: E402
 from tests.support.pools import invariants, rolls  # noqa: E402
 from tests.support.pools.recorder import Log  # noqa: E402
 
@@ -103,7 +104,10 @@ def drive(folder: Path, url: str, account: Path, speed: float) -> None:
 
 def measure(nodes: int, sets: int, speed: float, share: str, folder: Path) -> dict[str, Any]:
     seconds = {name: value / speed for name, value in _AZURE.items()}
-    with rolls.world(sets, nodes // sets, folder, seconds) as world:
+    with (
+        gates.running(controllers=True) as cluster,
+        rolls.world(cluster, sets, nodes // sets, folder, seconds) as world,
+    ):
         os.environ.update(world.served.environment)
         operations: Counter[str] = Counter()
         world.served.arm.observers.append(lambda request, _: operations.update(_operation(request.path)))
@@ -162,7 +166,10 @@ def _form(path: str) -> str:
 
 def back(folder: Path) -> dict[str, Any]:
     """Make hosts of twelve sets fail for the same reason; measure the time until the last model is restored."""
-    with rolls.world(12, 2, folder, {}) as world:
+    with (
+        gates.running(controllers=True) as cluster,
+        rolls.world(cluster, 12, 2, folder, {}) as world,
+    ):
         os.environ.update(world.served.environment)
         rolled = rolls.plan(world, wave_budget="100%", budget="100%", same_least=3, canaries=12)
         world.broken |= {host.name for host in world.hosts}

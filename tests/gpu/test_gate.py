@@ -35,7 +35,6 @@ from tests.support.control_plane.gates import (
     healthy,
     in_background,
     refusal,
-    running,
     wait_until,
 )
 from tests.support.images.builds import REPO
@@ -44,14 +43,12 @@ from tests.support.images.programs import needs_programs
 # A pool may have to survive an outage of an hour (3600), which is too long for every run.
 OUTAGE_SECONDS = float(os.environ.get("IMAGE_BUILDER_OUTAGE_SECONDS", "5"))
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running() as found:
-        give_rights(found.admin)
-        yield found
+@pytest.fixture(scope="module", autouse=True)
+def _rights(cluster: Cluster) -> None:
+    give_rights(cluster.admin)
 
 
 @contextmanager

@@ -29,22 +29,19 @@ from tests.support.control_plane.gates import (
     give_rights,
     healthy,
     in_background,
-    running,
     wait_until,
 )
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 CODE = "gpu.kat.int"
 KEY = f"{CODE}.."  # for nodes without a pool
 REPLACE = Verdict(FAILED, CODE, "mismatch in SM 7", "replace")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running() as found:
-        give_rights(found.admin)
-        yield found
+@pytest.fixture(scope="module", autouse=True)
+def _rights(cluster: Cluster) -> None:
+    give_rights(cluster.admin)
 
 
 @pytest.fixture(scope="module")

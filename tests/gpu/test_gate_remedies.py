@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,18 +20,18 @@ from image_builder.drain.why import bad_hosts, explain
 from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
 from tests.support.control_plane import workloads
 from tests.support.control_plane.drains import asked
-from tests.support.control_plane.gates import manifests, wait_until
+from tests.support.control_plane.gates import Cluster, manifests, wait_until
 from tests.support.control_plane.wards import DRAIN_RIGHTS, Ward, ward
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 SICK = "GpuLost"
 DRAIN = {"settle_seconds": 0.3, "poll_seconds": 0.1, "max_wait_seconds": 60.0}
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Ward]:
-    with ward() as state:
+def plane(cluster: Cluster) -> Iterator[Ward]:
+    with ward(cluster) as state:
         yield state
 
 
@@ -344,8 +343,7 @@ def test_a_controller_that_is_killed_at_each_of_its_requests(
 
 def test_the_rights_are_enough_and_no_more(plane: Ward) -> None:
     """Checked after all tests above: nothing was refused, and each permission for draining was needed."""
-    lines = (plane.cluster.work / "audit.log").read_text().splitlines()
-    events = [event for event in map(json.loads, lines) if event.get("userAgent") == "gate"]
+    events = [event for event in plane.cluster.audit() if event.get("userAgent") == "gate"]
     done = [event for event in events if event["stage"] == "ResponseComplete"]
     assert done and [event for event in done if event["responseStatus"]["code"] == 403] == []
     rules = [rule for m in manifests(DRAIN_RIGHTS) if m["kind"] == "ClusterRole" for rule in m["rules"]]

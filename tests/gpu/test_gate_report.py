@@ -16,17 +16,18 @@ from image_builder.node.net.kube import MERGE_PATCH, path_of_node
 from tests.support.arm.impacts import Impacts
 from tests.support.arm.model import SUBSCRIPTION
 from tests.support.arm.serving import found_by, served
+from tests.support.control_plane.gates import Cluster
 from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.control_plane.wards import Ward, ward
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 SET = f"/subscriptions/{SUBSCRIPTION}/resourceGroups/pools/providers/Microsoft.Compute/virtualMachineScaleSets/gpu-0"
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Ward]:
-    with ward() as state:
+def plane(cluster: Cluster) -> Iterator[Ward]:
+    with ward(cluster) as state:
         yield state
 
 

@@ -31,11 +31,10 @@ from tests.support.control_plane.gates import (
     give_rights,
     healthy,
     in_background,
-    running,
     wait_until,
 )
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 WEEK = 8 * 86400.0
 PASS = {"status": "pass", "exit_code": 0, "summary": "8 GPUs"}
@@ -43,11 +42,9 @@ WRONG = {"status": "fail", "exit_code": 1, "reason_code": "kat.int", "summary": 
 BUSY = {"status": "inconclusive", "exit_code": 3, "reason_code": "procs.foreign", "summary": "procs: in use"}
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running() as found:
-        give_rights(found.admin)
-        yield found
+@pytest.fixture(scope="module", autouse=True)
+def _rights(cluster: Cluster) -> None:
+    give_rights(cluster.admin)
 
 
 @pytest.fixture(scope="module")

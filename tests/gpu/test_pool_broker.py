@@ -38,18 +38,17 @@ from tests.support.control_plane.brokers import (
     open_world,
     whoami,
 )
-from tests.support.control_plane.gates import give_rights, running, wait_until
+from tests.support.control_plane.gates import Cluster, give_rights, wait_until
 from tests.support.nodes import joins
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with ExitStack() as stack:
-        cluster = stack.enter_context(running())
-        give_rights(cluster.admin, RIGHTS)
-        yield stack.enter_context(open_world(cluster, tmp_path_factory.mktemp("broker")))
+def world(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    give_rights(cluster.admin, RIGHTS)
+    with open_world(cluster, tmp_path_factory.mktemp("broker")) as state:
+        yield state
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import yaml
 from image_builder.drain import fence
 from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
 from image_builder.node.net.kubeconfig import load
-from tests.support.control_plane.gates import Cluster, give_rights, running, wait_until
+from tests.support.control_plane.gates import Cluster, give_rights, wait_until
 from tests.support.control_plane.kubelets import AGENT, Kubelets
 from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.images.builds import REPO
@@ -111,8 +111,7 @@ class Fleet:
 
     def audit(self) -> list[dict[str, Any]]:
         """Return the commands' requests, from the server's own log."""
-        lines = (self.cluster.work / "audit.log").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
+        events = self.cluster.audit()
         return [e for e in events if e.get("userAgent") == _AGENT and e["stage"] == "ResponseComplete"]
 
     def cordon(self, name: str, *, on: bool = True) -> None:
@@ -121,14 +120,13 @@ class Fleet:
 
 
 @contextmanager
-def draining(hosts: Sequence[str], directory: Path) -> Iterator[Fleet]:
-    """Run a control plane, and the kubelets of these hosts."""
-    with running(controllers=True) as cluster:
-        give_rights(cluster.admin, RIGHTS)
-        access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
-        with Kubelets(lambda: Client(access, agent=AGENT)) as kubelets:
-            kubelets.register(hosts)
-            yield Fleet(cluster, kubelets, directory)
+def draining(cluster: Cluster, hosts: Sequence[str], directory: Path) -> Iterator[Fleet]:
+    """Run the kubelets of these hosts."""
+    give_rights(cluster.admin, RIGHTS)
+    access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
+    with Kubelets(lambda: Client(access, agent=AGENT)) as kubelets:
+        kubelets.register(hosts)
+        yield Fleet(cluster, kubelets, directory)
 
 
 def asked(event: Mapping[str, Any]) -> tuple[str, str, str]:

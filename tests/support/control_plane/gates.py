@@ -40,6 +40,7 @@ from tests.support.control_plane.servers import ADMINISTRATORS, NODES, ControlPl
 from tests.support.images.builds import REPO
 
 _CHILD = "import sys; from tests.support.control_plane import gates; sys.exit(gates.child(*sys.argv[1:]))"
+_NOT_READY = "node.kubernetes.io/not-ready"
 TAINT = {"key": "image-builder/preflight", "value": "pending", "effect": "NoSchedule"}
 
 GATE = "system:serviceaccount:kube-system:image-builder-gate"
@@ -52,16 +53,18 @@ class Cluster:
     """A running control plane. Commands are sent to its process line by line."""
 
     def __init__(self, process: subprocess.Popen[str], work: Path) -> None:
-        self._process = process
+        self.process = process
         self.work = work
         self._clients: list[Client] = []
+        self._events: list[dict[str, Any]] = []
+        self._read = (work / "audit.log").stat().st_size
         self.admin = self.client("lab:admin", ADMINISTRATORS)
 
     def _ask(self, *arguments: str) -> Path:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(arguments) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(arguments) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
         assert answer, "the control plane ended"
         return Path(json.loads(answer))
 
@@ -102,8 +105,7 @@ class Cluster:
         A watch counts once.
         """
         counts: Counter[tuple[str, str]] = Counter()
-        for line in (self.work / "audit.log").read_text().splitlines():
-            event = json.loads(line)
+        for event in self.audit():
             # A watch's response is complete only when the watch ends.
             stage = "ResponseStarted" if event["verb"] == "watch" else "ResponseComplete"
             if event.get("userAgent") == agent and event["stage"] == stage:
@@ -111,6 +113,15 @@ class Cluster:
                 resource = "/".join(target[k] for k in ("resource", "subresource") if target.get(k))
                 counts[event["verb"], resource] += 1
         return counts
+
+    def audit(self) -> list[dict[str, Any]]:
+        """Return the requests since this object was made, from the server's own log. Only what is new is read."""
+        with (self.work / "audit.log").open("rb") as log:
+            log.seek(self._read)
+            lines, end, _ = log.read().rpartition(b"\n")
+        self._read += len(lines + end)
+        self._events += map(json.loads, lines.splitlines())
+        return self._events
 
 
 @contextmanager
@@ -149,7 +160,7 @@ def child(store: str, work: str, *options: str) -> int:
 
     def serve() -> int:
         parts = obtain(Settings(store=Path(store)), Monitor(), controllers=controllers)
-        with ControlPlane(parts, Path(work), controllers=controllers) as plane:
+        with ControlPlane(parts, Path(work), controllers=controllers, grace_seconds=3600) as plane:
             print(json.dumps(plane.server), flush=True)
             for line in sys.stdin:
                 print(json.dumps(_do(plane, json.loads(line))), flush=True)
@@ -173,9 +184,15 @@ def _do(plane: ControlPlane, arguments: list[str]) -> str:
 
 
 def register(client: Client, name: str, boot_id: str, **labels: str) -> None:
-    """Create a Node object as a kubelet does when it is told to register with the taint and the label."""
+    """Create a Node object as a kubelet does when it is told to register with the taint and the label.
+
+    Where there is a node controller, it has taken its own taint off at the end.
+    """
     client.request("POST", "/api/v1/nodes", new_node(name, **labels))
     become_ready(client, name, boot_id)
+    assert wait_until(
+        lambda: _NOT_READY not in [taint["key"] for taint in client.node(name)["spec"]["taints"]]
+    )
 
 
 def new_node(name: str, **labels: str) -> dict[str, Any]:

@@ -36,6 +36,8 @@ ADMINISTRATORS = "system:masters"
 NODES = "system:nodes"
 _START_SECONDS = 120.0
 _HOME, _PROGRAMS = "/run/control-plane", "/run/programs"
+# By default, a client of the API server limits itself to 20 or 50 requests a second.
+_BRISK = ("--kube-api-qps=1000", "--kube-api-burst=1000")
 # Each request is logged once, when it was answered, and a watch also when it began. Health checks don't count as load.
 _AUDIT = """\
 {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [
@@ -49,10 +51,19 @@ class ControlPlane:
 
     ``parts`` come from ``tests.support.control_plane.programs.obtain``; ``work`` receives logs, ``audit.log`` and
     kubeconfigs. With ``controllers``, kube-controller-manager runs too, and ``work`` also receives the authority's key.
-    ``address`` is one of this host's. Raises CommandError with the end of the logs if the API server doesn't come up.
+    ``address`` is one of this host's. A node that says nothing for ``grace_seconds`` is lost; without it,
+    Kubernetes decides. Raises CommandError with the end of the logs if the API server doesn't come up.
     """
 
-    def __init__(self, parts: Parts, work: Path, *, controllers: bool = False, address: str = "") -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        work: Path,
+        *,
+        controllers: bool = False,
+        address: str = "",
+        grace_seconds: int | None = None,
+    ) -> None:
         self.work = work
         self.address = address or (
             f"127.{1 + secrets.randbelow(254)}.{secrets.randbelow(256)}.{1 + secrets.randbelow(254)}"
@@ -60,7 +71,7 @@ class ControlPlane:
         self.server = f"https://{self.address}:{API_PORT}"
         self.authority = Authority()
         self.audit = work / "audit.log"
-        self._parts, self._controllers = parts, controllers
+        self._parts, self._controllers, self._grace_seconds = parts, controllers, grace_seconds
         version = (parts.programs[0] / VERSION_FILE).read_text(encoding="utf-8")
         self.minor = int(version.split(".")[1])
         self._stack, self._api = ExitStack(), ExitStack()
@@ -184,6 +195,7 @@ class ControlPlane:
             f"--service-account-signing-key-file={_HOME}/service-account.key",
             f"--audit-policy-file={_HOME}/audit.json",
             f"--audit-log-path={_HOME}/audit.log",
+            "--audit-log-maxsize=2000",
             "--profiling=false",
         ]
 
@@ -206,6 +218,8 @@ class ControlPlane:
             f"--root-ca-file={_HOME}/ca.pem",
             f"--cluster-signing-cert-file={_HOME}/ca.pem",
             f"--cluster-signing-key-file={_HOME}/ca-key.pem",
+            *_BRISK,
+            *([f"--node-monitor-grace-period={self._grace_seconds}s"] if self._grace_seconds else []),
         ]
 
     def _scheduler(self) -> list[str]:
@@ -215,6 +229,7 @@ class ControlPlane:
             "--leader-elect=false",
             *self._unsecured(),
             "--secure-port=0",
+            *_BRISK,
         ]
 
     def _unsecured(self) -> list[str]:

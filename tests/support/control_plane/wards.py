@@ -20,7 +20,7 @@ from image_builder.node.net.kubeconfig import load
 from image_builder.node.preflight import model
 from image_builder.node.preflight.model import PASSED, Verdict
 from image_builder.node.status import PHYSICAL_HOST, PREFLIGHT_LABEL
-from tests.support.control_plane.gates import GATE, Cluster, give_rights, in_background, running
+from tests.support.control_plane.gates import GATE, Cluster, give_rights, in_background
 from tests.support.control_plane.kubelets import AGENT, Kubelets
 from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.images.builds import REPO
@@ -142,11 +142,10 @@ class Ward:
 
 
 @contextmanager
-def ward() -> Iterator[Ward]:
-    """Run a control plane with the gate's rights, including those for draining."""
-    with running(controllers=True) as cluster:
-        give_rights(cluster.admin)
-        give_rights(cluster.admin, DRAIN_RIGHTS)
-        access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
-        with Kubelets(lambda: Client(access, agent=AGENT)) as kubelets:
-            yield Ward(cluster, kubelets)
+def ward(cluster: Cluster) -> Iterator[Ward]:
+    """Give the gate its rights in a cluster, including those for draining, and run its kubelets."""
+    give_rights(cluster.admin)
+    give_rights(cluster.admin, DRAIN_RIGHTS)
+    access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
+    with Kubelets(lambda: Client(access, agent=AGENT)) as kubelets:
+        yield Ward(cluster, kubelets)

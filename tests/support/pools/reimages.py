@@ -26,6 +26,7 @@ from tests.support.arm.fleet import NEW, OLD, NoDisks, actions, add_version
 from tests.support.arm.limits import Limits
 from tests.support.arm.scale_sets import Machine, SetState
 from tests.support.arm.service import Arm
+from tests.support.control_plane.gates import Cluster
 from tests.support.images.builds import REPO, Workplace
 from tests.support.pools.fleet import USER, Fleet, new_key, sign
 from tests.support.pools.rolls import World, surroundings
@@ -202,7 +203,9 @@ def suite_of_the_running(folder: Path) -> Path:
 
 
 @contextmanager
-def rolling(pool: Fleet, built: Workplace, sets: Sequence[int], folder: Path) -> Iterator[RealWorld]:
+def rolling(
+    cluster: Cluster, pool: Fleet, built: Workplace, sets: Sequence[int], folder: Path
+) -> Iterator[RealWorld]:
     """Make scale sets of these sizes from a pool's hosts, all with the old image. Call it from the main thread."""
     arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     facts = built.artefact / "facts.json"
@@ -211,7 +214,7 @@ def rolling(pool: Fleet, built: Workplace, sets: Sequence[int], folder: Path) ->
         add_version(arm, path)["tags"]["image-builder-build"] = build
     be_quick(pool, range(len(pool.hosts)))
     names = [host.name for host in pool.hosts]
-    with surroundings(arm, names, folder) as place:
+    with surroundings(cluster, arm, names, folder) as place:
         _, kubelets, _, scale_sets, recorder = place
         world = RealWorld(
             *(*place, folder),

@@ -29,7 +29,7 @@ from tests.support.arm.model import Request
 from tests.support.arm.scale_sets import Machine, ScaleSets, SetState
 from tests.support.arm.service import Arm
 from tests.support.arm.serving import Served, served
-from tests.support.control_plane.gates import give_rights
+from tests.support.control_plane.gates import Cluster, give_rights
 from tests.support.control_plane.wards import Ward, ward
 from tests.support.images.builds import REPO
 from tests.support.pools.rolls import PATIENCE
@@ -180,13 +180,13 @@ class Pool:
 
 
 @contextmanager
-def clinic(folder: Path) -> Iterator[Clinic]:
-    """Run a control plane with the rights of the gate and the command, and Azure's simulator with those on the page."""
+def clinic(cluster: Cluster, folder: Path) -> Iterator[Clinic]:
+    """Give the gate and the command their rights in a cluster; run Azure's simulator with those on the page."""
     arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     for path in (OLD, NEW):
         add_version(arm, path)
     (folder / "cloud").mkdir()
-    with ward() as plane, served(arm, folder / "cloud") as service:
+    with ward(cluster) as plane, served(arm, folder / "cloud") as service:
         give_rights(plane.admin, RIGHTS)
         scale_sets = ScaleSets(arm, seconds={"restart": 0.5, "reimage": 1.0})
         yield Clinic(plane, service, scale_sets, folder)

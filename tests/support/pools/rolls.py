@@ -58,7 +58,7 @@ from tests.support.arm.model import SUBSCRIPTION, Answer, Request
 from tests.support.arm.scale_sets import SERVICES, Machine, ScaleSets, SetState
 from tests.support.arm.service import Arm
 from tests.support.arm.serving import TOKEN, Served
-from tests.support.control_plane.gates import Cluster, give_rights, running
+from tests.support.control_plane.gates import Cluster, give_rights
 from tests.support.control_plane.kubelets import AGENT, Kubelets
 from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.images.builds import REPO
@@ -206,9 +206,10 @@ class World:
 
     def changes(self) -> list[Mapping[str, Any]]:
         """Return the roll's requests that changed something in the cluster, from the API server's log."""
-        events = map(json.loads, (self.cluster.work / "audit.log").read_text().splitlines())
         return [
-            e for e in events if e["userAgent"] == RUN_AGENT and e["verb"] not in ("get", "list", "watch")
+            e
+            for e in self.cluster.audit()
+            if e["userAgent"] == RUN_AGENT and e["verb"] not in ("get", "list", "watch")
         ]
 
     def reimages(self) -> list[str]:
@@ -266,31 +267,32 @@ class SimulatedFleet(RollFleet):
 
 @contextmanager
 def surroundings(
-    arm: Arm, names: Iterable[str], folder: Path, seconds: Mapping[str, float] = SECONDS
+    cluster: Cluster, arm: Arm, names: Iterable[str], folder: Path, seconds: Mapping[str, float] = SECONDS
 ) -> Iterator[tuple[Cluster, Kubelets, Served, ScaleSets, Recorder]]:
-    """Run a control plane with simulated kubelets of these names, and serve Azure's simulator.
+    """Run simulated kubelets of these names, and serve Azure's simulator.
 
     The caller adds scale sets, and enters the recorder.
     """
     from tests.support.arm.serving import served
 
-    with running(controllers=True) as cluster:
-        give_rights(cluster.admin, RIGHTS)
-        access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
-        (folder / "cloud").mkdir()
-        with (
-            Kubelets(lambda: Kube(access, agent=AGENT)) as kubelets,
-            served(arm, folder / "cloud") as service,
-        ):
-            kubelets.register(names)
-            scale_sets = ScaleSets(arm, seconds=dict(seconds))
-            recorder = Recorder(lambda: Kube(access, agent="recorder"), scale_sets)
-            yield cluster, kubelets, service, scale_sets, recorder
+    give_rights(cluster.admin, RIGHTS)
+    access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
+    (folder / "cloud").mkdir()
+    with (
+        Kubelets(lambda: Kube(access, agent=AGENT)) as kubelets,
+        served(arm, folder / "cloud") as service,
+    ):
+        kubelets.register(names)
+        scale_sets = ScaleSets(arm, seconds=dict(seconds))
+        recorder = Recorder(lambda: Kube(access, agent="recorder"), scale_sets)
+        yield cluster, kubelets, service, scale_sets, recorder
 
 
 @contextmanager
-def world(sets: int, each: int, folder: Path, seconds: Mapping[str, float] = SECONDS) -> Iterator[World]:
-    """Run a control plane and Azure's simulator with ``sets`` scale sets of ``each`` nodes; all run the old image.
+def world(
+    cluster: Cluster, sets: int, each: int, folder: Path, seconds: Mapping[str, float] = SECONDS
+) -> Iterator[World]:
+    """Run Azure's simulator beside a cluster with ``sets`` scale sets of ``each`` nodes; all run the old image.
 
     ``seconds`` are the durations of Azure's operations, and of a node's ``boot`` from its new disk.
     """
@@ -298,7 +300,7 @@ def world(sets: int, each: int, folder: Path, seconds: Mapping[str, float] = SEC
     for path in (OLD, NEW):
         add_version(arm, path)
     names = [f"gpu-{s}-{n}" for s in range(sets) for n in range(each)]
-    with surroundings(arm, names, folder, seconds) as place:
+    with surroundings(cluster, arm, names, folder, seconds) as place:
         _, kubelets, _, scale_sets, recorder = place
         state = World(*place, folder)
 
