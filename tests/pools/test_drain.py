@@ -19,16 +19,16 @@ from tests.support.control_plane.drains import (
     asked,
     draining,
 )
-from tests.support.control_plane.gates import manifests, wait_until
+from tests.support.control_plane.gates import Cluster, manifests, wait_until
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 HOSTS = [f"gpu-{number}" for number in range(100)]
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with draining(HOSTS, tmp_path_factory.mktemp("drain")) as made:
+def fleet(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with draining(cluster, HOSTS, tmp_path_factory.mktemp("drain")) as made:
         yield made
 
 

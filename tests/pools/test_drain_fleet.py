@@ -11,10 +11,10 @@ import pytest
 from image_builder.drain import fence
 from tests.support.control_plane import workloads
 from tests.support.control_plane.drains import Fleet, asked, draining
-from tests.support.control_plane.gates import in_background
+from tests.support.control_plane.gates import Cluster, in_background
 from tests.support.control_plane.workloads import budget, daemon_set, job, pod, replica_set
 
-pytestmark = [pytest.mark.root, pytest.mark.nightly, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = [pytest.mark.root, pytest.mark.nightly]
 
 HOSTS = [f"gpu-{number:02}" for number in range(100)]
 DRAINED = HOSTS[:50]
@@ -62,10 +62,10 @@ def finish(fleet: Fleet, name: str) -> None:
         fleet.kubelets.finish("work", item["metadata"]["name"])
 
 
-def test_half_a_fleet(tmp_path: Path) -> None:
+def test_half_a_fleet(cluster: Cluster, tmp_path: Path) -> None:
     broken: list[str] = []
     endless = set(HOSTS[25:30])
-    with draining(HOSTS, tmp_path) as fleet:
+    with draining(cluster, HOSTS, tmp_path) as fleet:
         fill(fleet)
         with in_background(lambda stop: violations(fleet, stop, broken)):
             policy = {"poll_seconds": 1.0}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ from image_builder.drain.lease import Leases
 from image_builder.node.net.kube import Client
 from tests.support.arm.model import Request, action_of
 from tests.support.control_plane.drains import asked
-from tests.support.control_plane.gates import manifests
+from tests.support.control_plane.gates import Cluster, manifests
 from tests.support.pools.repairs import (
     AGENT,
     OFTEN,
@@ -32,8 +30,8 @@ used: set[str] = set()
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
-    with clinic(tmp_path_factory.mktemp("repair")) as state:
+def place(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clinic]:
+    with clinic(cluster, tmp_path_factory.mktemp("repair")) as state:
         state.served.arm.observers.append(lambda request, _: used.add(request_action(request)))
         yield state
 
@@ -151,9 +149,11 @@ def test_only_what_was_sent_is_sent_again(pool: Pool) -> None:
 
 def test_the_rights_are_enough_and_no_more(place: Clinic) -> None:
     """After all tests above: what was used, in the cluster and in Azure, is exactly what is documented."""
-    lines = (place.plane.cluster.work / "audit.log").read_text().splitlines()
-    events: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    done = [e for e in events if e.get("userAgent") == AGENT and e["stage"] == "ResponseComplete"]
+    done = [
+        e
+        for e in place.plane.cluster.audit()
+        if e.get("userAgent") == AGENT and e["stage"] == "ResponseComplete"
+    ]
     assert [event for event in done if event["responseStatus"]["code"] == 403] == []
     rules = [rule for m in manifests(RIGHTS) if m["kind"].endswith("Role") for rule in m["rules"]]
     allowed = {(verb, name) for rule in rules for name in rule["resources"] for verb in rule["verbs"]}

@@ -38,6 +38,7 @@ from tests.support.arm.model import SUBSCRIPTION, Request
 from tests.support.arm.serving import found_by
 from tests.support.control_plane import workloads
 from tests.support.control_plane.gates import in_background, wait_until
+from tests.support.control_plane.lending import Lender
 from tests.support.control_plane.workloads import daemon_set, job
 from tests.support.images.builds import REPO
 from tests.support.pools import invariants
@@ -45,12 +46,12 @@ from tests.support.pools.rolls import GENEROUS, World, drive, plan, world
 
 KILLS = 50
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with world(2, 4, tmp_path) as state:
+def fleet(control_plane: Lender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with control_plane.lent() as cluster, world(cluster, 2, 4, tmp_path) as state:
         found_by(state.served.environment, monkeypatch)
         yield state
 
@@ -177,14 +178,14 @@ def test_a_driver_that_is_killed_again_and_again(fleet: World) -> None:
 
 
 @pytest.mark.nightly
-def test_fifty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fifty_kills(control_plane: Lender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL at fifty points, alternately after a record, before a request arrives, and before its answer does.
 
     After each kill, check what must never happen; after each roll, check what must be true in the end. There are as
     many rolls as it takes.
     """
     drawn, kills = random.Random(20), 0
-    with world(8, 3, tmp_path) as whole:
+    with control_plane.lent() as cluster, world(cluster, 8, 3, tmp_path) as whole:
         found_by(whole.served.environment, monkeypatch)
         while kills < KILLS:
             assert whole.hosts, f"{kills} kills"

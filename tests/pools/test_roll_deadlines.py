@@ -21,19 +21,20 @@ from image_builder.pool.run.journal import journal_of
 from tests.support.arm.fleet import BUILDS, NEW, OLD
 from tests.support.arm.serving import found_by
 from tests.support.control_plane import workloads
+from tests.support.control_plane.gates import Cluster
 from tests.support.pools.desk import write_desk
 from tests.support.pools.recorder import moment
 from tests.support.pools.rolls import GENEROUS, QUICK, World, plan, world
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 _EACH = 3
 LATER = "2099-01-01T00:00:00Z"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(4, _EACH, tmp_path_factory.mktemp("rolls")) as state:
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(cluster, 4, _EACH, tmp_path_factory.mktemp("rolls")) as state:
         workloads.namespace(state.admin, "work")
         yield state
 

@@ -20,6 +20,7 @@ from image_builder.node.net.kube import path_of_node
 from image_builder.pool.run.journal import journal_of, requests_of
 from image_builder.pool.scale_set.records import Accepted, Replacement, read_journal
 from tests.support.control_plane import workloads
+from tests.support.control_plane.gates import Cluster
 from tests.support.control_plane.workloads import job
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import fleet
@@ -30,17 +31,18 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.nightly,
     pytest.mark.hosts,
-    pytest.mark.image("control_plane"),
 ]
 
 ROLLED, KILLED, ODD = ([f"host-{n}" for n in numbers] for numbers in (range(4), range(4, 7), range(7, 15)))
 
 
 @pytest.fixture(scope="module")
-def world(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealWorld]:
+def world(
+    cluster: Cluster, minimal: Workplace, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealWorld]:
     with (
         fleet(minimal, tmp_path_factory.mktemp("pool"), 15, signed=True) as pool,
-        rolling(pool, minimal, [4, 3, 8], tmp_path_factory.mktemp("world")) as state,
+        rolling(cluster, pool, minimal, [4, 3, 8], tmp_path_factory.mktemp("world")) as state,
     ):
         yield state
 

@@ -28,12 +28,12 @@ from tests.support.arm.model import Request, action_of
 from tests.support.arm.serving import found_by
 from tests.support.control_plane import workloads
 from tests.support.control_plane.drains import asked
-from tests.support.control_plane.gates import in_background, wait_until
+from tests.support.control_plane.gates import Cluster, in_background, wait_until
 from tests.support.pools.desk import write_desk
 from tests.support.pools.recorder import audited
 from tests.support.pools.rolls import GENEROUS, QUICK, RUN_AGENT, World, drive, plan, world
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 
 ROLL = Roll(max_unavailable="50%", drain=QUICK.model_copy(update={"mode": "evict"}), max_wait_seconds=60.0)
 MANUAL = "Microsoft.Compute/virtualMachineScaleSets/manualUpgrade/action"
@@ -41,8 +41,8 @@ ROLES = "/apis/rbac.authorization.k8s.io/v1"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(1, 3, tmp_path_factory.mktemp("rights")) as state:
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(cluster, 1, 3, tmp_path_factory.mktemp("rights")) as state:
         workloads.namespace(state.admin, "work")
         yield state
 

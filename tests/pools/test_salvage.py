@@ -26,17 +26,20 @@ from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.fleet import NEW, OLD
 from tests.support.arm.model import SUBSCRIPTION
 from tests.support.arm.serving import found_by
+from tests.support.control_plane.lending import Lender
 from tests.support.images.builds import REPO
 from tests.support.pools.rolls import GENEROUS, PATIENCE, plan, world
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.image("control_plane")]
+pytestmark = pytest.mark.root
 RUN = "roll-000000000000"
 OFTEN = Settings(namespace=NAMESPACE, duration=20.0, deadline=15.0, pause=2.0)
 
 
 @pytest.mark.nightly
-def test_only_who_has_the_image_from_before_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with world(1, 6, tmp_path) as fleet:
+def test_only_who_has_the_image_from_before_is_freed(
+    control_plane: Lender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with control_plane.lent() as cluster, world(cluster, 1, 6, tmp_path) as fleet:
         found_by(fleet.served.environment, monkeypatch)
         admin, (path,) = fleet.admin, {host.scale_set_id for host in fleet.hosts}
         names = [host.name for host in fleet.hosts]
@@ -77,10 +80,12 @@ def test_only_who_has_the_image_from_before_is_freed(tmp_path: Path, monkeypatch
         assert group.image == OLD, "no model is changed"
 
 
-def test_a_driver_that_is_gone_with_its_journals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_is_gone_with_its_journals(
+    control_plane: Lender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # What Azure has accepted shows within this time, instead of a minute.
     monkeypatch.setattr("image_builder.pool.salvage.salvage", partial(salvage, settle=PATIENCE.settle))
-    with world(2, 3, tmp_path) as fleet:
+    with control_plane.lent() as cluster, world(cluster, 2, 3, tmp_path) as fleet:
         found_by(fleet.served.environment, monkeypatch)
         rolled = plan(fleet, **GENEROUS)
         save(rolled, fleet.folder / "plan.json")
