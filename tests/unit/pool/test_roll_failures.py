@@ -211,7 +211,7 @@ MATRIX = (
         "the plan goes on with it; without, what it fenced is freed, and hosts that may have the image are named",
         (
             "tests/unit/pool/test_salvage.py::test_only_who_has_the_image_from_before_is_freed",
-            "tests/pools/test_salvage.py::test_a_driver_that_is_gone_with_its_journals",
+            "tests/pools/test_roll.py::test_a_driver_that_is_gone_with_its_journals",
             f"{_INSTANCE}::test_services_that_a_driver_suspended_whose_journal_is_lost_are_resumed",
             f"{_WAVES}::test_who_already_runs_the_version_is_freed",
             f"{_STEPS}::test_a_host_that_a_lost_roll_left_with_the_new_image_takes_pods_again",
