@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.support.control_plane.drains import (
     asked,
     draining,
 )
-from tests.support.control_plane.gates import Cluster, manifests, wait_until
+from tests.support.control_plane.gates import Cluster, manifests, running, wait_until
 
 pytestmark = pytest.mark.root
 
@@ -342,21 +343,6 @@ def test_a_host_of_another_run_is_left_alone(fleet: Fleet, hosts: list[str]) -> 
     assert fleet.run("free", hosts[0], "--run", "roll-7")[hosts[0]]["state"] == "freed"
 
 
-@pytest.mark.nightly
-def test_an_api_server_that_is_away(fleet: Fleet, hosts: list[str], space: str) -> None:
-    """R18."""
-    workloads.create(fleet.admin, space, workloads.pod("lone", hosts[0]))
-    workloads.await_running(fleet.admin, space, 1)
-    process = fleet.start("drain", hosts[0])
-    assert wait_until(lambda: fleet.is_fenced(hosts[0]))
-    fleet.cluster.stop_api()
-    assert fleet.says("; again in")
-    assert process.poll() is None
-    fleet.cluster.start_api()
-    fleet.kubelets.finish(space, "lone")
-    assert fleet.ended(process)[hosts[0]]["state"] == "empty"
-
-
 def test_the_rights_are_enough_and_no_more(fleet: Fleet) -> None:
     """After all tests above: the requests are exactly what the roles allow, and no pod was deleted."""
     used = {(verb, resource) for verb, resource, _ in map(asked, fleet.audit()) if resource}
@@ -364,3 +350,20 @@ def test_the_rights_are_enough_and_no_more(fleet: Fleet) -> None:
     allowed = {(verb, name) for rule in rules for name in rule["resources"] for verb in rule["verbs"]}
     assert used == allowed
     assert ("delete", "pods") not in used
+
+
+@pytest.mark.slow
+def test_an_api_server_that_is_away(tmp_path: Path) -> None:
+    """R18, with a control plane of its own."""
+    with running(controllers=True) as cluster, draining(cluster, HOSTS[:1], tmp_path) as fleet:
+        space = workloads.namespace(fleet.admin, "away")
+        workloads.create(fleet.admin, space, workloads.pod("lone", HOSTS[0]))
+        workloads.await_running(fleet.admin, space, 1)
+        process = fleet.start("drain", HOSTS[0])
+        assert wait_until(lambda: fleet.is_fenced(HOSTS[0]))
+        cluster.stop_api()
+        assert fleet.says("; again in")
+        assert process.poll() is None
+        cluster.start_api()
+        fleet.kubelets.finish(space, "lone")
+        assert fleet.ended(process)[HOSTS[0]]["state"] == "empty"

@@ -21,7 +21,7 @@ from tests.e2e.join_machine import Watched, deployment, running
 from tests.support.control_plane import gates
 from tests.support.nodes import joins
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 Record = dict[str, Any]
 NODE = "worker-join"

@@ -21,7 +21,7 @@ from tests.e2e.slices import RECORD
 from tests.support import slices_howto
 from tests.support.pools.fleet import new_key
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 Record = dict[str, Any]
 

@@ -15,7 +15,6 @@ _HOSTS = "tests/pools/test_roll_hosts.py"
 _STEPS = "tests/unit/pool/test_roll_steps.py"
 _ROLL = "tests/pools/test_roll.py"
 _DEADLINE = "tests/unit/pool/test_roll_deadlines.py"
-_KILLS = "tests/pools/test_scale_set_kills.py"
 _DRAIN = "tests/pools/test_drain.py"
 _INSTANCE = "tests/unit/pool/test_scale_set_roll.py"
 _SET = "tests/unit/pool/test_scale_set.py"
@@ -74,7 +73,7 @@ MATRIX = (
         "found out by reading; one reimage",
         (
             f"{_INSTANCE}::test_a_lost_answer_is_never_answered_by_sending_again",
-            f"{_KILLS}::test_twenty_kills",
+            f"{_INSTANCE}::test_killed_at_any_request_another_driver_goes_on",
         ),
     ),
     Row(
@@ -203,7 +202,11 @@ MATRIX = (
         21,
         "the driver is killed at fifty points",
         "another one goes on; one reimage a host, nothing left behind",
-        (f"{_ROLL}::test_fifty_kills", f"{_ROLL}::test_a_driver_that_is_killed_again_and_again"),
+        (
+            f"{_ROLL}::test_fifty_kills",
+            f"{_ROLL}::test_a_driver_that_is_killed_again_and_again",
+            f"{_INSTANCE}::test_killed_at_any_request_another_driver_goes_on",
+        ),
     ),
     Row(
         22,

@@ -397,6 +397,41 @@ def test_a_service_that_another_disabled_meanwhile_keeps_no_scale_set_held(
     assert suspended(read_journal(rolling.journal), rolling.fleet.path) == set()
 
 
+class Killed(BaseException):
+    """What a driver that is killed never sees: from then on, nothing that it sends arrives."""
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before the request", "after it"])
+def test_killed_at_any_request_another_driver_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_done: bool
+) -> None:
+    """Whatever the point: one disk is replaced, once; services run, and nobody holds the scale set."""
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    point, was_killed = 0, True
+    while was_killed:
+        point, was_killed = point + 1, False
+        (tmp_path / str(point)).mkdir()
+        rolling = Rolling(tmp_path / str(point))
+        left = itertools.count(1)
+
+        def kill(_request: Request, left: Iterator[int] = left, last: int = point) -> None:
+            if next(left) >= last:
+                raise Killed
+
+        arm = rolling.fleet.arm
+        arm.faults = [] if is_done else [kill]
+        arm.observers = [lambda request, _, kill=kill: kill(request)] if is_done else []
+        try:
+            rolling()
+        except Killed:
+            was_killed = True
+        arm.faults, arm.observers = [], []
+        assert rolling() == Ending("ok"), point
+        assert [m.reimages for m in rolling.fleet.group.machines.values()] == [0, 1, 0], point
+        rolling.require_clean()
+    assert point > 15
+
+
 def test_a_scale_set_has_one_driver(rolling: Rolling) -> None:
     rolling.client.hold(rolling.fleet.path, "run-2", rolling.clock() + 60)
     with pytest.raises(PoolError, match="driven by run-2"):
