@@ -152,7 +152,7 @@ MATRIX = (
         "all or none",
         (
             f"{_DRAIN}::test_a_gang_is_fenced_whole_or_not_at_all",
-            f"{_DRAIN}::test_a_gang_is_evicted_whole_or_not_at_all",
+            "tests/unit/drain/test_drain_ladder.py::test_of_a_gang_all_are_evicted_or_none",
             f"{_DEADLINE}::test_gangs_are_evicted_whole_or_not_at_all",
         ),
     ),
@@ -161,7 +161,8 @@ MATRIX = (
         "a pod is bound after the cordon, or after the last look",
         "waited for, or never started",
         (
-            f"{_DRAIN}::test_a_pod_that_is_bound_after_the_cordon_is_waited_for",
+            "tests/unit/drain/test_drain_ladder.py"
+            "::test_a_host_is_empty_after_its_cordon_and_its_pods_have_settled",
             f"{_STEPS}::test_no_pod_can_start_between_the_last_look_and_the_request",
         ),
     ),
