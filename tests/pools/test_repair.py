@@ -143,7 +143,7 @@ def test_a_set_whose_lease_a_roll_holds_is_skipped_and_named(place: Clinic, pool
 
 def test_only_what_was_sent_is_sent_again(pool: Pool) -> None:
     process = pool.start("--again", pool.names[0])
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 2 and "nothing was sent for" in err
 
 

@@ -93,7 +93,7 @@ def killed_at(fleet: World, number: int, effect: Literal["drop", "lose"]) -> int
 
         # After the recorder, which sees everything.
         fleet.served.arm.faults.insert(1, fault)
-        process.communicate(timeout=120)
+        process.communicate(timeout=600)
         fleet.served.arm.faults.remove(fault)
     return process.returncode
 
@@ -116,13 +116,13 @@ def test_a_roll_around_jobs(fleet: World) -> None:
             fleet.kubelets.finish("work", item["metadata"]["name"])
 
     def finish(stop: object) -> None:
-        if wait_until(lambda: fleet.is_ours(ending), 60):
+        if wait_until(lambda: fleet.is_ours(ending), 300):
             finish_job("ends")
         # Cordoned in its wave, released, and cordoned in the last one before its job ends.
         turns = [
-            wait_until(lambda: fleet.is_ours(lasting), 90),
-            wait_until(lambda: not fleet.is_ours(lasting), 90),
-            wait_until(lambda: fleet.is_ours(lasting), 90),
+            wait_until(lambda: fleet.is_ours(lasting), 300),
+            wait_until(lambda: not fleet.is_ours(lasting), 300),
+            wait_until(lambda: fleet.is_ours(lasting), 300),
         ]
         if all(turns):
             finish_job("long")
@@ -172,7 +172,7 @@ def test_a_driver_that_is_killed_again_and_again(fleet: World) -> None:
     save(rolled, fleet.folder / "plan.json")
     for last in (6, 9, 14, 22, 16, 19):
         with driver(fleet, last) as process:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=600)
         assert process.returncode == -signal.SIGKILL, output
     progress = fleet.drive(rolled)
     assert progress.finished and counts(progress.hosts.values())["ok"] == 8
@@ -208,7 +208,7 @@ def test_fifty_kills(whole: World, tmp_path: Path, monkeypatch: pytest.MonkeyPat
                     status = killed_at(part, drawn.randint(1, 8), "drop" if kills % 3 == 1 else "lose")
                 else:
                     with driver(part, drawn.randint(3, 14)) as process:
-                        output, _ = process.communicate(timeout=120)
+                        output, _ = process.communicate(timeout=600)
                     status = process.returncode
                     assert status in (0, -signal.SIGKILL), output
                 was_killed = status == -signal.SIGKILL
@@ -242,7 +242,7 @@ def test_a_rollback_takes_models_first_and_then_every_host(fleet: World) -> None
     sent = len(fleet.requests())
 
     def finish(_stop: object) -> None:
-        if wait_until(lambda: fleet.is_ours(busy), 60):
+        if wait_until(lambda: fleet.is_ours(busy), 300):
             for item in workloads.pods_of(fleet.admin, "work", "back"):
                 fleet.kubelets.finish("work", item["metadata"]["name"])
 
@@ -329,7 +329,7 @@ def test_a_driver_that_is_gone_with_its_journals(
         rolled = plan(fleet, **GENEROUS)
         save(rolled, fleet.folder / "plan.json")
         with driver(fleet, 24) as process:
-            output, _ = process.communicate(timeout=240)
+            output, _ = process.communicate(timeout=600)
         assert process.returncode == -signal.SIGKILL, output
         assert any(fleet.is_ours(host.name) for host in fleet.hosts)
         inventory = ["-i", os.fspath(tmp_path / "hosts.yml"), "--pool", "gpu"]

@@ -120,7 +120,7 @@ def test_the_rights_are_enough_and_no_more(fleet: World) -> None:
             used.add(action_of(request).lower())
 
     def finish(_stop: object) -> None:
-        if wait_until(lambda: fleet.is_ours("gpu-0-0"), 120):
+        if wait_until(lambda: fleet.is_ours("gpu-0-0"), 300):
             for item in workloads.pods_of(admin, "work", "ends"):
                 fleet.kubelets.finish("work", item["metadata"]["name"])
 

@@ -96,7 +96,7 @@ def test_abort_lets_what_is_in_work_end_and_nothing_begins(rollout: Callable[...
         (joining,) = (number for number, times in run.joins().items() if times)
         let_join(run.pool, joining)
         done = aborted.result()
-        child.communicate(timeout=120)
+        child.communicate(timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["state"] == "stopped"
@@ -116,7 +116,7 @@ def test_where_the_image_does_it_all_nobody_is_told(rollout: Callable[..., Rollo
     with run.start() as child:
         wait(lambda: child.poll() is not None or results(run.records, "probe") > 0)
         let_join(run.pool, 1)
-        out, err = child.communicate(timeout=300)
+        out, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
     report = json.loads(out)
     signatures = {name: signature(result["outcome"]) for name, result in report["results"].items()}

@@ -135,7 +135,7 @@ def test_a_worker_that_can_t_be_reached_or_dies_costs_an_attempt(
         wait(lambda: child.poll() is not None or any(run.joins().values()))
         # All at once, including what is in memory, as in a power failure. No other host has such processes.
         pool.run(WORKERS[0], "sh", "-c", _KILL, ok=False)
-        out, err = child.communicate(timeout=300)
+        out, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
     assert _kinds(json.loads(out)) == {"ok"}, out
     assert run.joins() == dict.fromkeys(HOSTS, 1)
@@ -198,7 +198,7 @@ def test_a_network_that_parts_ends_the_slices_behind_it_and_nobody_is_told_twice
         pool.mend(1)
         wait(lambda: child.poll() is not None or results(run.records, "bootstrap") > 0)
         assert [_left(pool, worker) for worker in WORKERS] == ["", ""]
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
     ends = [r for r in run.records if isinstance(r, Result) and r.step == "bootstrap"]
     assert sorted(r.host for r in ends) == [f"host-{n}" for n in HOSTS]

@@ -75,7 +75,7 @@ ACCOUNT_RULE = f"account required pam_exec.so {DIRECTORY}"
 # A neighbor that is known and never answers.
 NOBODY = "lladdr 02:00:00:00:00:01 nud permanent"
 _CLONE_NEWNET = 0x40000000
-READY_SECONDS = 120
+READY_SECONDS = 300
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

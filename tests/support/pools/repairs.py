@@ -142,7 +142,7 @@ class Pool:
 
     def ended(self, process: subprocess.Popen[str], status: int) -> dict[str, dict[str, Any]]:
         """Wait until a command exits with ``status``; return what it reports of each node."""
-        out, err = process.communicate(timeout=180)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == status, (process.returncode, out, err)
         return {node["node"]: node for node in json.loads(out)["nodes"]}
 
@@ -175,7 +175,7 @@ class Pool:
             return effect
 
         with self.faulty(fault):
-            process.communicate(timeout=180)
+            process.communicate(timeout=600)
         assert process.returncode < 0
 
 

@@ -71,7 +71,7 @@ POLICY = {
     "retries": 1,
     "retry_seconds": 0.2,
     "verify": "0%",
-    "deadlines": {"probe": 30, "bootstrap": 60, "verify": 60},
+    "deadlines": {"probe": 30, "bootstrap": 60, "verify": 120},
 }
 # How hosts end after ``let_fail`` and ``fill``.
 FAILING, FULL = "failed disk 31", "failed disk 32"
@@ -157,7 +157,7 @@ class Rollout:
     def finish(self, status: int = 0, **more: Any) -> dict[str, Any]:
         """Drive to the end; return the report. The driver must exit with ``status``."""
         with self.start(**more) as child:
-            out, err = child.communicate(timeout=300)
+            out, err = child.communicate(timeout=600)
         assert child.returncode == status, err
         report: dict[str, Any] = json.loads(out)
         return report
@@ -298,7 +298,7 @@ def ended(records: Iterable[Record], number: int, step: str) -> list[Result]:
     return [r for r in results if (r.host, r.step) == (f"host-{number}", step)]
 
 
-def wait(until: Callable[[], bool], seconds: float = 120) -> None:
+def wait(until: Callable[[], bool], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < deadline, "it came to a halt"
