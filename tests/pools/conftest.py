@@ -6,6 +6,7 @@ A module is in the hosts' network while it has ``pool``, and leaves each host as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,19 @@ def hosts(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield pool
 
 
+@contextmanager
+def lent(hosts: Fleet) -> Iterator[Fleet]:
+    """Enter the hosts' network until the block ends; then end what still runs on them."""
+    with hosts.entered():
+        yield hosts
+    for number in range(len(hosts.hosts)):
+        hosts.run(number, "sh", "-c", "kill -9 -1 || true")
+
+
 @pytest.fixture(scope="module")
 def pool(hosts: Fleet) -> Iterator[Fleet]:
-    """Enter the hosts' network."""
-    with hosts.entered():
+    """Lend the hosts as they are."""
+    with lent(hosts):
         yield hosts
 
 

@@ -19,7 +19,7 @@ from image_builder.pool.run.driver import Work
 from image_builder.pool.steps.ansible import Process, Slice
 from image_builder.settings import Settings
 from tests.bench.measures import be_quick
-from tests.pools.conftest import not_quick, with_fault
+from tests.pools.conftest import lent, not_quick, with_fault
 from tests.support.images.builds import REPO, Workplace
 from tests.support.pools.fleet import USER, Fleet
 from tests.support.pools.rollouts import POLICY, Rollout, make, signature, wait, write_plan
@@ -46,7 +46,7 @@ def pool(hosts: Fleet) -> Iterator[Fleet]:
     with hosts.pinned.path.open("a") as keys:
         for number in (OUTER, INNER):
             keys.write(f"{hosts.hosts[number].address} {(hosts.folder / f'host-{number}.pub').read_text()}")
-    with hosts.entered():
+    with lent(hosts):
         yield hosts
     hosts.pinned.path.write_text(pinned)
     for number in parted:

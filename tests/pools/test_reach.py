@@ -20,7 +20,7 @@ from image_builder.pool.reach.hostkeys import CertificateAuthority, FirstUse, Ho
 from image_builder.pool.reach.reach import Answer, Reach
 from image_builder.pool.reach.session import OUTPUT_LIMIT
 from image_builder.pool.steps.openssh import arguments
-from tests.pools.conftest import FAULTS, FILLED, SLOW, with_fault
+from tests.pools.conftest import FAULTS, FILLED, SLOW, lent, with_fault
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import CLASSES, GATEWAY, SLOW_SECONDS, USER, Fault, Fleet, fleet, new_key, sign
 
@@ -38,7 +38,7 @@ NAMES: dict[int, str] = {**FAULTS, FILLED: "disk full", SLOW: "slow"}
 
 @pytest.fixture(scope="module")
 def pool(hosts: Fleet) -> Iterator[Fleet]:
-    with hosts.entered():
+    with lent(hosts):
         yield hosts
     for number in (0, PINNED, SIGNED, LEARNT):
         hosts.restore_key(number)

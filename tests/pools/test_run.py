@@ -55,6 +55,7 @@ def test_each_host_ends_in_exactly_one_class(rollout: Callable[..., Rollout]) ->
     wait(lambda: list(run.pool.processes()) == [hanging])
     run.pool.free_sudo(hanging)
     wait_until_hosts_are_bare(run.pool)
+    run.pool.hang_sudo(hanging, answers=False)
 
 
 def test_killed_while_hosts_join_nobody_joins_twice_and_nobody_is_lost(
@@ -108,7 +109,7 @@ def test_abort_lets_what_is_in_work_end_and_nothing_begins(rollout: Callable[...
 
 def test_where_the_image_does_it_all_nobody_is_told(rollout: Callable[..., Rollout]) -> None:
     """A host that joined on its own is up, one still joining is waited for, one that does neither has failed."""
-    deadlines = {"probe": 30, "bootstrap": 8, "verify": 60}
+    deadlines = {"probe": 30, "bootstrap": 15, "verify": 120}
     policy = {"mode": "verify", "waves": ["100%"], "verify": "100%", "deadlines": deadlines}
     run = rollout(0, 1, 2, policy=policy, agent="seconds=infinity\n")
     run.pool.run(0, "sh", "-ec", f"mkdir /run/node; echo seconds=0 >/etc/stand-in; {JOIN}")

@@ -24,7 +24,7 @@ from image_builder.pool.steps.suite import CHECKS, NO_RESULT, Runs, Suite
 from image_builder.pool.steps.worker_guard import children
 from image_builder.settings import LAUNCHER, Settings
 from tests.bench.measures import NOT_BOOTED, be_quick
-from tests.pools.conftest import not_quick
+from tests.pools.conftest import lent, not_quick
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import USER, Fleet
 from tests.support.pools.rollouts import POLICY, command, install, signature, write_plan, write_suite
@@ -51,9 +51,8 @@ def test_fate(host):
 
 @pytest.fixture(scope="module")
 def pool(hosts: Fleet) -> Iterator[Fleet]:
-    with hosts.entered():
+    with lent(hosts):
         yield hosts
-    hosts.run(HANGS, "pkill", "-fx", SLEEP, ok=False)
     hosts.run(4, "sed", "-i", "/^.swap none swap/d", "/etc/fstab")
     not_quick(hosts, (0, 4))
 

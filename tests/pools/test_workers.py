@@ -23,7 +23,7 @@ from image_builder.pool.run.driver import Work
 from image_builder.pool.run.records import Intent, Result
 from image_builder.pool.steps import ansible, worker_guard
 from image_builder.pool.steps.ansible import Slice
-from tests.pools.conftest import with_fault
+from tests.pools.conftest import lent, with_fault
 from tests.support.pools.fleet import GATEWAY, SITE, USER, Fleet
 from tests.support.pools.rollouts import Rollout, configuration, let_join, make, put, results, wait
 
@@ -48,12 +48,10 @@ def pool(hosts: Fleet) -> Iterator[Fleet]:
             put(hosts, number, path, text)
     lines = [f"{hosts.hosts[n].address} {(hosts.folder / f'host-{n}.pub').read_text()}" for n in WORKERS]
     (hosts.folder / "workers").write_text("".join(lines))
-    with hosts.entered():
+    with lent(hosts):
         yield hosts
     for number in WORKERS:
         hosts.run(number, "rm", *PROGRAMS)
-    for number in HOSTS:  # a killed driver's join goes on
-        hosts.run(number, "flock", LOCK, "true")
 
 
 def _workers(pool: Fleet, *numbers: int) -> dict[str, Any]:
