@@ -21,15 +21,14 @@ def applied(document: dict[str, Any], patch: Iterable[Mapping[str, Any]]) -> dic
         for parent in parents:
             target = target.setdefault(parent, {})
         place = int(last) if isinstance(target, list) else last
-        match step["op"]:
-            case "test":  # the API omits empty values
-                found = target[place] if isinstance(target, list) else target.get(place)
-                if (found or None) != step["value"]:
-                    raise KubeError(PATCH_FAILED, 422)
-            case "add":
-                target[place] = step["value"]
-            case "remove":
-                del target[place]
+        if step["op"] == "test":  # the API omits empty values
+            found = target[place] if isinstance(target, list) else target.get(place)
+            if (found or None) != step["value"]:
+                raise KubeError(PATCH_FAILED, 422)
+        elif step["op"] == "add":
+            target[place] = step["value"]
+        else:
+            del target[place]
     return changed
 
 

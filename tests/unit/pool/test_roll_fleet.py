@@ -79,6 +79,7 @@ def rolled(
         force_ephemeral=force_ephemeral,
         patience=Patience(look=0.01, settle=0.05, minute=0.01),
         settle_seconds=0.0,
+        asks_nodes=False,
     )
     with RollFleet(setup, change, folder / "work") as state:
         yield state, planned

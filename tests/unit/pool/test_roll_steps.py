@@ -54,7 +54,6 @@ class Place:
             hosts,
         ):
             state.read = read  # type: ignore[method-assign]
-            state.works = lambda _: ""  # type: ignore[method-assign]
             yield state, hosts[0]
 
     def node(self, name: str) -> dict[str, Any]:

@@ -414,13 +414,14 @@ def test_killed_at_any_request_another_driver_goes_on(
         rolling = Rolling(tmp_path / str(point))
         left = itertools.count(1)
 
-        def kill(_request: Request, left: Iterator[int] = left, last: int = point) -> None:
+        def kill(
+            _request: Request, _: object = None, *, left: Iterator[int] = left, last: int = point
+        ) -> None:
             if next(left) >= last:
                 raise Killed
 
         arm = rolling.fleet.arm
-        arm.faults = [] if is_done else [kill]
-        arm.observers = [lambda request, _, kill=kill: kill(request)] if is_done else []
+        arm.faults, arm.observers = ([], [kill]) if is_done else ([kill], [])
         try:
             rolling()
         except Killed:
