@@ -129,6 +129,7 @@ def test_a_roll_around_jobs(fleet: World) -> None:
 
     with in_background(finish):
         progress = fleet.drive(rolled)
+    admin.request("DELETE", "/apis/apps/v1/namespaces/work/daemonsets/agent")
     assert progress.finished and not progress.stopped
     totals = counts(progress.hosts.values())
     assert (totals["ok"], totals["skipped"]) == (6, 2), {
