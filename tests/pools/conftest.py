@@ -1,35 +1,68 @@
-"""A pool of real hosts, one for each thing that can be wrong with a host; and rollouts over a module's own pool."""
+"""One pool of real hosts for all tests of a process, with a host for each thing that can be wrong with one.
+
+A module is in the hosts' network while it has ``pool``, and leaves each host as it was.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ansible_runner
 import pytest
 
 from tests.support.images.builds import Workplace
-from tests.support.pools.fleet import Fault, Fleet, fleet
-from tests.support.pools.rollouts import Rollout, make
+from tests.support.pools.fleet import CLASSES, Fault, Fleet, started
+from tests.support.pools.rollouts import Rollout, fill, install, let_fail, make
 
-FAULTS: dict[int, Fault] = {
-    1: "dead",
-    2: "refused",
-    3: "slow banner",
-    4: "other key",
-    5: "auth",
-    6: "sudo asks",
-    7: "sudo hangs",
-    8: "sudo refuses",
-    9: "disk full",
-    10: "slow",
-}
+# Hosts 0 to 5 are sound. Those with faults have the same numbers in each run; the last ones have no agent, one that
+# fails, a full disk, and a slow shell.
+SOUND = 6
+FAULTS: dict[int, Fault] = dict(enumerate((f for f, kind in CLASSES.items() if kind != "ok"), SOUND))
+AGENTLESS, BROKEN, FILLED, SLOW = range(SOUND + len(FAULTS), SOUND + len(FAULTS) + 4)
+SITE_PACKAGES = Path(ansible_runner.__file__).parents[1]
+
+
+def with_fault(fault: Fault) -> int:
+    """Return the number of the host with a fault."""
+    return next(number for number, each in FAULTS.items() if each == fault)
+
+
+def not_quick(pool: Fleet, numbers: Iterable[int]) -> None:
+    """Undo ``be_quick``: give hosts the stand-in again."""
+    install(pool, numbers)
+    for number in numbers:
+        pool.run(number, "rm", "-f", "/usr/local/bin/cloud-init")
+
+
+@pytest.fixture(scope="session")
+def hosts(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Start the hosts, all of them with certificates, and the stand-in for the node agent where one is reached."""
+    faults: dict[int, Fault] = {**FAULTS, SLOW: "slow"}
+    folder = tmp_path_factory.mktemp("hosts")
+    with started(minimal, folder, SLOW + 1, faults=faults, signed=True, site=SITE_PACKAGES) as pool:
+        asking = (number for number, fault in FAULTS.items() if fault.startswith("sudo"))
+        install(pool, (*range(SOUND), BROKEN, FILLED, *asking))
+        let_fail(pool, BROKEN)
+        fill(pool, FILLED)
+        yield pool
+
+
+@contextmanager
+def lent(hosts: Fleet) -> Iterator[Fleet]:
+    """Enter the hosts' network until the block ends; then end what still runs on them."""
+    with hosts.entered():
+        yield hosts
+    for number in range(len(hosts.hosts)):
+        hosts.run(number, "sh", "-c", "kill -9 -1 || true")
 
 
 @pytest.fixture(scope="module")
-def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Start fourteen hosts: 0 and those from 11 on are sound, the others are as in FAULTS. All have certificates."""
-    with fleet(minimal, tmp_path_factory.mktemp("pool"), 14, faults=FAULTS, signed=True) as hosts:
+def pool(hosts: Fleet) -> Iterator[Fleet]:
+    """Lend the hosts as they are."""
+    with lent(hosts):
         yield hosts
 
 

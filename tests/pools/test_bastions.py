@@ -16,41 +16,49 @@ from image_builder.definition.connection import Hop
 from image_builder.pool.reach.provision import JoinStatus
 from image_builder.pool.reach.reach import Answer, Reach
 from image_builder.pool.run.driver import Work
-from image_builder.pool.run.records import Result
 from image_builder.pool.steps.ansible import Process, Slice
 from image_builder.settings import Settings
 from tests.bench.measures import be_quick
+from tests.pools.conftest import lent, not_quick, with_fault
 from tests.support.images.builds import REPO, Workplace
-from tests.support.pools.fleet import USER, Fault, Fleet, fleet
-from tests.support.pools.rollouts import POLICY, Rollout, install, make, signature, wait, write_plan
+from tests.support.pools.fleet import USER, Fleet
+from tests.support.pools.rollouts import POLICY, Rollout, make, signature, wait, write_plan
 from tests.support.pools.traces import here
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
 # Two bastions; the others are behind them. OTHER has a different user from the rest.
-OUTER, INNER, OTHER, LAST = 0, 1, 4, 7
+OUTER, INNER, OTHER, LAST = 0, 1, 4, 5
 BEHIND = (2, 3, OTHER)
-FAULTS: dict[int, Fault] = {5: "refused", 6: "dead"}
+DEAD, REFUSED = with_fault("dead"), with_fault("refused")
 ACCEPTED = "Accepted publickey for"
 _KEY = "/etc/ssh/ssh_host_ed25519_key"
 _LONG = 300.0
 
 
 @pytest.fixture(scope="module")
-def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet(minimal, tmp_path_factory.mktemp("fleet"), LAST + 1, faults=FAULTS) as hosts:
-        install(hosts, BEHIND)
-        hosts.run(OTHER, "sh", "-ec", f"sed -i 's/^{USER}:/other:/' /etc/passwd /etc/shadow")
-        hosts.run(OTHER, "sh", "-ec", f"sed -i 's/^{USER} /other /' /etc/sudoers.d/fleet")
-        for number in range(INNER, LAST + 1):
-            if number != 6:  # that one is unreachable
-                hosts.part(number)
-        with hosts.pinned.path.open("a") as keys:
-            for number in (OUTER, INNER):
-                keys.write(
-                    f"{hosts.hosts[number].address} {(hosts.folder / f'host-{number}.pub').read_text()}"
-                )
+def pool(hosts: Fleet) -> Iterator[Fleet]:
+    _rename(hosts, USER, "other")
+    parted = [*range(INNER, LAST + 1), REFUSED]
+    for number in parted:
+        hosts.part(number)
+    pinned = hosts.pinned.path.read_text()
+    with hosts.pinned.path.open("a") as keys:
+        for number in (OUTER, INNER):
+            keys.write(f"{hosts.hosts[number].address} {(hosts.folder / f'host-{number}.pub').read_text()}")
+    with lent(hosts):
         yield hosts
+    hosts.pinned.path.write_text(pinned)
+    for number in parted:
+        hosts.unite(number)
+    _rename(hosts, "other", USER)
+    not_quick(hosts, (LAST,))
+
+
+def _rename(pool: Fleet, name: str, new: str) -> None:
+    """Rename the user of the host that has a different one."""
+    pool.run(OTHER, "sed", "-i", f"s/^{name}:/{new}:/", "/etc/passwd", "/etc/shadow")
+    pool.run(OTHER, "sed", "-i", f"s/^{name} /{new} /", "/etc/sudoers.d/fleet")
 
 
 def hop(pool: Fleet, number: int, **more: Any) -> Hop:
@@ -86,10 +94,10 @@ def test_a_second_bastion_is_reached_through_the_first(pool: Fleet) -> None:
 
 def test_hosts_behind_a_bastion_end_in_their_own_classes(pool: Fleet) -> None:
     way = (hop(pool, OUTER),)
-    assert kinds(ask(pool, 2, 5, hops=way)) == ["ok", "refused"]
+    assert kinds(ask(pool, 2, REFUSED, hops=way)) == ["ok", "refused"]
     assert kinds(ask(pool, 2, hops=way, port=2222)) == ["refused"]
     assert kinds(ask(pool, OTHER, hops=way)) == ["auth"]
-    (dead,) = ask(pool, 6, hops=way)
+    (dead,) = ask(pool, DEAD, hops=way)
     assert dead.outcome.kind in ("timeout", "refused")  # depends on when the bastion gives up
 
 
@@ -153,7 +161,7 @@ def test_a_slice_tells_a_bastions_fault_from_a_hosts(pool: Fleet, tmp_path: Path
 
     assert ends(2, "Permission denied", user="nobody") == ("bastion", "no")
     assert ends(2, "Connection refused", port=2222) == ("bastion", "no")
-    assert ends(5, "Connection closed") == ("refused", "no")
+    assert ends(REFUSED, "Connection closed") == ("refused", "no")
     key = pool.run(OUTER, "cat", _KEY)
     pool.change_key(OUTER)
     before = pool.log(OUTER)
@@ -202,8 +210,7 @@ def plan(pool: Fleet, folder: Path, **policy: Any) -> Rollout:
     login = {"ansible_user": USER, "ansible_become": True, "ansible_ssh_private_key_file": str(pool.key)}
     # Each has a size of its own, so all are canaries: one wave, and one slice.
     variables = {n: {"pool_vm_size": f"D{n}", **login, **way} for n, way in through(pool).items()}
-    agent = "seconds=5\n"
-    return make(pool, folder, BEHIND, policy=policy, agent=agent, sound=BEHIND, variables=variables)
+    return make(pool, folder, BEHIND, policy=policy, sound=BEHIND, variables=variables)
 
 
 _INVENTORY: dict[str, Any] = {"user": "", "key": ""}  # from the command line
@@ -224,28 +231,6 @@ def test_a_rollout_goes_through_the_bastion_as_the_inventory_says(pool: Fleet, t
     # The command line overrides the inventory.
     verified = run.finish(**(_INVENTORY | {"user": USER}), verify=True)
     assert outcomes(verified) == {2: "ok", 3: "ok", OTHER: "auth"}
-
-
-@pytest.mark.nightly
-def test_a_bastion_that_dies_in_mid_run_costs_attempts_and_no_host(pool: Fleet, tmp_path: Path) -> None:
-    run = plan(pool, tmp_path, retries=9, retry_seconds=1)
-    with run.start(**_INVENTORY) as child:
-        wait(lambda: child.poll() is not None or any(run.joins().values()))
-        pool.cut(OUTER)
-        try:
-            wait(lambda: child.poll() is not None or any(r.outcome.kind == "bastion" for r in results(run)))
-        finally:
-            pool.mend(OUTER)
-        out, err = child.communicate(timeout=280)
-    assert child.returncode == 0, err
-    assert outcomes(json.loads(out)) == dict.fromkeys(BEHIND, "ok"), out
-    assert run.joins() == dict.fromkeys(BEHIND, 1)
-    assert {r.outcome.kind for r in results(run)} <= {"ok", "bastion", "dropped", "timeout"}
-    assert run.left() == []
-
-
-def results(run: Rollout) -> list[Result]:
-    return [record for record in run.records if isinstance(record, Result)]
 
 
 def outcomes(report: Mapping[str, Any]) -> dict[int, str]:

@@ -12,8 +12,7 @@ import pytest
 from image_builder.errors import VerifyError
 from image_builder.machine.ssh import SshAddress
 from image_builder.verify.runner import require_red
-from tests.support.images.builds import Workplace
-from tests.support.pools.fleet import USER, Fleet, fleet
+from tests.support.pools.fleet import USER, Fleet
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
@@ -40,22 +39,16 @@ RAISED = {"break": "touch /run/first", "mend": "rm /run/first"}
 Mutations = Mapping[str, Sequence[str | Mapping[str, str]]]
 
 
-@pytest.fixture(scope="module")
-def machine(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet(minimal, tmp_path_factory.mktemp("machine"), 1) as hosts:
-        yield hosts
-
-
 @pytest.fixture
-def prove(machine: Fleet, tmp_path: Path) -> Iterator[Callable[[Mutations], None]]:
+def prove(pool: Fleet, tmp_path: Path) -> Iterator[Callable[[Mutations], None]]:
     """Return a function that runs the machine's checks against these mutations."""
-    host, known_hosts, checks = machine.hosts[0], tmp_path / "known_hosts", tmp_path / "checks"
-    known_hosts.write_text(f"{host.address} {(machine.folder / 'host-0.pub').read_text()}")
+    host, known_hosts, checks = pool.hosts[0], tmp_path / "known_hosts", tmp_path / "checks"
+    known_hosts.write_text(f"{host.address} {(pool.folder / 'host-0.pub').read_text()}")
     facts = {"image": "x", "build_id": "0", "packages": [], "variables": {"image_layers": []}}
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     checks.mkdir()
     (checks / "test_own.py").write_text(CHECKS)
-    url = SshAddress(USER, host.address, host.port, machine.key, known_hosts).url
+    url = SshAddress(USER, host.address, host.port, pool.key, known_hosts).url
 
     def judge(mutations: Mutations) -> None:
         (checks / "mutations.yml").write_text(json.dumps({**mutations, "test_of_the_tree": ["false"]}))
@@ -71,7 +64,7 @@ def prove(machine: Fleet, tmp_path: Path) -> Iterator[Callable[[Mutations], None
         )
 
     yield judge
-    machine.run(0, "rm", "-f", "/run/first", "/run/second", "/run/both")
+    pool.run(0, "rm", "-f", "/run/first", "/run/second", "/run/both")
 
 
 def unproven(prove: Callable[[Mutations], None], mutations: Mutations) -> dict[str, str]:
@@ -84,14 +77,14 @@ def unproven(prove: Callable[[Mutations], None], mutations: Mutations) -> dict[s
     return dict(line.strip().removeprefix("test_own.py::").split(": ", 1) for line in lines if "::" in line)
 
 
-def test_each_check_is_seen_green_and_then_red(prove: Callable[[Mutations], None], machine: Fleet) -> None:
+def test_each_check_is_seen_green_and_then_red(prove: Callable[[Mutations], None], pool: Fleet) -> None:
     prove(
         {
             "test_second": [{"break": "touch /run/second", "mend": "rm /run/second"}],
             "test_first": [RAISED] * 2,
         }
     )
-    assert machine.run(0, "ls", "/run").split().count("first") == 0, "what was broken is mended"
+    assert pool.run(0, "ls", "/run").split().count("first") == 0, "what was broken is mended"
     prove({"test_first": [RAISED, "touch /run/first"]})
 
 

@@ -14,7 +14,7 @@ from tests.support.control_plane.drains import Fleet, asked, draining
 from tests.support.control_plane.gates import Cluster, in_background
 from tests.support.control_plane.workloads import budget, daemon_set, job, pod, replica_set
 
-pytestmark = [pytest.mark.root, pytest.mark.nightly]
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 HOSTS = [f"gpu-{number:02}" for number in range(100)]
 DRAINED = HOSTS[:50]

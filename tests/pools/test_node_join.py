@@ -28,7 +28,7 @@ from tests.support.images.builds import REPO
 from tests.support.nodes import joins
 from tests.support.nodes.joining_machine import NODE, World, files, served
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture

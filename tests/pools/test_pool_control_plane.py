@@ -20,7 +20,7 @@ from image_builder.pool.steps import ansible
 from image_builder.pool.steps.control_plane import NODES, REQUESTS, TABLE, Kubernetes
 from tests.support.nodes import joins
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 TOKEN = "an-operator"
 NO_NODES = {

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
@@ -20,15 +20,28 @@ from image_builder.pool.reach.hostkeys import CertificateAuthority, FirstUse, Ho
 from image_builder.pool.reach.reach import Answer, Reach
 from image_builder.pool.reach.session import OUTPUT_LIMIT
 from image_builder.pool.steps.openssh import arguments
-from tests.pools.conftest import FAULTS
+from tests.pools.conftest import FAULTS, FILLED, SLOW, lent, with_fault
 from tests.support.images.builds import Workplace
-from tests.support.pools.fleet import CLASSES, GATEWAY, SLOW_SECONDS, USER, Fleet, fleet, new_key, sign
+from tests.support.pools.fleet import CLASSES, GATEWAY, SLOW_SECONDS, USER, Fault, Fleet, fleet, new_key, sign
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
 _LONG = 300.0  # for commands that end on their own
 # sshd's log entry once a client has said which user it wants to be.
 _ATTEMPT = "userauth-request"
+
+
+# Hosts whose keys are changed here, and one whose key is first seen here.
+PINNED, SIGNED, LEARNT = 3, 4, 5
+NAMES: dict[int, str] = {**FAULTS, FILLED: "disk full", SLOW: "slow"}
+
+
+@pytest.fixture(scope="module")
+def pool(hosts: Fleet) -> Iterator[Fleet]:
+    with lent(hosts):
+        yield hosts
+    for number in (0, PINNED, SIGNED, LEARNT):
+        hosts.restore_key(number)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +51,7 @@ def answers(pool: Fleet) -> dict[str, Answer]:
     access = pool.access(connect_seconds=6, banner_seconds=6, sudo_seconds=6)
     with Reach(access) as reach:
         futures = [reach.submit(host, ["sh", "-c", script], root=True, seconds=_LONG) for host in pool.hosts]
-    return {FAULTS.get(n, f"sound {n}"): future.result() for n, future in enumerate(futures)}
+    return {NAMES.get(n, f"sound {n}"): future.result() for n, future in enumerate(futures)}
 
 
 def ask(pool: Fleet, host: int, script: str, host_keys: HostKeys | None = None) -> Answer:
@@ -71,12 +84,13 @@ def openssh(pool: Fleet, host: int, host_keys: HostKeys) -> bool:
 
 def test_every_host_ends_in_its_class(answers: dict[str, Answer]) -> None:
     signatures = {name: answer.outcome.signature for name, answer in answers.items()}
-    assert signatures == {name: CLASSES[FAULTS[n]] if n in FAULTS else "ok" for n, name in enumerate(answers)}
+    classes = {str(fault): kind for fault, kind in CLASSES.items()}
+    assert signatures == {name: classes.get(name, "ok") for name in answers}
 
 
 def test_sound_hosts_ran_the_command_as_root(answers: dict[str, Answer]) -> None:
     assert answers["sound 0"].stdout == b'0\na "word"\n'
-    assert [a.status for name, a in answers.items() if name.startswith("sound")] == [0] * 4
+    assert [a.status for name, a in answers.items() if name.startswith("sound")] == [0] * 8
 
 
 def test_command_that_fails_on_a_full_disk_ran(answers: dict[str, Answer]) -> None:
@@ -96,9 +110,8 @@ def test_end_says_why(answers: dict[str, Answer]) -> None:
 
 
 @pytest.mark.parametrize("fault", ["sudo asks", "sudo refuses", "sudo hangs"])
-def test_where_root_is_not_asked_for_sudo_does_not_matter(pool: Fleet, fault: str) -> None:
-    number = next(n for n, name in FAULTS.items() if name == fault)
-    answer = ask(pool, number, "id -un; exit 7")
+def test_where_root_is_not_asked_for_sudo_does_not_matter(pool: Fleet, fault: Fault) -> None:
+    answer = ask(pool, with_fault(fault), "id -un; exit 7")
     assert (answer.outcome.kind, answer.status, answer.stdout) == ("ok", 7, f"{USER}\n".encode())
 
 
@@ -110,7 +123,7 @@ def test_status_of_one_is_not_taken_for_sudo(pool: Fleet) -> None:
 
 @pytest.mark.parametrize("kind", ["pinned", "authority"])
 def test_changed_key_stops_a_host_before_it_knows_who_we_are(pool: Fleet, kind: str) -> None:
-    host = {"pinned": 11, "authority": 12}[kind]
+    host = {"pinned": PINNED, "authority": SIGNED}[kind]
     keys: HostKeys = pool.pinned if kind == "pinned" else pool.authority
     assert ask(pool, host, "true", keys).outcome.ok
     assert _ATTEMPT in pool.log(host)
@@ -124,18 +137,18 @@ def test_changed_key_stops_a_host_before_it_knows_who_we_are(pool: Fleet, kind: 
 def test_first_key_is_learnt_once_and_kept(pool: Fleet, tmp_path: Path) -> None:
     keys = FirstUse(tmp_path / "learnt" / "known_hosts")
     with Reach(pool.access(keys)) as reach:
-        futures = [reach.submit(pool.hosts[n], ["true"], seconds=_LONG) for n in (0, 10, 0, 13)]
+        futures = [reach.submit(pool.hosts[n], ["true"], seconds=_LONG) for n in (0, 2, 0, LEARNT)]
         assert [a.result().outcome.kind for a in futures] == ["ok"] * 4
     learnt = keys.path.read_text()
     pinned = pool.pinned.path.read_text().splitlines()
-    assert sorted(learnt.splitlines()) == [pinned[n].rsplit(" ", 1)[0] for n in (0, 10, 13)]
-    assert openssh(pool, 13, keys)
-    pool.change_key(13)
-    before = pool.log(13)
-    assert ask(pool, 13, "true", keys).outcome.kind == "host key"
-    assert _ATTEMPT not in pool.log(13).removeprefix(before)
+    assert sorted(learnt.splitlines()) == [pinned[n].rsplit(" ", 1)[0] for n in (0, 2, LEARNT)]
+    assert openssh(pool, LEARNT, keys)
+    pool.change_key(LEARNT)
+    before = pool.log(LEARNT)
+    assert ask(pool, LEARNT, "true", keys).outcome.kind == "host key"
+    assert _ATTEMPT not in pool.log(LEARNT).removeprefix(before)
     assert keys.path.read_text() == learnt
-    assert not openssh(pool, 13, keys)
+    assert not openssh(pool, LEARNT, keys)
 
 
 # A host's certificate as options of ssh-keygen, and whether it must be trusted. `NAME` is the host's, `OTHER` the
@@ -234,7 +247,7 @@ def test_of_much_output_a_mebibyte_is_kept_and_the_status_comes(pool: Fleet) -> 
 def test_kept_connection_serves_the_hosts_next_command(pool: Fleet) -> None:
     """It serves neither another host nor a different user; if it broke in the meantime, a new one is made."""
     logins = "Accepted publickey for"
-    before = [pool.log(n).count(logins) for n in (0, 10)]
+    before = [pool.log(n).count(logins) for n in (0, 2)]
 
     def as_whom(number: int, *, root: bool, keep: bool) -> str:
         answer = reach.submit(pool.hosts[number], ["id", "-un"], root=root, seconds=_LONG, keep=keep).result()
@@ -242,11 +255,11 @@ def test_kept_connection_serves_the_hosts_next_command(pool: Fleet) -> None:
 
     with Reach(pool.access(), at_once=1) as reach:
         assert [as_whom(0, root=True, keep=True) for _ in range(3)] == ["root"] * 3
-        assert as_whom(10, root=True, keep=True) == "root"  # there is no room for it
-        assert as_whom(10, root=True, keep=False) == "root"
+        assert as_whom(2, root=True, keep=True) == "root"  # there is no room for it
+        assert as_whom(2, root=True, keep=False) == "root"
         with reach.session(pool.hosts[0], root=True, seconds=_LONG) as session:
             assert session.run("id -un", _LONG, OUTPUT_LIMIT) == (0, b"root\n", b"")
-        assert [pool.log(n).count(logins) for n in (0, 10)] == [before[0] + 1, before[1] + 2]
+        assert [pool.log(n).count(logins) for n in (0, 2)] == [before[0] + 1, before[1] + 2]
         assert [as_whom(0, root=root, keep=True) for root in (True, False, False)] == ["root", USER, USER]
         assert pool.log(0).count(logins) == before[0] + 3
         connected = set(connections(pool, 0))

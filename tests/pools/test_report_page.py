@@ -19,7 +19,7 @@ from tests.support.pools.browser import Tab
 from tests.support.pools.simulated.report_runs import HOSTILE, deadline_run, hostile_run, large_run
 from tests.support.pools.simulated.rollouts import BAD_DAY, WIDE, make, simulate
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 CHROMIUM = browser.program()
 # `--install-deps test` installs one on Debian; Ubuntu's archive has none, and the page's text is tested without one.

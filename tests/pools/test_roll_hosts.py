@@ -20,28 +20,24 @@ from image_builder.node.net.kube import path_of_node
 from image_builder.pool.run.journal import journal_of, requests_of
 from image_builder.pool.scale_set.records import Accepted, Replacement, read_journal
 from tests.support.control_plane import workloads
-from tests.support.control_plane.gates import Cluster
+from tests.support.control_plane.gates import running
 from tests.support.control_plane.workloads import job
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import fleet
 from tests.support.pools.reimages import OLD_BUILD, RealWorld, rolling
 from tests.support.pools.rollouts import wait
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.nightly,
-    pytest.mark.hosts,
-]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.hosts]
 
 ROLLED, KILLED, ODD = ([f"host-{n}" for n in numbers] for numbers in (range(4), range(4, 7), range(7, 15)))
 
 
 @pytest.fixture(scope="module")
-def world(
-    cluster: Cluster, minimal: Workplace, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RealWorld]:
+def world(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealWorld]:
+    """Run a control plane in the hosts' network, from which the one of the test process can't be reached."""
     with (
         fleet(minimal, tmp_path_factory.mktemp("pool"), 15, signed=True) as pool,
+        running(controllers=True) as cluster,
         rolling(cluster, pool, minimal, [4, 3, 8], tmp_path_factory.mktemp("world")) as state,
     ):
         yield state

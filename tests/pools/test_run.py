@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from image_builder.pool.run.records import Intent, Record, Result
-from tests.support.images.builds import Workplace
-from tests.support.pools.fleet import CLASSES, Fault, Fleet, fleet
-from tests.support.pools.midst import Moment, cut, prepare, undo
+from image_builder.pool.run.records import Stopped
+from tests.pools.conftest import AGENTLESS, BROKEN, FAULTS, FILLED, SOUND, with_fault
+from tests.support.pools.fleet import CLASSES
 from tests.support.pools.rollouts import (
     FAILING,
     FULL,
     Rollout,
     command,
     configuration,
-    ended,
-    fill,
-    install,
     intents,
-    let_fail,
+    let_join,
     results,
     signature,
     wait,
@@ -31,23 +28,10 @@ from tests.support.pools.traces import here, wait_until_hosts_are_bare
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
-SOUND = 6
-# The faults of the hosts after the sound ones. The last ones have no agent, one that fails, and a full disk.
-FAULTS: list[Fault] = [fault for fault, kind in CLASSES.items() if kind != "ok"]
-AGENTLESS, BROKEN, FILLED = (SOUND + len(FAULTS) + n for n in range(3))
+# The sound hosts, those with faults, and one each without an agent, with one that fails, and with a full disk.
 COUNT = FILLED + 1
-
-
-@pytest.fixture(scope="module")
-def pool(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = tmp_path_factory.mktemp("fleet")
-    faults = {SOUND + n: fault for n, fault in enumerate(FAULTS)}
-    with fleet(minimal, folder, COUNT, faults=faults) as hosts:
-        sudo = (n for n, fault in faults.items() if fault.startswith("sudo"))
-        install(hosts, (*range(SOUND), BROKEN, FILLED, *sudo))
-        let_fail(hosts, BROKEN)
-        fill(hosts, FILLED)
-        yield hosts
+# As an image's unit does on first boot.
+JOIN = "node-agent join"
 
 
 def test_each_host_ends_in_exactly_one_class(rollout: Callable[..., Rollout]) -> None:
@@ -57,7 +41,7 @@ def test_each_host_ends_in_exactly_one_class(rollout: Callable[..., Rollout]) ->
     results = {name: result["outcome"] for name, result in report["results"].items()}
     signatures = {int(name.rpartition("-")[2]): signature(outcome) for name, outcome in results.items()}
     expected = dict.fromkeys(range(SOUND), "ok") | {5: "failed verify 1"}
-    expected |= {SOUND + n: CLASSES[fault] for n, fault in enumerate(FAULTS)}
+    expected |= {number: CLASSES[fault] for number, fault in FAULTS.items()}
     expected |= {AGENTLESS: "failed bootstrap 1", BROKEN: FAILING, FILLED: FULL}
     assert signatures == expected, results
     assert sum(report["counts"].values()) == COUNT
@@ -67,59 +51,27 @@ def test_each_host_ends_in_exactly_one_class(rollout: Callable[..., Rollout]) ->
     assert [p.name for p in (run.folder / "reports").iterdir()] == ["host-5"]
     assert "it is host-5" in (run.folder / "reports/host-5/verify.json").read_text()
     assert here(run.pool) == [] and run.left() == []
-    hanging = SOUND + FAULTS.index("sudo hangs")
+    hanging = with_fault("sudo hangs")
     wait(lambda: list(run.pool.processes()) == [hanging])
     run.pool.free_sudo(hanging)
     wait_until_hosts_are_bare(run.pool)
+    run.pool.hang_sudo(hanging, answers=False)
 
 
-def test_one_failure_too_many_stops_the_run_before_the_next_host(rollout: Callable[..., Rollout]) -> None:
-    """No host may fail, and one may be unavailable: hosts after the failed one are neither told nor probed."""
-    limits = {"max_unavailable": "1", "wave_budget": "0"}
-    run = rollout(0, 2, 4, BROKEN, policy=limits, sound=(0, 2, 4))
-    waves = [wave["slices"] for wave in json.loads(run.plan.read_text())["waves"]]
-    order = [int(name.rpartition("-")[2]) for ((name,),) in waves]  # each wave has one host
-    before, after = order[: order.index(BROKEN)], order[order.index(BROKEN) + 1 :]
-    assert before and after
-    joins = run.joins()
-    report = run.finish(status=1)  # from the tests' own driver (drive.py)
-    assert report["state"] == "stopped" and "its budget is 0" in report["reason"]
-    assert {n: times - joins[n] for n, times in run.joins().items()} == {
-        n: int(n not in after) for n in order
-    }
-    assert {n: signature(report["results"][f"host-{n}"]["outcome"]) for n in (*before, BROKEN)} == {
-        **dict.fromkeys(before, "ok"),
-        BROKEN: FAILING,
-    }
-    records = (record for record in run.records if isinstance(record, Intent | Result))
-    hosts = [host for r in records for host in (r.hosts if isinstance(r, Intent) else (r.host,))]
-    assert set(hosts) == {f"host-{n}" for n in (*before, BROKEN)}
-    # One after another: no other host's step comes between a host's first step and its last.
-    assert hosts == sorted(hosts, key=hosts.index)
-    assert run.left() == []
-
-
-@pytest.mark.nightly
-def test_killed_anywhere_nobody_joins_twice_and_nobody_is_lost(rollout: Callable[..., Rollout]) -> None:
-    """SIGKILL of the driver, at moments from the first probe to the last host: when resumed, it runs to the end."""
+def test_killed_while_hosts_join_nobody_joins_twice_and_nobody_is_lost(
+    rollout: Callable[..., Rollout],
+) -> None:
+    """SIGKILL of the driver with one host joined and others about to: when resumed, it runs to the end."""
     run = rollout(*range(SOUND), agent="seconds=2\n")
     (run.folder / "configs").mkdir()
     for host in run.pool.hosts[:SOUND]:
         (run.folder / f"configs/{host.name}.json").write_text(json.dumps(configuration(host.name)))
-    moments: list[Callable[[list[Record]], bool]] = [
-        lambda records: intents(records, "probe") >= 1,
-        lambda records: intents(records, "bootstrap") >= 1,
-        lambda _: any(run.joins().values()),
-        lambda records: results(records, "bootstrap") >= 2,
-    ]
-    for number, moment in enumerate(moments):
-        with run.start(is_resumed=number > 0) as child:
-            wait(lambda: child.poll() is not None or moment(run.records))  # noqa: B023  # not beyond this round
-            child.kill()
-            child.communicate()
-        # What it started is gone at once, before anything else checks. A directory may remain that no process had
-        # yet.
-        wait(lambda: not run.running())
+    with run.start() as child:
+        wait(lambda: child.poll() is not None or results(run.records, "bootstrap") >= 1)
+        child.kill()
+        child.communicate()
+    # What it started is gone at once, before anything else checks. A directory may remain that no process had yet.
+    wait(lambda: not run.running())
     report = run.finish(is_resumed=True)
     assert report["state"] == "finished"
     assert run.left() == []
@@ -136,58 +88,40 @@ def _is_verified(report: Mapping[str, Any], number: int) -> bool:
     return "verify" in report["results"][f"host-{number}"]["seconds"]
 
 
-@pytest.mark.nightly
-def test_what_breaks_in_the_middle_of_a_task_is_one_hosts_business(rollout: Callable[..., Rollout]) -> None:
-    """A host cut off at one of three moments is checked, not told again; a host whose sudo hangs is never told."""
-    others = (0, 4)
-    moments: dict[int, Moment] = {1: "verified", 2: "joining", 3: "told", 5: "sudo"}
-    # Patience for longer than the others take.
-    deadlines = {"probe": 15, "bootstrap": 60, "verify": 300}
-    policy = {"waves": ["100%"], "verify": "100%", "retries": 7, "deadlines": deadlines}
-    run = rollout(*others, *moments, policy=policy)
-    prepare(run.pool, moments)
-    try:
-        with run.start() as child:
-            wait(lambda: child.poll() is not None or bool(run.joins((4,))[4]))
-            assert {line.partition(" ")[0] for line in here(run.pool)} == {"process", "socket", "connection"}
-            cut(run, moments, child)
-            ends = {0: "verify", 4: "verify", 2: "bootstrap", 3: "bootstrap"}
-            wait(lambda: all(ended(run.records, n, step) for n, step in ends.items()))
-            assert not any(ended(run.records, n, "verify") for n in (1, 2, 3))
-            for number in (1, 2, 3):
-                run.pool.mend(number)
-            out, err = child.communicate(timeout=300)
-        assert child.returncode == 0, err
-        assert here(run.pool) == [] and run.left() == []
-    finally:
-        undo(run.pool, moments)
-    signatures = {n: signature(r["outcome"]) for n, r in json.loads(out)["results"].items()}
-    assert signatures == {f"host-{n}": "sudo" if n == 5 else "ok" for n in range(SOUND)}
-    tries = {
-        n: [r.step for r in run.records if isinstance(r, Result) and r.host == f"host-{n}"]
-        for n in range(SOUND)
-    }
-    assert all(tries[n] == ["probe", "bootstrap", "verify"] for n in (*others, 1))
-    assert tries[5] == ["probe", "bootstrap"]
-    for number in (2, 3):
-        lost = ended(run.records, number, "bootstrap")
-        assert [(r.outcome.kind, r.joined) for r in lost] == [("dropped", "unknown")]
-    # What waited for sudo has been answered by now, and didn't continue.
-    wait_until_hosts_are_bare(run.pool)
-    assert run.joins() == {n: int(n != 5) for n in range(SOUND)}
-
-
 def test_abort_lets_what_is_in_work_end_and_nothing_begins(rollout: Callable[..., Rollout]) -> None:
-    run = rollout(0, 1, agent="seconds=8\n")
-    with run.start() as child:
+    run = rollout(0, 1, agent="seconds=infinity\n")
+    with run.start() as child, ThreadPoolExecutor(1) as threads:
         wait(lambda: child.poll() is not None or any(run.joins().values()))
-        done = command("abort", run.plan, "--json")
-        child.communicate(timeout=120)
+        aborted = threads.submit(command, "abort", run.plan, "--json")
+        wait(lambda: child.poll() is not None or any(isinstance(r, Stopped) for r in run.records))
+        (joining,) = (number for number, times in run.joins().items() if times)
+        let_join(run.pool, joining)
+        done = aborted.result()
+        child.communicate(timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (
-        report["state"] == "stopped" and report["counts"]["ok"] == 1 and report["counts"]["not started"] == 1
-    )
+    assert report["state"] == "stopped"
+    assert (report["counts"]["ok"], report["counts"]["not started"]) == (1, 1)
     assert sum(run.joins().values()) == 1
     again = command("abort", run.plan)
     assert again.returncode == 2 and "no process drives this run now" in again.stderr
+
+
+def test_where_the_image_does_it_all_nobody_is_told(rollout: Callable[..., Rollout]) -> None:
+    """A host that joined on its own is up, one still joining is waited for, one that does neither has failed."""
+    deadlines = {"probe": 30, "bootstrap": 15, "verify": 120}
+    policy = {"mode": "verify", "waves": ["100%"], "verify": "100%", "deadlines": deadlines}
+    run = rollout(0, 1, 2, policy=policy, agent="seconds=infinity\n")
+    run.pool.run(0, "sh", "-ec", f"mkdir /run/node; echo seconds=0 >/etc/stand-in; {JOIN}")
+    run.pool.run(1, "sh", "-ec", f"mkdir /run/node; setsid {JOIN} >/dev/null 2>&1 &")
+    with run.start() as child:
+        wait(lambda: child.poll() is not None or results(run.records, "probe") > 0)
+        let_join(run.pool, 1)
+        out, err = child.communicate(timeout=600)
+    assert child.returncode == 0, err
+    report = json.loads(out)
+    signatures = {name: signature(result["outcome"]) for name, result in report["results"].items()}
+    assert signatures == {"host-0": "ok", "host-1": "ok", "host-2": "failed bootstrap 5"}, report["results"]
+    assert intents(run.records, "bootstrap") == 0
+    assert run.joins() == {0: 1, 1: 1, 2: 0}
+    assert run.left() == []

@@ -20,7 +20,7 @@ from tests.support.arm.model import SUBSCRIPTION
 from tests.support.arm.roller import PATIENCE
 from tests.support.arm.serving import Served, found_by, served
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from image_builder.machine.ssh import SshAddress
 from image_builder.pool.reach.reach import Reach
 from image_builder.pool.steps.suite import serve
 from image_builder.settings import SUITE
-from tests.support.images.builds import Workplace
-from tests.support.pools.fleet import USER, Fleet, fleet
+from tests.support.pools.fleet import USER, Fleet
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
@@ -31,26 +30,20 @@ def targets() -> Iterator[ModuleType]:
         yield importlib.import_module("targets")
 
 
-@pytest.fixture(scope="module")
-def machine(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet(minimal, tmp_path_factory.mktemp("machine"), 1) as hosts:
-        yield hosts
-
-
 @pytest.fixture
-def ssh(machine: Fleet, targets: ModuleType, tmp_path: Path) -> BaseBackend:
+def ssh(pool: Fleet, targets: ModuleType, tmp_path: Path) -> BaseBackend:
     """Open the suite's own connection."""
-    host = machine.hosts[0]
+    host = pool.hosts[0]
     known_hosts = tmp_path / "known_hosts"
-    known_hosts.write_text(f"{host.address} {(machine.folder / 'host-0.pub').read_text()}")
-    url = SshAddress(USER, host.address, host.port, machine.key, known_hosts).url
+    known_hosts.write_text(f"{host.address} {(pool.folder / 'host-0.pub').read_text()}")
+    url = SshAddress(USER, host.address, host.port, pool.key, known_hosts).url
     return targets.open_target(targets.parse_target(url)).backend
 
 
 @pytest.fixture
-def relayed(machine: Fleet, targets: ModuleType) -> Iterator[BaseBackend]:
+def relayed(pool: Fleet, targets: ModuleType) -> Iterator[BaseBackend]:
     """Relay a pool's connection, which the driver holds."""
-    with Reach(machine.access()) as reach, reach.session(machine.hosts[0], root=True, seconds=300) as session:
+    with Reach(pool.access()) as reach, reach.session(pool.hosts[0], root=True, seconds=300) as session:
         ours, theirs = socket.socketpair()
         with Connection(ours.detach()) as requests, ThreadPoolExecutor(1) as threads:
             served = threads.submit(serve, requests, session)

@@ -18,7 +18,7 @@ from tests.support.arm.import_host import Fault, ImportHost, Page, import_host
 from tests.support.arm.pages import Store
 from tests.support.arm.place import MIB, write_disk
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 SIZE, DATA = 64 * MIB, 12 * MIB
 

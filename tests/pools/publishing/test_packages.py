@@ -22,7 +22,7 @@ from tests.support.arm.place import Place, write_build, write_inventory
 from tests.support.arm.publisher import Publisher
 from tests.support.debian_mirror import Repository, serve
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 def test_packages_that_have_newer_versions_make_a_machine_old(azure: Place, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.support.arm.place import TRUSTED, Place, write_build
 from tests.support.arm.publisher import Publisher
 from tests.support.pools.simulated.rollouts import Faults, make, simulate
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 @pytest.mark.parametrize("security_type", ["Standard", TRUSTED], indirect=True)

@@ -20,7 +20,7 @@ from tests.support.arm.place import SETTINGS, Place
 from tests.support.arm.publisher import Publisher
 from tests.support.images.builds import REPO, Workplace
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.nightly]
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 IMAGE = "minimal"
 

@@ -21,7 +21,7 @@ from image_builder.gallery.artefact import Artefact
 from image_builder.gallery.statement import sign, statement
 from tests.support.arm.place import MIB, write_build
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 KEYS: dict[str, Callable[[], ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey]] = {
     "ed25519": ed25519.Ed25519PrivateKey.generate,

@@ -14,7 +14,7 @@ from image_builder.errors import PublishError
 from image_builder.gallery.statement import verified
 from tests.support.images.builds import REPO
 
-pytestmark = [pytest.mark.root, pytest.mark.process, pytest.mark.nightly]
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 PIN = "canary-7315"
 # The test's own process mustn't import either: the library's path must be in the environment at process start.

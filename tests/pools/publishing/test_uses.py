@@ -16,7 +16,7 @@ from tests.support.arm.model import Request, error
 from tests.support.arm.place import TRUSTED, Place
 from tests.support.arm.publisher import Publisher
 
-pytestmark = [pytest.mark.root, pytest.mark.process]
+pytestmark = pytest.mark.root
 
 
 def _image(**reference: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from urllib.parse import quote
 
 from tests.support.arm.limits import Limits
 from tests.support.arm.model import (
@@ -191,7 +192,8 @@ class Arm:
 
     def _paged(self, request: Request, items: list[Json]) -> Answer:
         start = int(request.query.get("$skiptoken", 0))
-        end, query = start + self.page, f"api-version={request.query.get('api-version')}"
+        end, kept = start + self.page, request.query.items()
+        query = "&".join(f"{name}={quote(value)}" for name, value in kept if name != "$skiptoken")
         following = {"nextLink": f"{self.url}{request.path}?{query}&$skiptoken={end}"}
         return Answer(200, {"value": items[start:end], **(following if end < len(items) else {})})
 

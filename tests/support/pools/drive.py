@@ -45,11 +45,12 @@ def drive(request: Request) -> int:
         Pinned(Path(request.known_hosts)),
         request.user,
         Path(request.key) if request.key else None,
-        connect_seconds=3.0,
-        banner_seconds=3.0,
-        auth_seconds=5.0,
+        # Only hosts whose fault it is take as long, however busy the machine is.
+        connect_seconds=6.0,
+        banner_seconds=6.0,
+        auth_seconds=30.0,
         keepalive_seconds=1.0,
-        sudo_seconds=4.0,
+        sudo_seconds=8.0,
     )
     options = Options(
         plan=Path(request.plan),

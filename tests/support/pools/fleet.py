@@ -3,8 +3,8 @@
     with fleet(place, folder, 12, faults={3: "dead"}) as pool:
         pool.hosts
 
-They run under a separate process (hosts.py), and end with it, however that happens.
-Meanwhile the calling thread, and whatever it starts, is in the hosts' network.
+They run under a separate process (hosts.py), and end with it, however that happens. Only who is in their network
+(``Fleet.entered``) reaches them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from image_builder.machine.vm import write_key
 from image_builder.pool.plan.model import Host
@@ -75,7 +75,7 @@ ACCOUNT_RULE = f"account required pam_exec.so {DIRECTORY}"
 # A neighbor that is known and never answers.
 NOBODY = "lladdr 02:00:00:00:00:01 nud permanent"
 _CLONE_NEWNET = 0x40000000
-READY_SECONDS = 120
+READY_SECONDS = 300
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -104,8 +104,8 @@ class Fleet:
         self.hosts = hosts
         self._process = process
         self._lock = threading.Lock()
-        # The processes in their network from the beginning: that of the hosts, and the calling one.
-        self.bystanders = self.around()
+        # The processes that were in their network when the caller entered it: that of the hosts, and the calling one.
+        self.bystanders: set[int] = set()
 
     @property
     def key(self) -> Path:
@@ -135,6 +135,13 @@ class Fleet:
                 ["-o", "IdentitiesOnly=yes", *arguments(openssh_options(self.pinned, host))]
             ),
         }
+
+    @contextmanager
+    def entered(self) -> Iterator[Self]:
+        """Put this thread, and whatever it starts, into the hosts' network until the block ends."""
+        with _network_of(self._process.pid):
+            self.bystanders = self.around()
+            yield self
 
     def run(self, host: int, *argv: str, input: str = "", ok: bool = True) -> str:
         """Run a command on a host as root, bypassing SSH; return its output."""
@@ -208,8 +215,11 @@ class Fleet:
             host, 'rm -f "$0"; ssh-keygen -q -t ed25519 -N "" -f "$0"', "/etc/ssh/ssh_host_ed25519_key"
         )
 
-    def restore_key(self, host: int, key: str) -> None:
-        """Give a host this key, such as the one that it had before ``change_key``."""
+    def restore_key(self, host: int, key: str = "") -> None:
+        """Give a host this key; by default the one that it had first, with its certificate."""
+        if not key:
+            key = (self.folder / f"host-{host}").read_text()
+            self.show(host, (self.folder / f"host-{host}-cert.pub").read_text())
         self._restart(host, 'cat > "$0"', "/etc/ssh/ssh_host_ed25519_key", key)
 
     def configure(self, host: int, line: str = "") -> None:
@@ -239,7 +249,14 @@ class Fleet:
 
 
 @contextmanager
-def fleet(
+def fleet(place: Workplace, folder: Path, count: int, **more: Any) -> Iterator[Fleet]:
+    """Start hosts, as ``started`` does, and enter their network. Call it from the main thread."""
+    with started(place, folder, count, **more) as hosts, hosts.entered():
+        yield hosts
+
+
+@contextmanager
+def started(
     place: Workplace,
     folder: Path,
     count: int,
@@ -256,7 +273,7 @@ def fleet(
     most ``disk`` for each.
 
     ``place`` holds an image with sshd, sudo, ip and Python: the small one, whose disk they use unless there are
-    ``trees``, topmost first. Call it from the main thread.
+    ``trees``, topmost first.
     """
     hosts = tuple(host_of(n) for n in range(count))
     wrong = [(faults or {}).get(n, "") for n in range(count)]
@@ -286,8 +303,7 @@ def fleet(
         stack.callback(process.wait)
         stack.enter_context(process.stdin)  # end of file ends the process, and all hosts with it
         assert process.stdout.readline() == "ready\n", "the hosts didn't start"
-        with _network_of(process.pid):
-            yield Fleet(folder, hosts, process)
+        yield Fleet(folder, hosts, process)
     assert process.returncode == 0
 
 

@@ -6,10 +6,9 @@ are recorded while it does; nodes and pods are watched as any controller does.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -151,7 +150,7 @@ class Log:
     """Everything known about one roll. ``audit`` has the driver's requests, from the API server's own log.
 
     ``machines`` are the instances and ``services`` those of the scale sets as they are now, ``files`` those that the
-    driver has written, ``boots`` the versions that come up as another build.
+    driver has written.
     """
 
     plan: Plan
@@ -167,7 +166,6 @@ class Log:
     services: Mapping[str, Mapping[str, str]]
     versions: Mapping[str, Json]
     files: Sequence[Path]
-    boots: Mapping[str, str]
 
     @cached_property
     def _hosts(self) -> dict[tuple[str, str], Host]:
@@ -365,17 +363,11 @@ class Recorder:
         self.pods.append(PodState(time.time(), is_gone, item))
 
 
-def audited(path: Path, agent: str, since: float) -> Iterator[Mapping[str, Any]]:
+def audited(events: Iterable[Mapping[str, Any]], agent: str, since: float) -> Iterator[Mapping[str, Any]]:
     """Yield the requests that clients with this user agent sent to the API server since a moment."""
-    for line in path.read_text().splitlines():
-        if agent not in line:
-            continue
-        event = json.loads(line)
-        if (
-            event.get("userAgent") == agent
-            and event["stage"] == "ResponseComplete"
-            and moment(event) >= since
-        ):
+    for event in events:
+        is_its = event.get("userAgent") == agent and event["stage"] == "ResponseComplete"
+        if is_its and moment(event) >= since:
             yield event
 
 

@@ -54,13 +54,12 @@ def actions() -> list[str]:
 
 @dataclass
 class Clinic:
-    """A cluster and Azure. ``silent`` are nodes that don't boot after a request."""
+    """A cluster and Azure."""
 
     plane: Ward
     served: Served
     scale_sets: ScaleSets
     folder: Path
-    silent: set[str] = field(default_factory=set)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -70,8 +69,7 @@ class Clinic:
 
     def _boot(self, _: SetState, machine: Machine) -> None:
         name = next(name for name, each in self.machines.items() if each is machine)
-        if name not in self.silent:
-            threading.Timer(0.3, self.plane.kubelets.boot, (name,)).start()
+        threading.Timer(0.3, self.plane.kubelets.boot, (name,)).start()
 
     def pool(self, count: int) -> Pool:
         """Return a new scale set with ``count`` nodes."""
@@ -144,7 +142,7 @@ class Pool:
 
     def ended(self, process: subprocess.Popen[str], status: int) -> dict[str, dict[str, Any]]:
         """Wait until a command exits with ``status``; return what it reports of each node."""
-        out, err = process.communicate(timeout=180)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == status, (process.returncode, out, err)
         return {node["node"]: node for node in json.loads(out)["nodes"]}
 
@@ -177,7 +175,7 @@ class Pool:
             return effect
 
         with self.faulty(fault):
-            process.communicate(timeout=180)
+            process.communicate(timeout=600)
         assert process.returncode < 0
 
 

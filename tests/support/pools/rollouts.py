@@ -71,7 +71,7 @@ POLICY = {
     "retries": 1,
     "retry_seconds": 0.2,
     "verify": "0%",
-    "deadlines": {"probe": 15, "bootstrap": 60, "verify": 60},
+    "deadlines": {"probe": 30, "bootstrap": 60, "verify": 120},
 }
 # How hosts end after ``let_fail`` and ``fill``.
 FAILING, FULL = "failed disk 31", "failed disk 32"
@@ -100,6 +100,17 @@ def fill(pool: Fleet, number: int) -> None:
     # As on a booted machine, /run isn't on the disk.
     pool.run(number, "sh", "-ec", "mount -t tmpfs tmpfs /run; mkdir /run/sshd")
     pool.run(number, "sh", "-c", "cat /dev/zero >/var/fill", ok=False)
+
+
+def let_join(pool: Fleet, number: int) -> None:
+    """End the join of a host whose stand-in takes for ever (``seconds=infinity``); it must be joining."""
+    assert pool.run(number, "sh", "-c", _LET_JOIN).splitlines() == ["joining"]
+
+
+_LET_JOIN = (
+    "for p in /proc/[0-9]*; do [ $p/ns/net -ef /proc/self/ns/net ]"
+    " && [ \"$(tr '\\0' ' ' <$p/cmdline)\" = 'sleep infinity ' ] && kill ${p#/proc/} && echo joining; done; true"
+)
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,7 @@ class Rollout:
     def finish(self, status: int = 0, **more: Any) -> dict[str, Any]:
         """Drive to the end; return the report. The driver must exit with ``status``."""
         with self.start(**more) as child:
-            out, err = child.communicate(timeout=300)
+            out, err = child.communicate(timeout=600)
         assert child.returncode == status, err
         report: dict[str, Any] = json.loads(out)
         return report
@@ -287,7 +298,7 @@ def ended(records: Iterable[Record], number: int, step: str) -> list[Result]:
     return [r for r in results if (r.host, r.step) == (f"host-{number}", step)]
 
 
-def wait(until: Callable[[], bool], seconds: float = 120) -> None:
+def wait(until: Callable[[], bool], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < deadline, "it came to a halt"

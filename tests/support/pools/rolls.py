@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from image_builder.drain import fence, taint
 from image_builder.node.net.kube import Client as Kube
-from image_builder.node.net.kube import path_of_node
+from image_builder.node.net.kube import KubeError, path_of_node
 from image_builder.node.net.kubeconfig import load
 from image_builder.pool.plan.model import OK, Host, Outcome, Pool, ScaleSet, ended, failed
 from image_builder.pool.plan.plan import Plan, PlannedFrom, make_plan
@@ -38,7 +38,6 @@ from image_builder.pool.run import driver
 from image_builder.pool.run.driver import Work
 from image_builder.pool.run.journal import open_journal
 from image_builder.pool.run.journal import read_journal as read_run
-from image_builder.pool.run.records import Stopped
 from image_builder.pool.run.resume import take_up
 from image_builder.pool.run.state import Progress
 from image_builder.pool.scale_set.client import HOLD_TAG, Client
@@ -54,7 +53,7 @@ from image_builder.system.journal import Journal
 from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, actions, add_version
 from tests.support.arm.limits import Limits
-from tests.support.arm.model import SUBSCRIPTION, Answer, Request
+from tests.support.arm.model import SUBSCRIPTION, Answer, Logged, Request
 from tests.support.arm.scale_sets import SERVICES, Machine, ScaleSets, SetState
 from tests.support.arm.service import Arm
 from tests.support.arm.serving import TOKEN, Served
@@ -79,10 +78,8 @@ GENEROUS: dict[str, Any] = {"wave_budget": "50%", "budget": "50%", "same_least":
 class World:
     """The cluster, Azure, and the answers for the nodes.
 
-    ``broken`` are hosts whose checks fail with the new image, ``silent`` hosts that don't come back with it,
-    ``boots_never`` hosts that don't come back with any new disk. ``boots`` is the build that a version runs instead of
-    its own, ``works`` what nodes themselves say they are working on. ``up_at`` is when the last boot of each ends,
-    ``began`` when the log begins.
+    ``broken`` are hosts whose checks fail with the new image. ``up_at`` is when the last boot of each ends, ``began``
+    when the log begins.
     """
 
     cluster: Cluster
@@ -93,12 +90,52 @@ class World:
     folder: Path
     hosts: tuple[Host, ...] = ()
     broken: set[str] = field(default_factory=set)
-    silent: set[str] = field(default_factory=set)
-    boots: dict[str, str] = field(default_factory=dict)
-    boots_never: set[str] = field(default_factory=set)
-    works: dict[str, str] = field(default_factory=dict)
     up_at: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
+
+    def add(self, sets: int, each: int) -> tuple[Host, ...]:
+        """Add scale sets of ``each`` nodes that run the old image; return their hosts."""
+        first, hosts = len(self.scale_sets.sets), list[Host]()
+        self.kubelets.register(f"gpu-{first + s}-{n}" for s in range(sets) for n in range(each))
+        for number in range(first, first + sets):
+            path = self.scale_sets.add(f"gpu-{number}", OLD, each)
+            hosts += [
+                Host(
+                    name=f"gpu-{number}-{machine.id}",
+                    address="192.0.2.1",
+                    pool="gpu",
+                    scale_set=f"gpu-{number}",
+                    vm_size="Standard_ND96isr_H100_v5",
+                    zone=str(1 + number % 2),
+                    image="worker",
+                    vm_id=machine.vm_id,
+                    scale_set_id=path,
+                    instance=machine.id,
+                )
+                for machine in self.scale_sets.sets[path.lower()].machines.values()
+            ]
+        return tuple(hosts)
+
+    @contextmanager
+    def part(self, sets: int, each: int, folder: Path) -> Iterator[World]:
+        """Yield new scale sets as a world of their own, whose nodes are gone afterwards."""
+        part = replace(self, hosts=self.add(sets, each), folder=folder, began=time.time())
+        faults = self.served.arm.faults
+        before = list(faults)
+        faults.append(part.answer)
+        try:
+            yield part
+        finally:
+            faults[:] = before
+            for host in part.hosts:
+                self.kubelets.nodes.pop(host.name, None)
+                with suppress(KubeError):
+                    self.admin.request("DELETE", path_of_node(host.name))
+
+    @property
+    def groups(self) -> list[SetState]:
+        """The scale sets of its hosts."""
+        return [self.scale_sets.sets[path.lower()] for path in {host.scale_set_id for host in self.hosts}]
 
     def account(self) -> Path:
         return self.cluster.kubeconfig(ACCOUNT, "system:serviceaccounts")
@@ -117,7 +154,7 @@ class World:
             disks=[each for each in recorder.disks if each.scale_set in sets and each.at >= since],
             nodes=[state for state in recorder.nodes if state.name in names],
             pods=list(recorder.pods),
-            audit=list(audited(self.cluster.work / "audit.log", RUN_AGENT, since)),
+            audit=list(audited(self.cluster.audit(), RUN_AGENT, since)),
             run=read_run(journal) if journal.exists() else [],
             requests=read_requests(sent) if sent.exists() else [],
             machines={
@@ -128,7 +165,6 @@ class World:
             services={path: self.scale_sets.sets[path].services for path in sets},
             versions={path: resource.content for path, resource in self.served.arm.resources.items()},
             files=[path for path in self.folder.glob("*") if path.suffix in (".json", ".jsonl", ".log")],
-            boots=self.boots,
         )
 
     def require_invariants(self, rolled: Plan) -> None:
@@ -163,27 +199,14 @@ class World:
         )
         if machine is None:
             return Answer(404, {})
-        is_new = machine.disk == NEW
-        is_down = machine.state == "Updating" or time.time() < self.up_at.get(name, 0.0)
-        if is_down or (is_new and name in self.silent) or (machine.reimages and name in self.boots_never):
+        if machine.state == "Updating" or time.time() < self.up_at.get(name, 0.0):
             return Answer(404, {})
-        build = self.boots.get(machine.disk, BUILDS[machine.disk])
+        build = BUILDS[machine.disk]
         is_broken = name in self.broken and build == BUILDS[NEW]
-        works = self.works.get(name, "")
-        return Answer(
-            200, {"boot_id": machine.boot_id, "build": build, "is_broken": is_broken, "works": works}
-        )
+        return Answer(200, {"boot_id": machine.boot_id, "build": build, "is_broken": is_broken})
 
     def models(self) -> set[str]:
-        return {group.image for group in self.scale_sets.sets.values()}
-
-    def stopped(self) -> bool:
-        """Return whether the roll has stopped by itself."""
-        return any(isinstance(record, Stopped) for record in read_run(self.folder / "run.jsonl"))
-
-    def models_of(self, rolled: Plan) -> set[str]:
-        """Return the versions that the scale sets of a plan name."""
-        return {self.scale_sets.sets[host.scale_set_id.lower()].image for host in rolled.hosts}
+        return {group.image for group in self.groups}
 
     def reimages_of(self, rolled: Plan) -> int:
         """Return how many disks of a plan's hosts were replaced."""
@@ -200,25 +223,24 @@ class World:
 
     def require_clean_sets(self) -> None:
         """Require what must hold after every ending: services are running, and no run holds a set."""
-        for group in self.scale_sets.sets.values():
+        for group in self.groups:
             assert group.services == dict.fromkeys(SERVICES, "Running")
             assert HOLD_TAG not in (group.content.get("tags") or {})
 
     def changes(self) -> list[Mapping[str, Any]]:
         """Return the roll's requests that changed something in the cluster, from the API server's log."""
-        return [
-            e
-            for e in self.cluster.audit()
-            if e["userAgent"] == RUN_AGENT and e["verb"] not in ("get", "list", "watch")
-        ]
+        events = audited(self.cluster.audit(), RUN_AGENT, self.began)
+        return [event for event in events if event["verb"] not in ("get", "list", "watch")]
+
+    def requests(self) -> list[Logged]:
+        """Return the requests that changed its scale sets, or tried to, in the order of arrival."""
+        paths = tuple(f"{group.content['id'].lower()}/" for group in self.groups)
+        return [entry for entry in self.served.arm.log if f"{entry.path.lower()}/".startswith(paths)]
 
     def reimages(self) -> list[str]:
-        """Return the paths of requests that replace disks, in the order of arrival."""
-        return [
-            entry.path
-            for entry in self.served.arm.log
-            if entry.method == "POST" and entry.path.endswith(("/manualupgrade", "/reimage"))
-        ]
+        """Return the paths of requests that replace disks."""
+        ends = ("/manualupgrade", "/reimage")
+        return [e.path for e in self.requests() if e.method == "POST" and e.path.endswith(ends)]
 
 
 class SimulatedFleet(RollFleet):
@@ -252,8 +274,8 @@ class SimulatedFleet(RollFleet):
         answer = self._ask_simulator(host)
         return Node(answer["boot_id"], answer["build"]) if answer else ended("timeout")
 
-    def works(self, host: Host) -> str:
-        return str(self._ask_simulator(host).get("works", ""))
+    def works(self, _host: Host) -> str:
+        return ""
 
     def verify(self, work: Sequence[Work]) -> None:
         for w in work:
@@ -299,8 +321,7 @@ def world(
     arm = Arm(NoDisks(), url="https://arm", limits=Limits.boundless(), actions=actions())
     for path in (OLD, NEW):
         add_version(arm, path)
-    names = [f"gpu-{s}-{n}" for s in range(sets) for n in range(each)]
-    with surroundings(cluster, arm, names, folder, seconds) as place:
+    with surroundings(cluster, arm, (), folder, seconds) as place:
         _, kubelets, _, scale_sets, recorder = place
         state = World(*place, folder)
 
@@ -309,29 +330,11 @@ def world(
             name = f"{group.content['name']}-{machine.id}"
             boot = seconds.get("boot", 0.0)
             state.up_at[name] = time.time() + boot
-            if name not in state.silent or machine.disk != NEW:
-                threading.Timer(boot, kubelets.boot, (name,)).start()
+            threading.Timer(boot, kubelets.boot, (name,)).start()
 
         scale_sets.reimaged = reimaged
         arm.faults.append(state.answer)
-        for number in range(sets):
-            path = scale_sets.add(f"gpu-{number}", OLD, each)
-            group = scale_sets.sets[path.lower()]
-            state.hosts += tuple(
-                Host(
-                    name=f"gpu-{number}-{machine.id}",
-                    address="192.0.2.1",
-                    pool="gpu",
-                    scale_set=f"gpu-{number}",
-                    vm_size="Standard_ND96isr_H100_v5",
-                    zone=str(1 + number % 2),
-                    image="worker",
-                    vm_id=machine.vm_id,
-                    scale_set_id=path,
-                    instance=machine.id,
-                )
-                for machine in group.machines.values()
-            )
+        state.hosts = state.add(sets, each)
         with recorder:
             yield state
 

@@ -13,6 +13,7 @@ from image_builder.drain.fence import (
     cordon,
     free,
     is_denied,
+    pointer,
     record_of,
     recordon,
     uncordon,
@@ -79,6 +80,12 @@ def test_a_cordon_from_before_stays() -> None:
     patch = uncordon(node_object({CORDON: record.text(), SCALE_DOWN: "true"}, cordoned=True))
     assert [step["op"] for step in patch] == ["test", "remove", "add"]
     assert not any(step["path"] == "/spec/unschedulable" for step in patch)
+
+
+def test_the_autoscalers_mark_from_before_is_put_back() -> None:
+    record = Record("roll-7", 1000.0, scale_down="false")
+    patch = uncordon(node_object({CORDON: record.text(), SCALE_DOWN: "true"}, cordoned=True))
+    assert {"op": "add", "path": pointer(SCALE_DOWN), "value": "false"} in patch
 
 
 def test_nothing_of_others_is_touched() -> None:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import pytest
 
 _HOSTS = "tests/pools/test_roll_hosts.py"
-_LIVE = "tests/pools/test_roll_failures.py"
+_STEPS = "tests/unit/pool/test_roll_steps.py"
 _ROLL = "tests/pools/test_roll.py"
-_DEADLINE = "tests/pools/test_roll_deadlines.py::test_after_the_deadline_owners_are_overruled_and_nobody_else"
+_DEADLINE = "tests/unit/pool/test_roll_deadlines.py"
 _DRAIN = "tests/pools/test_drain.py"
 _INSTANCE = "tests/unit/pool/test_scale_set_roll.py"
 _SET = "tests/unit/pool/test_scale_set.py"
@@ -65,25 +65,22 @@ MATRIX = (
         4,
         "429 to reimages",
         "hosts wait, empty and cordoned",
-        (f"{_LIVE}::test_azure_is_throttled_and_away",),
+        (f"{_INSTANCE}::test_a_refusal_that_passes_is_waited_for",),
     ),
     Row(
         5,
         "the answer to a POST is lost, which was accepted",
         "found out by reading; one reimage",
         (
-            f"{_LIVE}::test_lost_requests",
             f"{_INSTANCE}::test_a_lost_answer_is_never_answered_by_sending_again",
+            f"{_INSTANCE}::test_killed_at_any_request_another_driver_goes_on",
         ),
     ),
     Row(
         6,
         "a POST is lost, and never arrived",
         "sent again after two looks at an untouched instance",
-        (
-            f"{_LIVE}::test_lost_requests",
-            f"{_INSTANCE}::test_a_request_that_never_arrived_is_sent_again_after_two_looks_a_minute_apart",
-        ),
+        (f"{_INSTANCE}::test_a_request_that_never_arrived_is_sent_again_after_two_looks_a_minute_apart",),
     ),
     Row(
         7,
@@ -107,7 +104,10 @@ MATRIX = (
         9,
         "a node never comes back",
         "broken, cordoned, in the budget",
-        (f"{_LIVE}::test_a_node_that_never_comes_back_is_quarantined",),
+        (
+            f"{_INSTANCE}::test_a_node_that_never_comes_back_ends",
+            f"{_WAVES}::test_one_host_of_a_large_wave_has_a_fate",
+        ),
     ),
     Row(
         10,
@@ -132,7 +132,10 @@ MATRIX = (
         12,
         "a budget never allows an eviction",
         "skipped at the timeout, the budget named",
-        (f"{_DRAIN}::test_a_budget_that_never_allows_it", _DEADLINE),
+        (
+            f"{_DRAIN}::test_a_budget_that_never_allows_it",
+            f"{_DEADLINE}::test_a_disruption_budget_holds_after_the_deadline",
+        ),
     ),
     Row(
         13,
@@ -149,8 +152,8 @@ MATRIX = (
         "all or none",
         (
             f"{_DRAIN}::test_a_gang_is_fenced_whole_or_not_at_all",
-            f"{_DRAIN}::test_a_gang_is_evicted_whole_or_not_at_all",
-            _DEADLINE,
+            "tests/unit/drain/test_drain_ladder.py::test_of_a_gang_all_are_evicted_or_none",
+            f"{_DEADLINE}::test_gangs_are_evicted_whole_or_not_at_all",
         ),
     ),
     Row(
@@ -158,8 +161,9 @@ MATRIX = (
         "a pod is bound after the cordon, or after the last look",
         "waited for, or never started",
         (
-            f"{_DRAIN}::test_a_pod_that_is_bound_after_the_cordon_is_waited_for",
-            f"{_LIVE}::test_a_pod_that_is_bound_after_the_last_look_never_starts",
+            "tests/unit/drain/test_drain_ladder.py"
+            "::test_a_host_is_empty_after_its_cordon_and_its_pods_have_settled",
+            f"{_STEPS}::test_no_pod_can_start_between_the_last_look_and_the_request",
         ),
     ),
     Row(
@@ -167,7 +171,8 @@ MATRIX = (
         "a human uncordons a host in work",
         "skipped; not cordoned again",
         (
-            f"{_LIVE}::test_a_human_uncordons_a_host_that_is_drained",
+            "tests/unit/pool/test_pool_drains.py"
+            "::test_a_busy_host_that_a_person_uncordoned_is_skipped_even_if_our_mark_stays_on_it",
             f"{_DRAIN}::test_a_host_that_a_human_uncordons",
         ),
     ),
@@ -182,7 +187,7 @@ MATRIX = (
         "the API server is away for a while",
         "what runs is waited for; goes on",
         (
-            f"{_LIVE}::test_the_api_server_is_away_while_hosts_are_reimaged",
+            f"{_STEPS}::test_an_api_server_that_is_away_is_waited_for",
             "tests/unit/pool/test_pool_drains.py::test_an_api_server_that_knows_no_rights_yet_is_asked_again",
         ),
     ),
@@ -193,21 +198,27 @@ MATRIX = (
         ("tests/unit/pool/test_simulation.py::test_a_control_plane_that_stays_red_stops_the_run",),
         "that the hosts which are left cordoned then are freed by `resume`, on a real control plane",
     ),
-    Row(20, "Azure is away", "waited for; goes on", (f"{_LIVE}::test_azure_is_throttled_and_away",)),
+    Row(20, "Azure is away", "waited for; goes on", (f"{_STEPS}::test_azure_that_is_away_is_waited_for",)),
     Row(
         21,
         "the driver is killed at fifty points",
         "another one goes on; one reimage a host, nothing left behind",
-        (f"{_ROLL}::test_fifty_kills", f"{_ROLL}::test_a_driver_that_is_killed_again_and_again"),
+        (
+            f"{_ROLL}::test_fifty_kills",
+            f"{_ROLL}::test_a_driver_that_is_killed_again_and_again",
+            f"{_INSTANCE}::test_killed_at_any_request_another_driver_goes_on",
+        ),
     ),
     Row(
         22,
         "the driver's machine is lost with its journal",
         "the plan goes on with it; without, what it fenced is freed, and hosts that may have the image are named",
         (
-            "tests/pools/test_salvage.py::test_only_who_has_the_image_from_before_is_freed",
-            "tests/pools/test_salvage.py::test_a_driver_that_is_gone_with_its_journals",
-            f"{_LIVE}::test_a_driver_that_is_lost_with_its_journal",
+            "tests/unit/pool/test_salvage.py::test_only_who_has_the_image_from_before_is_freed",
+            "tests/pools/test_roll.py::test_a_driver_that_is_gone_with_its_journals",
+            f"{_INSTANCE}::test_services_that_a_driver_suspended_whose_journal_is_lost_are_resumed",
+            f"{_WAVES}::test_who_already_runs_the_version_is_freed",
+            f"{_STEPS}::test_a_host_that_a_lost_roll_left_with_the_new_image_takes_pods_again",
         ),
         "by the plan alone, hosts that the lost driver emptied count as unavailable only when it is their turn",
     ),
@@ -216,8 +227,9 @@ MATRIX = (
         "a second roll of the same sets",
         "refused before the first cordon, naming the holder",
         (
-            f"{_LIVE}::test_a_second_roll_of_a_set_is_refused",
-            f"{_ROLL}::test_a_second_roll_is_refused_and_leaves_nothing",
+            f"{_STEPS}::test_a_set_that_another_roll_drives_is_refused_before_anything_is_changed",
+            "tests/unit/drain/test_drain_lease.py"
+            "::test_who_comes_waits_for_one_that_is_gone_and_is_refused_by_one_that_is_there",
         ),
     ),
     Row(
@@ -225,7 +237,6 @@ MATRIX = (
         "hosts are added meanwhile",
         "they have their set's image, are named with it at the end, and are adopted in a wave of their own",
         (
-            f"{_LIVE}::test_instances_that_are_scaled_out_meanwhile_are_named",
             "tests/unit/pool/test_unplanned.py::test_instances_that_were_scaled_out_meanwhile_are_named",
             "tests/unit/pool/test_roll_fleet.py::test_instances_beside_the_plan_are_found_with_their_versions",
             f"{_INSTANCE}::test_an_operation_that_another_preempts_is_settled_by_reading",
@@ -236,7 +247,7 @@ MATRIX = (
         25,
         "a host in work is removed",
         "gone; nothing of it is left",
-        (f"{_LIVE}::test_a_host_in_work_is_scaled_in",),
+        (f"{_STEPS}::test_a_host_that_is_scaled_in_is_gone_and_nothing_of_it_is_left",),
     ),
     Row(
         26,
@@ -249,16 +260,13 @@ MATRIX = (
         27,
         "three hosts of a later wave fail alike",
         "stopped; models back first, then those hosts; healthy new ones stay",
-        (f"{_LIVE}::test_three_hosts_of_a_later_wave_fail_alike",),
+        (f"{_WAVES}::test_the_third_alike_failure_turns_all_scale_sets_back_at_once",),
     ),
     Row(
         28,
         "going back fails, too",
         "quarantined, never a third time",
-        (
-            f"{_LIVE}::test_a_node_that_never_comes_back_is_quarantined",
-            f"{_WAVES}::test_what_can_not_be_restored_stays_cordoned",
-        ),
+        (f"{_WAVES}::test_what_can_not_be_restored_stays_cordoned",),
     ),
     Row(
         29,
@@ -266,7 +274,7 @@ MATRIX = (
         "refused in the plan; later, going back says so and ends",
         (
             f"{_REFUSED}::test_the_way_back_has_to_exist",
-            f"{_LIVE}::test_the_way_back_is_gone_when_it_is_needed",
+            f"{_STEPS}::test_the_way_back_is_gone_when_it_is_needed",
         ),
     ),
     Row(
@@ -305,7 +313,8 @@ MATRIX = (
         (
             "tests/unit/pool/test_simulation.py::test_nodes_that_fall_stop_the_run_at_once",
             f"{_WAVES}::test_nothing_begins_where_more_are_missing_than_may_be_away",
-            f"{_LIVE}::test_hosts_that_were_missing_before_are_left_alone",
+            f"{_WAVES}::test_who_is_missing_before_a_roll_is_left_alone_and_counts",
+            "tests/unit/pool/test_survey.py::test_who_is_not_ready_or_has_no_node_is_missing",
         ),
     ),
     Row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -62,26 +62,29 @@ def rolled(
     force_ephemeral: bool = False,
     model: str = "",
     undoes: str = "",
+    broken: tuple[str, ...] = (),
+    kube: Callable[[], Any] = Empty,
 ) -> Iterator[tuple[RollFleet, list[Host]]]:
     """Yield the fleet of a roll that has begun, with none of its hosts in work, and the hosts.
 
     ``model`` is the version that the scale set's model names since the plan, if it has changed.
     """
-    client, planned = Client(Direct(machines.arm)), hosts(machines)
+    client, planned = Client(Direct(machines.arm), wait=lambda _: None), hosts(machines)
     target = read_target(client, planned, NEW, force_ephemeral=force_ephemeral)
     if model:
         machines.group.profile["storageProfile"]["imageReference"]["id"] = model
     change = Change(
-        target=target.model_copy(update={"undoes": undoes}),
+        target=target.model_copy(update={"undoes": undoes, "broken": broken}),
         run="roll-1",
         holder="roll-1",
-        kube=Empty,  # type: ignore[arg-type]  # all that a Lease asks of one
+        kube=kube,
         azure=client,
         journal=folder / "requests.jsonl",
         policy=Policy(),
         force_ephemeral=force_ephemeral,
-        patience=Patience(look=0.1, settle=0.1, minute=0.1),
+        patience=Patience(look=0.01, settle=0.05, minute=0.01),
         settle_seconds=0.0,
+        asks_nodes=False,
     )
     with RollFleet(setup, change, folder / "work") as state:
         yield state, planned

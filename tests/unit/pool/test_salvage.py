@@ -114,6 +114,35 @@ def test_an_api_server_that_is_away_ends_it_before_anything_is_released() -> Non
     assert machines.group.services["AutomaticRepairs"] == "Suspended"
 
 
+@pytest.mark.parametrize("holder", [RUN, f"{RUN}-back-111111111111"])
+def test_a_driver_that_may_be_alive_is_respected(holder: str) -> None:
+    """It renews the claim on its scale set, which has not expired; nor has that of the run's rollback."""
+    machines = fleet(1)
+    cluster, azure = Cluster(machines), Client(Direct(machines.arm))
+    azure.hold(machines.path, holder, time.time() + 600)
+    leases: Any = object()
+    with pytest.raises(PoolError, match="its driver may be alive"):
+        salvage(cluster, azure, hosts(machines), RUN, NEW, leases=leases, settle=0.0)
+    assert cluster.cordoned() == ["gpu-0"] and machines.group.content["tags"]
+
+
+def test_only_who_has_the_image_from_before_is_freed() -> None:
+    """One has the roll's version, one another run's cordon, one the inventory doesn't have; no model is changed."""
+    machines = fleet(4)
+    cluster, azure = Cluster(machines), Client(Direct(machines.arm))
+    machines.machine("1").version = NEW
+    assert fence.free(cluster, "gpu-2", RUN)
+    assert fence.send(cluster, "gpu-2", fence.cordon(cluster.nodes["gpu-2"], "roll-other", time.time())[1])
+    known = [host for host in hosts(machines) if host.name != "gpu-3"]
+    done = salvage(cluster, azure, known, RUN, NEW, settle=0.0)
+    assert done.freed == ("gpu-0",) and cluster.cordoned() == ["gpu-1", "gpu-2", "gpu-3"]
+    assert done.remaining == {
+        "gpu-1": "it has the roll's version",
+        "gpu-3": "the inventory doesn't have it: its image is unknown",
+    }
+    assert done.versions == {machines.path: {OLD: 3, NEW: 1}} and machines.group.image == OLD
+
+
 @pytest.mark.parametrize("state", ["Updating", "Creating", "Deleting", "Failed"])
 def test_a_host_whose_instance_is_being_replaced_keeps_its_marks(state: str) -> None:
     machines = fleet(2)

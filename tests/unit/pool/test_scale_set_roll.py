@@ -20,7 +20,7 @@ from image_builder.pool.scale_set.records import (
     read_journal,
     suspended,
 )
-from image_builder.pool.scale_set.roll import driving, roll_instance, send
+from image_builder.pool.scale_set.roll import SERVICES, driving, roll_instance, send
 from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
 from image_builder.text import stamp
 from tests.support.arm.fleet import BUILDS, NEW, OLD
@@ -102,7 +102,7 @@ def test_a_request_that_never_arrives_is_repeated_twice_at_most(rolling: Rolling
     ],
 )
 def test_a_refusal_that_passes_is_waited_for(rolling: Rolling, answer: Answer) -> None:
-    rolling.fleet.arm.faults = [once("/manualupgrade", answer, 3)]
+    rolling.fleet.arm.faults = [once("/manualupgrade", answer, 3), once("/reimage", answer, 3)]
     assert rolling() == Ending("ok")
     assert rolling.fleet.machine("1").reimages == 1
 
@@ -403,6 +403,14 @@ def test_services_that_others_suspended_stay_suspended(rolling: Rolling) -> None
     }
 
 
+def test_services_that_a_driver_suspended_whose_journal_is_lost_are_resumed(rolling: Rolling) -> None:
+    """R22: its mark on the scale set says whose they are."""
+    rolling.client.hold(rolling.fleet.path, "run-1", rolling.clock() + 60)
+    rolling.client.set_services(rolling.fleet.path, SERVICES, "Suspend")
+    assert rolling() == Ending("ok")
+    rolling.require_clean()
+
+
 @pytest.mark.parametrize("state", ["NotRunning", None])
 def test_a_service_that_another_disabled_meanwhile_keeps_no_scale_set_held(
     rolling: Rolling, state: str | None
@@ -418,6 +426,42 @@ def test_a_service_that_another_disabled_meanwhile_keeps_no_scale_set_held(
     assert (services.get("AutomaticRepairs"), services["AutomaticZoneRebalancing"]) == (state, "Running")
     assert HOLD_TAG not in rolling.fleet.group.content["tags"]
     assert suspended(read_journal(rolling.journal), rolling.fleet.path) == set()
+
+
+class Killed(BaseException):
+    """What a driver that is killed never sees: from then on, nothing that it sends arrives."""
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before the request", "after it"])
+def test_killed_at_any_request_another_driver_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_done: bool
+) -> None:
+    """Whatever the point: one disk is replaced, once; services run, and nobody holds the scale set."""
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    point, was_killed = 0, True
+    while was_killed:
+        point, was_killed = point + 1, False
+        (tmp_path / str(point)).mkdir()
+        rolling = Rolling(tmp_path / str(point))
+        left = itertools.count(1)
+
+        def kill(
+            _request: Request, _: object = None, *, left: Iterator[int] = left, last: int = point
+        ) -> None:
+            if next(left) >= last:
+                raise Killed
+
+        arm = rolling.fleet.arm
+        arm.faults, arm.observers = ([], [kill]) if is_done else ([kill], [])
+        try:
+            rolling()
+        except Killed:
+            was_killed = True
+        arm.faults, arm.observers = [], []
+        assert rolling() == Ending("ok"), point
+        assert [m.reimages for m in rolling.fleet.group.machines.values()] == [0, 1, 0], point
+        rolling.require_clean()
+    assert point > 15
 
 
 def test_a_scale_set_has_one_driver(rolling: Rolling) -> None:

@@ -1,4 +1,4 @@
-"""The simulator of Resource Manager: its states and refusals, and every shape against the models of Azure's SDK.
+"""The simulator of Resource Manager: every shape against the models of Azure's SDK.
 
 The SDK's models are generated from azure-rest-api-specs: a key that they lack doesn't exist in the service either.
 """
@@ -15,8 +15,7 @@ import pytest
 from image_builder.definition.model import ImageGallery
 from image_builder.gallery import artefact
 from image_builder.gallery.plan import Call, Plan, Target, definition_properties, make_plan
-from tests.support.arm.limits import Limits, Policy
-from tests.support.arm.model import Answer, Json, Request, error
+from tests.support.arm.model import Answer, Json, Request
 from tests.support.arm.place import MIB, SETTINGS, TRUSTED, write_build
 from tests.support.arm.service import Arm
 from tests.support.arm.shapes import model, unknown_keys
@@ -105,139 +104,6 @@ def _published(arm: Arm, plan: Plan) -> str:
     return calls["version"].path
 
 
-def _replicate(arm: Arm, version: str) -> None:
-    """Let time pass until all regions have a version."""
-    arm.percent = 100
-    _get(arm, version, **{"$expand": "ReplicationStatus"})
-
-
-# -- states ------------------------------------------------------------------------------------------------------
-
-
-def test_a_disk_is_ready_when_its_operation_has_ended(arm: Arm, plan: Plan) -> None:
-    arm.looks = 3
-    call = _calls(plan)["disk"]
-    answer = _send(arm, call)
-    assert answer.status == 202
-    assert _get(arm, call.path).body["properties"]["provisioningState"] == "Updating"  # type: ignore[index]
-    _follow(arm, answer)
-    assert _get(arm, call.path).body["properties"]["diskState"] == "ReadyToUpload"  # type: ignore[index]
-
-
-def test_an_upload_without_its_footer_never_becomes_a_disk(arm: Arm, plan: Plan) -> None:
-    calls = _calls(plan)
-    for step in ("definition", "disk", "access"):
-        _follow(arm, _send(arm, calls[step]))
-    state = _follow(arm, _send(arm, calls["release"]))
-    assert state["error"]["code"] == "InvalidVhd"
-    assert _send(arm, calls["version"]).status == 400
-
-
-@pytest.mark.parametrize("plan", [TRUSTED], indirect=True)
-def test_a_disk_is_no_source_where_only_images_are(arm: Arm, plan: Plan) -> None:
-    calls, disk = _calls(plan), {"osDiskImage": {"source": {"id": plan.disk}}}
-    _published(arm, plan)
-    body = calls["version"].body or {}
-    body = {**body, "properties": {**body["properties"], "storageProfile": disk}}
-    refused = _send(arm, replace(calls["version"], body=body))
-    assert refused.status == 400 and refused.body
-    assert refused.body["error"]["code"] == "InvalidParameter"
-    assert f"'TrustedLaunchSupported' is not supported for the source id '{plan.disk}'" in str(refused.body)
-
-
-@pytest.mark.parametrize("plan", [TRUSTED], indirect=True)
-def test_an_image_needs_a_whole_disk_and_a_version_an_image_that_did_not_fail(arm: Arm, plan: Plan) -> None:
-    calls = _calls(plan)
-    for step in ("definition", "disk"):
-        _follow(arm, _send(arm, calls[step]))
-    assert _send(arm, calls["image"]).status == 400
-    arm.failing_images = 1
-    arm.resources[plan.disk.lower()].content["properties"]["diskState"] = "Unattached"
-    answer = _send(arm, calls["image"])
-    assert answer.status == 201 and _follow(arm, answer)["status"] == "Failed"
-    assert _send(arm, calls["version"]).status == 400
-
-
-def test_a_version_is_replicated_with_each_look_at_it(arm: Arm, plan: Plan) -> None:
-    version = _published(arm, plan)
-    states = []
-    for _ in range(3):
-        properties = _get(arm, version, **{"$expand": "ReplicationStatus"}).body["properties"]  # type: ignore[index]
-        states.append((properties["provisioningState"], properties["replicationStatus"]["aggregatedState"]))
-    assert states == [("Creating", "InProgress"), ("Succeeded", "Completed"), ("Succeeded", "Completed")]
-    assert "replicationStatus" not in _get(arm, version).body["properties"]  # type: ignore[index]
-
-
-def test_a_version_is_protected_until_its_end_of_life(arm: Arm, plan: Plan) -> None:
-    version = _published(arm, plan)
-    deletion = Call("clean", "DELETE", version, "2024-03-03")
-    assert _send(arm, deletion).status == 409
-    _replicate(arm, version)
-    profile = {"publishingProfile": {"endOfLifeDate": "2026-01-01T00:00:00Z"}}
-    _send(arm, Call("version", "PATCH", version, "2024-03-03", {"properties": profile}))
-    assert _send(arm, deletion).status == 202
-
-
-def test_what_was_just_made_is_hidden_for_some_reads(arm: Arm, plan: Plan) -> None:
-    arm.lag = 2
-    call = _calls(plan)["disk"]
-    _send(arm, call)
-    assert [_get(arm, call.path).status for _ in range(3)] == [404, 404, 200]
-
-
-def test_a_change_of_a_version_that_is_replicated_or_under_a_condition_that_no_longer_holds_is_refused(
-    arm: Arm, plan: Plan
-) -> None:
-    version = _published(arm, plan)
-    etag = _get(arm, version).headers["ETag"]
-    body = {"tags": {"a": "b"}}
-
-    def patch() -> Answer | None:
-        return arm.answer(Request("PATCH", version, {"api-version": "x"}, body, {"if-match": etag}))
-
-    early = patch()
-    _replicate(arm, version)
-    first, second = patch(), patch()
-    assert early and first and second and (early.status, first.status, second.status) == (409, 200, 412)
-
-
-@pytest.mark.parametrize(
-    ("version", "status"), [("2026.105.0", 400), ("1.2", 400), ("01.2.3", 400), ("a.b.c", 400)]
-)
-def test_a_version_needs_three_integers_and_a_disk(arm: Arm, plan: Plan, version: str, status: int) -> None:
-    calls = _calls(plan)
-    _follow(arm, _send(arm, calls["definition"]))
-    path = calls["version"].path.replace("2026.1125.0", version)
-    assert _send(arm, Call("version", "PUT", path, "x", calls["version"].body)).status == status
-
-
-def test_everything_but_the_rights_that_one_has_is_forbidden(arm: Arm, plan: Plan) -> None:
-    arm.actions = ["Microsoft.Compute/disks/write"]
-    calls = _calls(plan)
-    assert _send(arm, calls["disk"]).status == 202
-    refused = _send(arm, calls["access"])
-    assert refused.status == 403
-    assert "Microsoft.Compute/disks/beginGetAccess/action" in str(refused.body)
-
-
-def test_faults_come_before_the_truth_and_a_lost_answer_after_it(arm: Arm, plan: Plan) -> None:
-    call = _calls(plan)["disk"]
-    request = Request(call.method, call.path, {"api-version": call.api}, dict(call.body or {}))
-    arm.faults = [lambda _: error(500, "InternalServerError", "later")]
-    refused = arm.answer(request)
-    assert refused and refused.body == error(500, "InternalServerError", "later").body
-    arm.faults = [lambda _: "drop"]
-    assert arm.answer(request) is None
-    assert call.path.lower() not in arm.resources
-    arm.faults = [lambda r: "lose" if r.method == "PUT" else None]
-    assert arm.answer(request) is None
-    assert _get(arm, call.path).status == 200
-    assert [entry.status for entry in arm.log] == [500, 0, 202]
-
-
-# -- shapes ------------------------------------------------------------------------------------------------------
-
-
 def test_unknown_keys_are_seen_at_any_depth() -> None:
     body = {"properties": {"publishingProfile": {"targetRegions": [{"nam": "westus3"}]}}, "tag": {}}
     assert unknown_keys(model("GalleryImageVersion"), body) == [
@@ -296,31 +162,3 @@ def test_an_address_is_granted_in_the_services_shape(arm: Arm, plan: Plan) -> No
 def test_the_definition_of_the_plan_is_the_one_that_is_compared(plan: Plan) -> None:
     body = _calls(plan)["definition"].body or {}
     assert body["properties"] == definition_properties(plan.target, plan.artefact)
-
-
-# -- limits ------------------------------------------------------------------------------------------------------
-
-
-def test_an_empty_bucket_refuses_until_it_is_refilled_and_counts_who_comes_early(arm: Arm) -> None:
-    now = 0.0
-    arm.limits = Limits({**Limits().policies, "reads": Policy(2, 30)}, clock=lambda: now)
-    statuses = [_get(arm, _target().gallery).status for _ in range(3)]
-    assert statuses == [200, 200, 429]
-    refused = _get(arm, _target().gallery)
-    assert refused.headers["Retry-After"] == "2" and (arm.limits.refused, arm.limits.early) == (2, 1)
-    now = 2.0
-    answer = _get(arm, _target().gallery)
-    assert (answer.status, answer.headers["x-ms-ratelimit-remaining-subscription-reads"]) == (200, "0")
-    assert arm.limits.shares() == {("reads", ""): 3 / 30}
-
-
-def test_a_scale_set_has_buckets_of_its_own_beside_those_of_its_subscription(arm: Arm) -> None:
-    sets = [f"{arm.group}/providers/Microsoft.Compute/virtualMachineScaleSets/{name}" for name in "ab"]
-    for path in sets:
-        for _ in range(36):
-            _get(arm, path)
-    assert [_get(arm, path).status for path in sets] == [429, 429]
-    instances = _get(arm, f"{sets[0]}/virtualMachines")
-    assert instances.headers["x-ms-ratelimit-remaining-resource"] == (
-        "Microsoft.Compute/Instances;29,Microsoft.Compute/AllInstances;1079"
-    )
