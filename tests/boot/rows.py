@@ -282,24 +282,22 @@ OTHERS: tuple[Row, ...] = (
 
 ROWS = LIFE + OTHERS
 
-# The start of the booted test of every commit.
-CUT = Row(
-    "power cut while seeding a blank disk",
-    "ci",
-    (Local("ci", rate=SLOW),),
-    (steps.cut_while_seeding,),
-    {"disk": "format", "seeded": False, "copies": True},
-    "QEMU killed at the seed's first writes.",
-)
+
+def _of_life(name: str, *more: Step, **facts: Any) -> Row:
+    row = next(row for row in LIFE if row.name == name)
+    return replace(row, machine="ci", steps=(*row.steps, *more), expected={**row.expected, **facts})
 
 
-def _in_the_night(name: str) -> Row:
-    return replace(next(row for row in LIFE if row.name == name), machine="ci")
-
-
-# The nightly rows: that power cut, a disk that fails, and the events in a node's life.
+# Those of tests/disk/test_boot_local_disk.py: a power cut, a disk that fails, and the events in a node's life.
 NIGHT: tuple[Row, ...] = (
-    CUT,
+    Row(
+        "power cut while seeding a blank disk",
+        "ci",
+        (Local("ci", rate=SLOW),),
+        (steps.cut_while_seeding,),
+        {"disk": "format", "seeded": False, "copies": True},
+        "QEMU killed at the seed's first writes.",
+    ),
     Row(
         "boot after it",
         "ci",
@@ -316,7 +314,9 @@ NIGHT: tuple[Row, ...] = (
         {"promotion": "promote.io", "reason": True},
         "From the middle of the promotion on, every access of the local disk is answered with an error.",
     ),
-    *map(_in_the_night, ("deallocation", "reboot", "disk pressure", "boot after the disk pressure")),
+    _of_life("deallocation", steps.promoted, **PROMOTED),
+    _of_life("disk pressure"),
+    _of_life("boot after the disk pressure"),
 )
 
 
