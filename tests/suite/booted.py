@@ -52,8 +52,8 @@ def edited(path: str, expression: str) -> Edit:
 
 
 def awaited(condition: str) -> str:
-    """Return the command that waits up to two minutes until another one succeeds."""
-    return f"for second in $(seq 120); do if {condition}; then break; fi; sleep 1; done; {condition}"
+    """Return the command that waits for minutes until another one succeeds."""
+    return f"for second in $(seq 200); do if {condition}; then break; fi; sleep 1; done; {condition}"
 
 
 def await_port(port: int | str) -> str:

@@ -36,8 +36,7 @@ def boot_and_verify(
 ) -> BootResult:
     """Boot a build, run the selected checks (all if there are none) and hand the machine to ``then``.
 
-    Of a commit's boot, most checks are left out: those that the bake has run on the sealed tree, and those that run on
-    the machine before and after it is broken. The records are in ``folder/records``.
+    Until the machine has started, no other process of the run starts a test. The records are in ``folder/records``.
     """
     settings = Settings(store=folder / "store", python=Path(sys.executable))
     with ExitStack() as turn, pytest.MonkeyPatch.context() as patch:
