@@ -289,15 +289,16 @@ def _of_life(name: str, *more: Step, **facts: Any) -> Row:
 
 
 # Those of tests/disk/test_boot_local_disk.py: a power cut, a disk that fails, and the events in a node's life.
+CUT = Row(
+    "power cut while seeding a blank disk",
+    "ci",
+    (Local("ci", rate=SLOW),),
+    (steps.cut_while_seeding,),
+    {"disk": "format", "seeded": False, "copies": True},
+    "QEMU killed at the seed's first writes.",
+)
 NIGHT: tuple[Row, ...] = (
-    Row(
-        "power cut while seeding a blank disk",
-        "ci",
-        (Local("ci", rate=SLOW),),
-        (steps.cut_while_seeding,),
-        {"disk": "format", "seeded": False, "copies": True},
-        "QEMU killed at the seed's first writes.",
-    ),
+    CUT,
     Row(
         "boot after it",
         "ci",
