@@ -20,7 +20,7 @@ pytestmark = pytest.mark.root
 
 
 # The image that each is applied to. A kubelet from a repository replaces an existing one.
-_BELOW = {"containerd": WHOLE, "docker": "worker"}
+_BELOW = {"containerd": WHOLE, "docker": "worker", "dockershim": "worker"}
 
 
 @pytest.mark.parametrize("name", _BELOW)

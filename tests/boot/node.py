@@ -15,6 +15,7 @@ from image_builder.machine import monitor, qemu
 from image_builder.machine.ssh import SshTarget
 from image_builder.machine.vm import ExtraDisk, Vm, VmOptions
 from image_builder.verify.boot import GROWTH_BYTES, find_disk, virtual_size, wait_for_system
+from tests.selftest.turns import machine_boots
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -102,8 +103,9 @@ class Instance:
 
     def boot(self, *, clock: str = "") -> str:
         """Switch it on and wait until it has started; return systemd's state."""
-        self.vm.power_on(clock=clock)
-        return self.wait_until_started()
+        with machine_boots():
+            self.vm.power_on(clock=clock)
+            return self.wait_until_started()
 
     def wait_until_started(self) -> str:
         """Wait until a machine that was switched on has started; return systemd's state."""

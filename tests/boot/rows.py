@@ -243,7 +243,13 @@ OTHERS: tuple[Row, ...] = (
 
 ROWS = LIFE + OTHERS
 
-# The start of the booted test of every commit.
+
+def _of_life(name: str, *more: Step, **facts: Any) -> Row:
+    row = next(row for row in LIFE if row.name == name)
+    return replace(row, machine="ci", steps=(*row.steps, *more), expected={**row.expected, **facts})
+
+
+# Those of tests/disk/test_boot_local_disk.py: a power cut, a disk that fails, and the events in a node's life.
 CUT = Row(
     "power cut while seeding a blank disk",
     "ci",
@@ -252,13 +258,6 @@ CUT = Row(
     {"disk": "format", "seeded": False, "copies": True},
     "QEMU killed at the seed's first writes.",
 )
-
-
-def _in_the_night(name: str) -> Row:
-    return replace(next(row for row in LIFE if row.name == name), machine="ci")
-
-
-# The nightly rows: that power cut, a disk that fails, and the events in a node's life.
 NIGHT: tuple[Row, ...] = (
     CUT,
     Row(
@@ -277,7 +276,9 @@ NIGHT: tuple[Row, ...] = (
         {"promotion": "promote.io", "reason": True},
         "From the middle of the promotion on, every access of the local disk is answered with an error.",
     ),
-    *map(_in_the_night, ("deallocation", "reboot", "disk pressure", "boot after the disk pressure")),
+    _of_life("deallocation", steps.promoted, **PROMOTED),
+    _of_life("disk pressure"),
+    _of_life("boot after the disk pressure"),
 )
 
 

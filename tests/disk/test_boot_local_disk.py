@@ -1,41 +1,30 @@
-"""A node that loses power, or whose local disk fails, fills up or is replaced: some rows of the boot matrix
-(``rows.NIGHT``).
+"""A node in its life: it loses power while it seeds, its local disk fails, is replaced, and fills up (``rows.NIGHT``).
 
-Runs at night; the whole matrix takes most of an hour: ``.venv/bin/python -m tests.boot.matrix``.
+What the agent makes of such disks is proven on every commit, by tests/disk/test_power_cuts.py, test_promote_faults.py
+and test_preload_seed*.py. Only a machine shows that cloud-init begins anew after the cut, that the kernel's own error
+reaches the promotion, that a promotion ends beside a kubelet, which images that kubelet deletes, and what the next boot
+makes of it. The whole matrix takes most of an hour: ``.venv/bin/python -m tests.boot.matrix``.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.boot.matrix import lab, run_row
-from tests.boot.node import read_image
 from tests.boot.rows import NIGHT, Row
 from tests.boot.steps import Lab
-from tests.support.images import programs
 from tests.support.images.builds import Workplace
+from tests.support.images.fixtures import WHOLE
 
-pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.nightly]
-IMAGES = [
-    pytest.param("whole_worker", marks=pytest.mark.image("whole_worker")),
-    pytest.param("worker_current", marks=[pytest.mark.image("worker_current"), programs.needs_programs]),
-]
+pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module", params=IMAGES)
+@pytest.fixture(scope="module")
 def place(request: pytest.FixtureRequest) -> Iterator[Lab]:
-    if "IMAGE_BUILDER_ARTEFACT" in os.environ:
-        artefact = Path(os.environ["IMAGE_BUILDER_ARTEFACT"]).resolve()
-        if read_image(artefact).told["image"] != request.param:
-            pytest.skip("IMAGE_BUILDER_ARTEFACT is a build of another image")
-    else:
-        built: Workplace = request.getfixturevalue(request.param)
-        artefact = built.artefact
-    with lab(artefact) as made:
+    built: Workplace = request.getfixturevalue(WHOLE)
+    with lab(built.artefact) as made:
         yield made
 
 

@@ -3,14 +3,11 @@
 The driver reports what is missing. The machine then gets what the roles configure for NVIDIA's container toolkit (a
 stand-in). Next, everything that its checks cover is broken and the checks run again; then comes a fault that a reboot
 may cure, so the machine reboots itself, once: with the toolkit present from the start, nothing fails either.
-
-``IMAGE_BUILDER_GPU_ARTEFACT`` names the directory of an existing build to use instead.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -20,20 +17,20 @@ from typing import Any
 import pytest
 
 from image_builder.errors import BootError, CommandError
-from image_builder.events import Monitor
 from image_builder.lab import pause
 from image_builder.machine.ssh import SshTarget
-from image_builder.settings import Settings
-from image_builder.verify.boot import SUITE_SECONDS, BootResult, boot, wait_for_system
+from image_builder.verify.boot import SUITE_SECONDS, BootResult, wait_for_system
 from image_builder.verify.result import SuiteResult, blind
 from image_builder.verify.runner import observe_suite
 from tests.boot.node import shell
+from tests.selftest.turns import machine_boots
 from tests.support.images import mutants
 from tests.support.images.builds import Workplace
 from tests.support.images.toolkits import NOTES
 from tests.support.images.variants import Variant
+from tests.support.nodes.emulated import boot_and_verify
 
-pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.nightly]
+pytestmark = [pytest.mark.boot, pytest.mark.root, pytest.mark.slow]
 
 CHECKS = ("test_gpu.py", "test_gate.py", "test_node_health.py")
 TOOLKIT = "test_gpu_containers.py"
@@ -101,17 +98,7 @@ class Booted:
 
 
 @pytest.fixture(scope="module")
-def artefact(request: pytest.FixtureRequest) -> Path:
-    if "IMAGE_BUILDER_GPU_ARTEFACT" in os.environ:
-        return Path(os.environ["IMAGE_BUILDER_GPU_ARTEFACT"]).resolve()
-    built: Workplace = request.getfixturevalue("worker_gpu")
-    return built.artefact
-
-
-@pytest.fixture(scope="module")
-def booted(artefact: Path, toolkit: Variant, tmp_path_factory: pytest.TempPathFactory) -> Booted:
-    records = tmp_path_factory.mktemp("boot")
-    settings = Settings(store=tmp_path_factory.mktemp("store"), python=Path(sys.executable))
+def booted(worker_gpu: Workplace, toolkit: Variant, tmp_path_factory: pytest.TempPathFactory) -> Booted:
     seen: dict[str, Any] = {}
 
     def observe(ssh: SshTarget, select: tuple[str, ...]) -> SuiteResult:
@@ -139,15 +126,8 @@ def booted(artefact: Path, toolkit: Variant, tmp_path_factory: pytest.TempPathFa
         suite = observe(ssh, (TOOLKIT,))
         seen["toolkit"] = WithToolkit(suite, _container(ssh), _notes(ssh))
 
-    result = boot(
-        artefact,
-        verify=True,
-        out_dir=records,
-        settings=settings,
-        monitor=Monitor(),
-        pause_archive=pause.archive,
-        then=go_on,
-    )
+    folder = tmp_path_factory.mktemp("boot")
+    result = boot_and_verify(worker_gpu.artefact, folder, go_on, select=("test_boot.py", *CHECKS))
     return Booted(result, **seen)
 
 
@@ -177,17 +157,18 @@ def _boot_id(ssh: SshTarget) -> str:
 def _started_by_itself(ssh: SshTarget, before: str) -> Node:
     """Make the preflight find a fault that a reboot may cure; return the machine's state after its own reboot."""
     shell(ssh, BREAK)
-    shell(ssh, "systemctl --no-block restart preflight.service")
-    deadline = time.monotonic() + REBOOT_SECONDS
-    while True:
-        assert time.monotonic() < deadline, "the machine did not start itself again"
-        time.sleep(5)
-        try:
-            ssh.connect()
-            if _boot_id(ssh) != before:
-                return _node(ssh)
-        except (BootError, CommandError):
-            pass  # it is rebooting
+    with machine_boots():
+        shell(ssh, "systemctl --no-block restart preflight.service")
+        deadline = time.monotonic() + REBOOT_SECONDS
+        while True:
+            assert time.monotonic() < deadline, "the machine did not start itself again"
+            time.sleep(1)
+            try:
+                ssh.connect()
+                if _boot_id(ssh) != before:
+                    return _node(ssh)
+            except (BootError, CommandError):
+                pass  # it is rebooting
 
 
 def test_every_check_passes_without_a_gpu(booted: Booted) -> None:

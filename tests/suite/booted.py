@@ -51,19 +51,30 @@ def edited(path: str, expression: str) -> Edit:
     }
 
 
+def awaited(condition: str) -> str:
+    """Return the command that waits for minutes until another one succeeds."""
+    return f"for second in $(seq 200); do if {condition}; then break; fi; sleep 1; done; {condition}"
+
+
 def await_port(port: int | str) -> str:
-    """Return the command that waits up to two minutes until something listens on a TCP port."""
+    """Return the command that waits until something listens on a TCP port."""
     # The whole port: containerd streams on a random one, which may be 44312 while 443 is awaited.
-    listens = f"ss -Hltn sport = :{port} | grep -q ."
-    return f"for second in $(seq 120); do if {listens}; then break; fi; sleep 1; done; {listens}"
+    return awaited(f"ss -Hltn sport = :{port} | grep -q .")
+
+
+def await_restart(unit: str) -> str:
+    """Return the command that waits until systemd has restarted a service."""
+    return awaited(f"systemctl show --property=NRestarts {unit} | grep -qv =0")
 
 
 ROOT_DEVICE = "$(findmnt --noheadings --output MAJ:MIN / | tr -d ' ')"
 DISK_SIZE = "/sys/class/block/$(lsblk --noheadings --output PKNAME $(findmnt -no SOURCE /))/size"
+LIVE_RESTORE = "docker info --format {{.LiveRestoreEnabled}}"
 TOGGLE_LIVE_RESTORE = (
+    f"before=$({LIVE_RESTORE}); "
     'python3 -c \'import json; p = "/etc/docker/daemon.json"; c = json.load(open(p)); '
     'c["live-restore"] = not c["live-restore"]; json.dump(c, open(p, "w"))\'; '
-    "systemctl reload docker.service; sleep 5"
+    "systemctl reload docker.service; " + awaited(f"test $({LIVE_RESTORE}) != $before")
 )
 
 record_booted(
@@ -90,7 +101,8 @@ record_booted(
 )
 record_booted(
     "test_no_unit_was_restarted",
-    "systemd-run --quiet --unit=mutation-three -p Restart=on-failure -p RestartSec=1 /bin/false; sleep 4",
+    "systemd-run --quiet --unit=mutation-three -p Restart=on-failure -p RestartSec=1 /bin/false; "
+    + await_restart("mutation-three.service"),
     mend="systemctl stop mutation-three.service; systemctl reset-failed",
 )
 # A journal entry stays: run this one before other mutations break things that may log errors.
@@ -144,7 +156,7 @@ record_booted(
     "test_no_zombies",
     "systemd-run --quiet --unit=mutation-five "
     "python3 -c 'import os,time; os.fork() or os._exit(0); time.sleep(9999)'; "
-    "for second in $(seq 120); do if ps -e -o stat= | grep -q ^Z; then break; fi; sleep 1; done",
+    + awaited("ps -e -o stat= | grep -q ^Z"),
     mend="systemctl stop mutation-five.service",
 )
 record_booted(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.suite.booted import edited, record_booted
+from tests.suite.booted import await_restart, edited, record_booted
 from tests.suite.offline import (
     Mutation,
     append,
@@ -218,4 +218,8 @@ record_booted(
     "mv /run/containerd/containerd.sock /run/containerd/moved.sock",
     mend="mv /run/containerd/moved.sock /run/containerd/containerd.sock",
 )
-record_booted("test_runtime_units_run", "systemctl kill --signal=KILL containerd.service; sleep 8", turn=4)
+record_booted(
+    "test_runtime_units_run",
+    "systemctl kill --signal=KILL containerd.service; " + await_restart("containerd.service"),
+    turn=4,
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.suite.booted import record_booted
+from tests.suite.booted import awaited, record_booted
 from tests.suite.offline import append, change, chmod, link, record, remove, write
 
 STATUS = "/var/lib/dpkg/status"
@@ -71,5 +71,5 @@ record_booted(
     "test_gpu_docker_runs_with_the_runtime",
     'python3 -c \'import json; c = json.load(open("/etc/docker/daemon.json")); c["runtimes"] = {"x": {"path": "runc"}}; '
     'json.dump(c, open("/run/daemon.json", "w"))\' && mount --bind /run/daemon.json /etc/docker/daemon.json '
-    "&& systemctl reload docker.service && sleep 5",
+    "&& systemctl reload docker.service; " + awaited("docker info | grep -Eq 'Runtimes:.* x( |$)'"),
 )

@@ -87,9 +87,9 @@ record(
 record_booted("test_images_were_seeded", **edited(STATUS, 's/"store": "/&0/'))
 record_booted(
     "test_store_is_verified_by_the_kernel",
-    # Whether promoted or not: afterwards the mount there isn't a device-mapper device.
-    "if mountpoint -q /var/lib/preload; then umount /var/lib/preload; fi; mount -t tmpfs preload /var/lib/preload",
-    turn=3,
+    # Whether promoted or not: what is mounted there last isn't a device-mapper device.
+    "mount -t tmpfs preload /var/lib/preload",
+    mend="umount /var/lib/preload",
 )
 record_booted(
     "test_every_layer_is_somewhere",

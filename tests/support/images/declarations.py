@@ -115,6 +115,24 @@ kubelet_repository: {{uris: ["https://packages.test/kubernetes"], suites: ["/"],
     archives=(CRI_DOCKERD,),
     above="node",
 )
+# With the kubelet that has Docker's runtime built in, the worker's own.
+DOCKERSHIM = Declaration(
+    image="worker",
+    variables="""
+kubelet_source: {type: repository}
+kubelet_repository: {uris: ["https://packages.test/kubernetes"], suites: ["/"], signed_by: /usr/share/keyrings/k.gpg}
+""",
+    layers=("kubernetes",),
+    packages=(
+        StandIn(
+            "kubelet",
+            "1.20.15-00",
+            "kubernetes",
+            {"usr/bin/kubelet": (0o755, _program("Kubernetes v1.20.15"))},
+        ),
+    ),
+    above="node",
+)
 # The checks that don't apply to any other image whose mutants are run.
 SELECTED = {
     "containerd": (
@@ -129,5 +147,10 @@ SELECTED = {
         "test_container_runtime.py",
         "test_cloud.py::test_agent_leaves_the_local_disk_alone",
     ),
+    "dockershim": (
+        "test_containerd.py::test_containerd_serves_docker_alone",
+        "test_kubelet.py::test_kubelet_spares_the_pause_image",
+        "test_kubelet.py::test_kubelet_waits_for_slow_pulls",
+    ),
 }
-DECLARATIONS = {"containerd": CONTAINERD, "docker": DOCKER}
+DECLARATIONS = {"containerd": CONTAINERD, "docker": DOCKER, "dockershim": DOCKERSHIM}

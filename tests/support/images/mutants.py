@@ -12,7 +12,6 @@ from image_builder.system.sandbox import open_root
 from image_builder.verify.boot import SUITE_SECONDS
 from image_builder.verify.result import SuiteResult, from_json
 from image_builder.verify.runner import observe_suite
-from tests.suite import booted
 
 
 def observe(
@@ -68,11 +67,6 @@ def observe_broken(ssh_url: str, facts: Path, work: Path, select: tuple[str, ...
         mutations="tests.suite.booted",
         timeout=SUITE_SECONDS,
     )
-
-
-def booted_mutations() -> frozenset[str]:
-    """Return the checks that have a mutation of a running machine."""
-    return frozenset(booted.ordered())
 
 
 def names(result: SuiteResult) -> set[str]:

@@ -25,18 +25,15 @@ from tests.support.images import toolkits, variants
 from tests.support.images.declarations import DECLARATIONS, SELECTED
 
 LAB = REPO_ROOT / "inventories" / "lab"
-# CI mutates today's worker, which has containerd; the one with Docker only for these checks, otherwise at night.
+# A commit boots today's worker, which has containerd; `--slow` the one with Docker, for these checks.
 DOCKER = {
-    "test_containerd_serves_docker_alone",
     "test_docker_runs_with_overlay2",
-    "test_kubelet_spares_the_pause_image",
-    "test_kubelet_waits_for_slow_pulls",
     "test_preloaded_images_are_guarded",
     "test_preloaded_images_are_in_docker",
     "test_preloaded_layers_are_in_docker",
     "test_preloaded_pause_image_is_spared",
 }
-# Only the machine with a GPU driver and the gate has these, and it is booted at night.
+# Only the machine with a GPU driver and the gate has these, and `--slow` boots it.
 GPU = {
     "test_endpoint_answers_on_loopback",
     "test_gpu_cdi_describes_what_is_there",
@@ -105,16 +102,16 @@ def selected(
     return chosen
 
 
-def is_nightly(module: Any) -> bool:
+def is_slow(module: Any) -> bool:
     found = module.pytestmark
-    return "nightly" in {mark.name for mark in (found if isinstance(found, list) else [found])}
+    return "slow" in {mark.name for mark in (found if isinstance(found, list) else [found])}
 
 
 def test_every_mutation_is_run(suite: tuple[Any, Checks], tmp_path: Path) -> None:
     lab = load_inventory([LAB])
     joining = load_inventory(test_join_mutations.INVENTORIES).define(test_join_mutations.IMAGE)
     toolkit = variants.define(toolkits.DECLARATION, tmp_path / "toolkit")
-    mutated = selected(suite, lab.define("worker_current"), "offline")  # `worker` is left to the nightly run
+    mutated = selected(suite, lab.define("worker_current"), "offline")
     mutated |= selected(suite, lab.define("worker_gpu"), "offline", test_gpu_mutations.SELECTED)
     mutated |= selected(suite, joining, "offline", test_join_mutations.SELECTED)
     mutated |= selected(suite, toolkit, "offline", (test_gpu_toolkit.CHECKS,))
@@ -126,11 +123,12 @@ def test_every_mutation_is_run(suite: tuple[Any, Checks], tmp_path: Path) -> Non
     everything = [item for functions in suite[1].values() for item in functions.items()]
     offline = {name for name, f in everything if "offline" in {mark.name for mark in marks(f)}}
     booted = selected(suite, lab.define("worker_current"), "booted") - offline
-    docker = lab.define("worker")
-    at_night = selected(suite, docker, "offline") | selected(suite, docker, "booted")
+    docker = selected(suite, lab.define("worker_current_docker"), "booted") - offline
     gpu = selected(suite, toolkit, "booted", (*test_boot_worker_gpu.CHECKS, test_boot_worker_gpu.TOOLKIT))
     left = {name for name, _ in everything} - mutated - booted
-    assert (at_night & left, (gpu & left) - at_night) == (DOCKER, GPU)
+    assert (docker & left, (gpu & left) - docker) == (DOCKER, GPU)
     assert left == DOCKER | GPU
-    assert is_nightly(test_boot_worker_gpu)
-    assert not any(is_nightly(module) for module in EVERY_COMMIT)
+    slow = [image for image in test_boot_worker.IMAGES if "slow" in {mark.name for mark in image.marks}]
+    assert [image.values for image in slow] == [("worker_current_docker",)]
+    assert is_slow(test_boot_worker_gpu)
+    assert not any(is_slow(module) for module in EVERY_COMMIT)
