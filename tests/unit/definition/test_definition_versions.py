@@ -20,7 +20,7 @@ all:
         worker:
       vars:
         image_base: {suite: bookworm}
-        image_layers: [system, container_runtime, node, kubernetes]
+        image_layers: [container_runtime, kubernetes]
         container_runtime_engine: containerd
         kubelet_source: {type: none}
 """
