@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from image_builder.definition import ImageDefinition, load_inventory
-from image_builder.settings import SUITE
+from image_builder.settings import REPO_ROOT, SUITE
 from image_builder.verify.runner import definition_facts
 from tests.bake import test_declared_mutations, test_mutations
 from tests.disk import test_boot_worker
@@ -23,8 +23,8 @@ from tests.gpu import test_boot_worker_gpu, test_gpu_mutations, test_gpu_signing
 from tests.pools import test_join_mutations
 from tests.support.images import toolkits, variants
 from tests.support.images.declarations import DECLARATIONS, SELECTED
-from tests.support.shipped import shipped
 
+LAB = REPO_ROOT / "inventories" / "lab"
 # CI mutates today's worker, which has containerd; the one with Docker only for these checks, otherwise at night.
 DOCKER = {
     "test_containerd_serves_docker_alone",
@@ -60,6 +60,9 @@ EVERY_COMMIT = (
     test_join_mutations,
     test_mutations,
 )
+
+# What a check needs are values.
+pytestmark = pytest.mark.usefixtures("unread_layers")
 
 Checks = Mapping[str, Mapping[str, Any]]
 
@@ -105,14 +108,13 @@ def selected(
     return chosen
 
 
-def is_slow(module: Any) -> bool:
+def is_nightly(module: Any) -> bool:
     found = module.pytestmark
-    return bool({"nightly", "slow"} & {mark.name for mark in (found if isinstance(found, list) else [found])})
+    return "nightly" in {mark.name for mark in (found if isinstance(found, list) else [found])}
 
 
-@pytest.mark.usefixtures("unread_layers")
 def test_every_mutation_is_run(suite: tuple[Any, Checks], tmp_path: Path) -> None:
-    lab = shipped("lab")
+    lab = load_inventory([LAB])
     joining = load_inventory(test_join_mutations.INVENTORIES).define(test_join_mutations.IMAGE)
     toolkit = variants.define(toolkits.DECLARATION, tmp_path / "toolkit")
     mutated = selected(suite, lab.define("worker_current"), "offline")  # `worker` is left to the nightly run
@@ -133,5 +135,5 @@ def test_every_mutation_is_run(suite: tuple[Any, Checks], tmp_path: Path) -> Non
     left = {name for name, _ in everything} - mutated - booted
     assert (at_night & left, (gpu & left) - at_night) == (DOCKER, GPU)
     assert left == DOCKER | GPU
-    assert is_slow(test_boot_worker_gpu)
-    assert not any(is_slow(module) for module in EVERY_COMMIT)
+    assert is_nightly(test_boot_worker_gpu)
+    assert not any(is_nightly(module) for module in EVERY_COMMIT)
