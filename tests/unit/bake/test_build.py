@@ -33,13 +33,14 @@ from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
 from image_builder.system import cgroups
 from image_builder.system.trees import remove_tree
+from tests.support.shipped import shipped
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["--locked", "the last one made"])
 def test_it_names_the_lock_that_it_took(tmp_path: Path, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(cgroups, "reap", lambda: None)  # it would clean up after other builds on this host
-    definition = load_inventory([REPO_ROOT / "inventories/lab"]).define("minimal")
+    definition = shipped("lab").define("minimal")
     needs = requirements(definition, extensions())
     groups = {n: LockedGroup(**g.question.model_dump(), packages=[]) for n, g in needs.groups.items()}
     lock = Lock(image="minimal", source_date_epoch=1, repositories={}, groups=groups)
@@ -60,8 +61,7 @@ def test_it_names_the_lock_that_it_took(tmp_path: Path, given: bool, monkeypatch
 
 
 def _minimal(inventory: Path) -> ImageDefinition:
-    if inventory != REPO_ROOT / "inventories/lab":
-        shutil.copytree(REPO_ROOT / "inventories/lab", inventory)
+    shutil.copytree(REPO_ROOT / "inventories/lab", inventory)
     return load_inventory([inventory]).define("minimal")
 
 
@@ -91,7 +91,7 @@ def test_each_inventory_has_locks_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_projects_inventories_are_the_same_in_every_checkout(tmp_path: Path) -> None:
-    here = _minimal(REPO_ROOT / "inventories/lab").record_name
+    here = shipped("lab").define("minimal").record_name
     checkout = tmp_path / "checkout"
     (checkout / "inventories/lab").mkdir(parents=True)
     assert record_name("minimal", [checkout / "inventories/lab"], checkout) == here
@@ -128,7 +128,7 @@ def _refuse(*_: object) -> bool:
 def test_what_a_supplier_made_is_served_once_for_a_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    definition = load_inventory([REPO_ROOT / "inventories/lab"]).define("worker")
+    definition = shipped("lab").define("worker")
     lock = _fitting(definition, "1")
     settings = Settings(store=tmp_path / "store")
     store = Store(settings.store)
@@ -162,7 +162,7 @@ def test_what_a_supplier_made_is_served_once_for_a_build(
         with building.Supply(work, others) as supply:
             supply.endpoints()  # the registry runs in the tools tree
             assert made == ["tools"]
-        minimal = _minimal(REPO_ROOT / "inventories/lab")
+        minimal = shipped("lab").define("minimal")
         served.clear()
         with building.Supply(replace(work, definition=minimal), others) as supply:
             assert supply.endpoints() == {} and not served
@@ -218,7 +218,7 @@ def test_each_build_notes_the_images_that_it_leaves_out(
         PreloadedImage.model_validate({"ref": f"registry.example/{name}:1", "required": False})
         for name in ("unlocked", "unpulled")
     )
-    worker = load_inventory([REPO_ROOT / "inventories/lab"]).define("worker")
+    worker = shipped("lab").define("worker")
     definition = replace(worker, preload=(unlocked, unpulled))
     lock = _fitting(definition, "1").model_copy(
         update={"images": [_image(unpulled.ref)], "left_out": [unlocked.ref]}

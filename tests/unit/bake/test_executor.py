@@ -43,9 +43,7 @@ from image_builder.settings import Settings
 from image_builder.system import process
 from image_builder.system.trees import code_digests, named_digests
 from image_builder.verify.stage import run as verify
-from tests.unit.bake.plan.user_layer import definition, edit, plan, root
-
-__all__ = ["root"]
+from tests.unit.bake.plan.user_layer import definition, edit, make, plan
 
 _SOURCE_TEXT = "Source: kubernetes\n"
 _SOURCE: dict[str, Any] = {
@@ -221,7 +219,7 @@ def test_a_stage_that_is_new_in_every_build_may_change_what_it_reads(
 )
 def test_a_layer_whose_variables_change_while_it_runs_is_not_committed(
     store: Store,
-    root: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     old: str,
@@ -229,6 +227,7 @@ def test_a_layer_whose_variables_change_while_it_runs_is_not_committed(
     reason: str | None,
 ) -> None:
     """Its play reads the inventory by itself. What an editor leaves next to it doesn't count."""
+    root = make(tmp_path / "repository").root
     stage = plan(root).stage(name)
 
     def run(_: StageContext) -> dict[str, JSON]:

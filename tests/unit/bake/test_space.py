@@ -18,10 +18,11 @@ from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.plan.resolve import kinds
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
-from image_builder.definition import ImageDefinition, load_inventory
+from image_builder.definition import ImageDefinition
 from image_builder.errors import SpaceError
 from image_builder.events import Monitor
 from image_builder.settings import Settings
+from tests.support.shipped import shipped
 
 REPO = Path(__file__).resolve().parents[3]
 MB = 1_000_000
@@ -39,7 +40,7 @@ STAGES = {
 
 @cache
 def definition() -> ImageDefinition:
-    return load_inventory([REPO / "inventories/lab"], repo_root=REPO).define("worker")
+    return shipped("lab").define("worker")
 
 
 def lock() -> Lock:

@@ -128,6 +128,7 @@ def test_validate_names_all_problems_at_once(bad_inventory: Path) -> None:
     assert "broken.yml:1" in err and "broken.yml:2" in err
 
 
+@pytest.mark.usefixtures("unread_layers")
 def test_validate_names_what_is_left_to_replace_in_the_example() -> None:
     status, out, err = _run("validate", "-i", str(REPO_ROOT / "inventories/azure_vmss"))
     assert (status, out) == (errors.DefinitionError.exit_code, "")

@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from image_builder.definition import load_inventory, resolved_variables
+from image_builder.definition import resolved_variables
 from image_builder.definition.pools import CAPACITY, IMAGE, SUBNET
 from image_builder.definition.subnets import address_problem
 from image_builder.settings import REPO_ROOT
+from tests.support.shipped import shipped
 
 EXAMPLE = REPO_ROOT / "inventories/azure_vmss"
 # NVIDIA's repositories by suite, and the branches that they lack (NVIDIA/cuda-repo-management, issue 38).
@@ -33,7 +34,7 @@ def problems(suite: str, branch: str, repository: str, kernel: str, options: set
 
 
 def test_kernel_and_driver_exist_together() -> None:
-    definition = load_inventory([EXAMPLE]).define("worker_h100")
+    definition = shipped("azure_vmss").define("worker_h100")
     v = resolved_variables(definition)
     repository, options = v["nvidia_repository"], v["nvidia_rdma_kernel_options"]
     assert isinstance(repository, dict) and isinstance(options, list)
@@ -49,7 +50,7 @@ def test_kernel_and_driver_exist_together() -> None:
 
 
 def test_subnets_hold_what_their_comments_say() -> None:
-    pods = resolved_variables(load_inventory([EXAMPLE]).define("worker_cpu"))["kubelet_max_pods"]
+    pods = resolved_variables(shipped("azure_vmss").define("worker_cpu"))["kubelet_max_pods"]
     text = (EXAMPLE / "hosts.yml").read_text("utf-8")
     told = re.findall(rf"{SUBNET}: (\S+)  # ([\d,]+) addresses: (\d+) ", text)
     assert len(told) == text.count(f"{IMAGE}: ") == text.count(f"{CAPACITY}: ") == 2

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.definition import load_inventory
 from image_builder.definition.placeholders import placeholders
 from image_builder.settings import REPO_ROOT
+from tests.support.shipped import shipped
 from tests.unit.definition.conftest import Load, lines
 
 MARK = "is marked REPLACE: put in your own value, and remove the mark"
@@ -61,7 +61,6 @@ def test_a_single_file_and_what_lies_beside_it(tmp_path: Path) -> None:
     assert found == ["keys.yml:2", "hosts.ini:2"], "not what another inventory may be"
 
 
-@pytest.mark.usefixtures("unread_layers")
 @pytest.mark.parametrize("name", ["azure_vmss", "lab"])
 def test_the_examples_hold_what_their_comments_say(name: str) -> None:
     """Each line with REPLACE that isn't a comment is reported, and no other line."""
@@ -72,6 +71,6 @@ def test_the_examples_hold_what_their_comments_say(name: str) -> None:
         for number, text in enumerate(file.read_text().splitlines(), 1)
         if "REPLACE" in text and not text.lstrip().startswith("#")
     ]
-    problems = load_inventory([folder]).problems()
+    problems = shipped(name).problems()
     assert sorted(Path(p.where).name for p in problems) == sorted(f"{n}:{line}" for n, line in marked)
     assert (len(marked) > 5) == (name == "azure_vmss")

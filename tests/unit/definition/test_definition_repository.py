@@ -25,6 +25,7 @@ from image_builder.definition.placeholders import placeholders
 from image_builder.definition.roles import Role, RoleBook
 from image_builder.definition.values import Place
 from image_builder.settings import REPO_ROOT, VaultId
+from tests.support.shipped import shipped
 
 INVENTORIES = REPO_ROOT / "inventories"
 VAULT_PASSWORD = INVENTORIES / "azure_vmss" / "demo-vault-password.txt"
@@ -34,7 +35,7 @@ ROLES = list(RoleBook((REPO_ROOT,)).roles())
 @cache
 def _read(name: str) -> tuple[Inventory, Mapping[str, Sequence[LayerNeeds]]]:
     """Return an inventory, and what each layer of its images needs: seconds of templating, shared by several tests."""
-    inventory = load_inventory([INVENTORIES / name])
+    inventory = shipped(name)
     definitions = {image: inventory.define(image) for image in inventory.images}
     return inventory, {
         image: [layer_needs(definition, layer) for layer in definition.layers]

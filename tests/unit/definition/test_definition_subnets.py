@@ -10,9 +10,12 @@ import pytest
 from image_builder.definition import Inventory, load_inventory
 from image_builder.definition.subnets import address_problem
 from image_builder.errors import Problem
-from tests.unit.definition.test_definition_pools import JOINING
+from tests.unit.definition import test_definition_pools
 
 pytestmark = pytest.mark.usefixtures("unread_layers")
+
+# Without the layers that decide nothing about a node's pods.
+JOINING = test_definition_pools.JOINING.replace("[system, container_runtime, node, ", "[container_runtime, ")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,7 @@ all:
         small: {kubelet_max_pods: 30}
       vars:
         image_base: {suite: bookworm}
-        image_layers: [system, container_runtime, node, kubernetes]
+        image_layers: [container_runtime, kubernetes]
         kubelet_mode: cluster
         kubelet_source: {type: none}
         container_runtime_engine: containerd
@@ -111,7 +114,7 @@ all:
 """
 # The same without the slow reading of a kubelet's role: here the pools say how many pods their nodes have.
 BRIEF = (
-    SHARED.replace(", container_runtime, node, kubernetes]", "]")
+    SHARED.replace("[container_runtime, kubernetes]", "[system]")
     .replace("        small: {kubelet_max_pods: 30}", "        small:")
     .replace(
         """        kubelet_mode: cluster

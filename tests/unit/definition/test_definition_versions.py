@@ -7,7 +7,7 @@ from textwrap import indent
 
 import pytest
 
-from image_builder.definition import load_inventory
+from image_builder.definition import Inventory, load_inventory
 from image_builder.errors import Problem
 
 pytestmark = pytest.mark.usefixtures("unread_layers")
@@ -20,19 +20,25 @@ all:
         worker:
       vars:
         image_base: {suite: bookworm}
-        image_layers: [system, container_runtime, node, kubernetes]
+        image_layers: [container_runtime, kubernetes]
         container_runtime_engine: containerd
         kubelet_source: {type: none}
 """
 
 
-def check(folder: Path, images: str, pools: str = "") -> tuple[Path, list[Problem]]:
-    """Write an inventory with more variables for its image, and more groups; return all its problems."""
+def read(folder: Path, images: str, pools: str = "") -> tuple[Path, Inventory]:
+    """Write an inventory with more variables for its image, and more groups, and read it."""
     path = folder / "hosts.yml"
     path.write_text(
         INVENTORY + indent(images.strip("\n"), " " * 8) + "\n" + indent(pools.strip("\n"), " " * 4) + "\n"
     )
-    return path, load_inventory([path]).problems()
+    return path, load_inventory([path])
+
+
+def check(folder: Path, images: str, pools: str = "") -> tuple[Path, list[Problem]]:
+    """Return all problems of such an inventory."""
+    path, inventory = read(folder, images, pools)
+    return path, inventory.problems()
 
 
 def line(path: Path, text: str) -> str:
@@ -148,9 +154,9 @@ def test_a_pool_that_says_no_api_servers_is_warned_of(
 ) -> None:
     (tmp_path / "host_vars").mkdir()
     (tmp_path / "host_vars/worker.yml").write_text(image)
-    path, problems = check(tmp_path, images("1.35"), pools)
-    assert problems == []
-    warnings = load_inventory([path]).warnings(["worker"])
+    path, inventory = read(tmp_path, images("1.35"), pools)
+    assert inventory.problems() == []
+    warnings = inventory.warnings(["worker"])
     assert [w.where.rpartition("/")[2] for w in warnings] == [line(path, text) for text in lines]
     for warning in warnings:
         assert warning.path == "pool_api_server_versions"

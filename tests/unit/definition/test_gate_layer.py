@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import yaml
 
 from image_builder.definition import load_inventory, resolved_variables
 from image_builder.settings import REPO_ROOT
+from tests.support.shipped import shipped
 
 LAYER = REPO_ROOT / "playbooks" / "layers" / "gate.yml"
 
 
-@cache
 def variables(inventory: str, image: str) -> Any:
-    return resolved_variables(load_inventory([REPO_ROOT / "inventories" / inventory]).define(image))
+    return resolved_variables(shipped(inventory).define(image))
 
 
 def defaults(variable: str) -> Any:

@@ -8,10 +8,11 @@ from typing import Any
 import yaml
 
 from image_builder.canonical import JSON
-from image_builder.definition import engine, load_inventory, resolved_variables
+from image_builder.definition import engine, resolved_variables
 from image_builder.definition.evaluate import role_variables
 from image_builder.definition.roles import RoleBook
 from image_builder.settings import REPO_ROOT
+from tests.support.shipped import shipped
 
 LAYER = REPO_ROOT / "playbooks" / "layers" / "join.yml"
 
@@ -60,7 +61,7 @@ def test_agent_comes_before_what_it_is_told() -> None:
 
 
 def test_the_labs_image_belongs_to_no_cluster_and_waits_for_one() -> None:
-    definition = load_inventory([REPO_ROOT / "inventories/lab"]).define("worker_join")
+    definition = shipped("lab").define("worker_join")
     found = resolved_variables(definition)
     assert definition.layers[-2:] == ("gate", "join") and found["kubelet_mode"] == "cluster"
     assert (found["node_join_engine"], found["gpu_preflight_engine"]) == ("docker", "docker")

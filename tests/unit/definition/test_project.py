@@ -12,6 +12,7 @@ from image_builder import settings
 from image_builder.bake.lock.model import Lock, LockedGroup
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import requirements, resolve
+from image_builder.cli import init
 from image_builder.cli.command import extensions
 from image_builder.definition import Inventory, layer_reading, load_inventory, published_variables
 from image_builder.errors import DefinitionError, UsageError
@@ -48,25 +49,31 @@ def test_own_roles_and_layers_stand_beside_ours(project: Path) -> None:
     assert "roles/system/tasks/main.yml" in layer_reading(definition, "system").files
 
 
-def test_a_layer_of_ours_is_the_same_wherever_the_repository_is(project: Path, tmp_path: Path) -> None:
-    other = tmp_path / "elsewhere"
-    shutil.copytree(project, other)
-    before, after = (stage_ids(place) for place in (project, other))
-    assert before == after
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The ids of a project's stages, elsewhere and before any change."""
+    place = tmp_path_factory.mktemp("elsewhere") / "project"
+    shutil.copytree(init.TEMPLATE, place)
+    return stage_ids(place)
 
 
-def test_a_repository_may_lie_in_the_other(project: Path, tmp_path: Path) -> None:
+def test_a_layer_of_ours_is_the_same_wherever_the_repository_is(
+    project: Path, unchanged: dict[str, str]
+) -> None:
+    assert stage_ids(project) == unchanged
+
+
+def test_a_repository_may_lie_in_the_other(project: Path, unchanged: dict[str, str], tmp_path: Path) -> None:
     """A user may work in this program's checkout, or have it as a submodule."""
-    before = stage_ids(project)
     checkout = tmp_path / "checkout"
     for name in ("roles", "playbooks", "image_builder"):
         shutil.copytree(
             REPO_ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "molecule")
         )
     shutil.copytree(project, checkout / "images")
-    assert stage_ids(checkout / "images", checkout=checkout) == before
+    assert stage_ids(checkout / "images", checkout=checkout) == unchanged
     shutil.move(checkout, project / "tools")
-    assert stage_ids(project, checkout=project / "tools") == before
+    assert stage_ids(project, checkout=project / "tools") == unchanged
 
 
 def test_variables_beside_playbooks_count_in_their_plays_alone(project: Path) -> None:
@@ -109,15 +116,15 @@ def stage_ids(project: Path, *extra: str, checkout: Path = REPO_ROOT) -> dict[st
     ],
 )
 def test_what_changes_in_the_repository_changes_the_stages_that_read_it(
-    project: Path, file: str, first: str
+    project: Path, unchanged: dict[str, str], file: str, first: str
 ) -> None:
-    before = stage_ids(project)
     with (project / file).open("a") as stream:
         stream.write("# more\n")
-    changed = [name for name, stage_id in stage_ids(project).items() if stage_id != before[name]]
+    changed = [name for name, stage_id in stage_ids(project).items() if stage_id != unchanged[name]]
     assert changed[0] == first
 
 
+@pytest.mark.usefixtures("site")
 def test_own_checks_are_compared_again_before_their_verdict_is_stored(project: Path) -> None:
     """So are all files with a place (``executor``). An editor's lock may be gone by then."""
     (project / "checks/.#mutations.yml").symlink_to("me@host.1:2")
@@ -129,6 +136,7 @@ def test_own_checks_are_compared_again_before_their_verdict_is_stored(project: P
     assert named_digests(places).items() <= stage.code.items()
 
 
+@pytest.mark.usefixtures("site")
 def test_directories_of_roles_are_those_of_the_configuration(project: Path) -> None:
     (project / "shared").mkdir()
     (project / ROLE).rename(project / "shared/site_banner")
@@ -139,6 +147,7 @@ def test_directories_of_roles_are_those_of_the_configuration(project: Path) -> N
     assert problems(project) == []
 
 
+@pytest.mark.usefixtures("site")
 def test_names_that_clash_are_refused(project: Path) -> None:
     shutil.copytree(project / ROLE, project / "roles/hardening")
     shutil.copyfile(project / "playbooks/layers/site.yml", project / "playbooks/layers/node.yml")
@@ -148,6 +157,7 @@ def test_names_that_clash_are_refused(project: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("site")
 def test_metadata_that_is_no_mapping_needs_nothing(project: Path) -> None:
     (project / ROLE / "meta/main.yml").write_text("[]\n")
     assert (
@@ -155,6 +165,7 @@ def test_metadata_that_is_no_mapping_needs_nothing(project: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("site")
 def test_a_role_with_variables_declares_them(project: Path) -> None:
     (project / ROLE / "meta/argument_specs.yml").unlink()
     reason = "has variables and no meta/argument_specs.yml that declares them"
@@ -164,6 +175,7 @@ def test_a_role_with_variables_declares_them(project: Path) -> None:
 CHECK = "checks/test_site_banner.py"
 
 
+@pytest.mark.usefixtures("site")
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [
@@ -225,6 +237,7 @@ def test_checks_that_prove_nothing_are_refused(
     assert found and (expected is None or sorted(found) == sorted(expected))
 
 
+@pytest.mark.usefixtures("site")
 @pytest.mark.parametrize("file", ["more_test.py", "more/test_more.py", "test_more.py"])
 def test_each_check_that_pytest_takes_needs_a_command(project: Path, file: str) -> None:
     place = project / "checks" / file
@@ -236,6 +249,7 @@ def test_each_check_that_pytest_takes_needs_a_command(project: Path, file: str) 
     assert problems(project) == []
 
 
+@pytest.mark.usefixtures("site")
 def test_a_check_may_not_have_the_name_of_one_of_ours(project: Path) -> None:
     (project / CHECK).rename(project / "checks/test_kubelet.py")
     assert problems(project) == [
@@ -262,6 +276,7 @@ def test_the_repository_is_where_ansible_would_read_its_configuration(
         project_root()
 
 
+@pytest.mark.usefixtures("site")
 def test_a_variable_with_a_roles_prefix_is_known_or_refused(project: Path) -> None:
     change(project / "inventories/site/group_vars/images.yml", "site_banner_owner", "site_banner_onwer")
     assert problems(project) == [
@@ -272,6 +287,7 @@ def test_a_variable_with_a_roles_prefix_is_known_or_refused(project: Path) -> No
         read(project).define("node")
 
 
+@pytest.mark.usefixtures("site")
 @pytest.mark.parametrize(
     "extra",
     [
@@ -292,12 +308,13 @@ def test_extra_variables_win_over_all_others(project: Path, extra: str) -> None:
     assert definition.extra == (extra,)
 
 
-def test_extra_variables_of_a_file_are_in_the_ids_and_have_places(project: Path) -> None:
+def test_extra_variables_of_a_file_are_in_the_ids_and_have_places(
+    project: Path, unchanged: dict[str, str]
+) -> None:
     file = project / "extra.yml"
     file.write_text("---\nsite_banner_owner: us\n")
-    before = stage_ids(project)
     after = stage_ids(project, f"@{file}")
-    assert next(name for name in before if before[name] != after[name]) == "site"
+    assert next(name for name in unchanged if unchanged[name] != after[name]) == "site"
     file.write_text("---\n\nsite_banner_onwer: us\n")
     (problem,) = read(project, f"@{file}").problems()
     assert problem.where.endswith("extra.yml:3") and "did you mean `site_banner_owner`" in problem.reason

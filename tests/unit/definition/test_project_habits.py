@@ -14,6 +14,8 @@ from image_builder.definition.reading import PlaybookReading, layer_reading
 from image_builder.definition.roles import RoleBook
 from image_builder.errors import DefinitionError, VaultError
 
+pytestmark = pytest.mark.usefixtures("site")
+
 ROLE = "roles/site_banner"
 LAYER = "playbooks/layers/site.yml"
 SPECS = f"{ROLE}/meta/argument_specs.yml"

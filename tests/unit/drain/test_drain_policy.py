@@ -25,11 +25,9 @@ def test_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "mode: force",
         "max_wait_seconds: -1",
         "max_wait_seconds: .inf",
         "max_fenced: 0",
-        "rules: [{action: kill}]",
         "grace: 1",
     ],
 )

@@ -12,6 +12,9 @@ from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.lab import software
 from image_builder.settings import REPO_ROOT
+from tests.support.shipped import shipped
+
+pytestmark = pytest.mark.usefixtures("unread_layers")
 
 LAB = REPO_ROOT / "inventories/lab"
 
@@ -42,7 +45,7 @@ def _plan(definition: ImageDefinition) -> tuple[set[str], object, str]:
 
 
 def test_the_large_image_is_made_only_for_who_preloads_it(tmp_path: Path) -> None:
-    few, made, without = _plan(load_inventory([LAB]).define("worker"))
+    few, made, without = _plan(shipped("lab").define("worker"))
     assert made == [software.REFERENCE]
     assert few == {name for layer in software.IMAGES[software.REFERENCE] for name in layer}
     many, made, with_large = _plan(load_inventory([LAB, REPO_ROOT / "tests/e2e/large.yml"]).define("worker"))

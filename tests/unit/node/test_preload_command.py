@@ -78,20 +78,6 @@ def test_list_of_the_other_engine_is_refused(places: Places, capsys: pytest.Capt
     [
         pytest.param("{", "can't be read", id="no JSON"),
         pytest.param("{}", "engine is missing", id="no engine"),
-        pytest.param('{"engine": "docker"}', "data_root is missing", id="no data root"),
-        pytest.param(
-            '{"engine": 3, "data_root": "/a", "mount_point": "/b"}',
-            "engine must be one of docker, containerd, not 3",
-            id="a number",
-        ),
-        pytest.param(
-            '{"engine": "docker", "data_root": "/a"}', "mount_point is missing", id="no mount point"
-        ),
-        pytest.param(
-            '{"engine": "podman", "data_root": "/a", "mount_point": "/b"}',
-            'engine must be one of docker, containerd, not "podman"',
-            id="another engine",
-        ),
     ],
 )
 def test_settings_that_can_not_be_used(places: Places, text: str, said: str) -> None:

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from image_builder import errors
 from image_builder.cli.main import app
 from image_builder.cli.pool import run as pool_run_commands
-from image_builder.definition import load_inventory
 from image_builder.pool import rollout
 from image_builder.pool.plan import plan as plans
 from image_builder.pool.rollout import Stop
@@ -25,10 +24,10 @@ from image_builder.pool.run.journal import journal_of, open_journal, requests_of
 from image_builder.pool.run.records import Intent, Opened, Stopped
 from image_builder.pool.run.rolling import STOPPED
 from image_builder.pool.steps import ansible
-from image_builder.settings import REPO_ROOT
 from image_builder.verify.runner import FACTS, definition_facts
 from tests.support.nodes import joins
 from tests.support.pools.simulated import rolls
+from tests.support.shipped import shipped
 
 HOSTS = """
 all:
@@ -285,7 +284,7 @@ def test_facts_that_the_suite_would_refuse_on_each_host_are_refused(
 
 
 def test_a_build_writes_such_facts() -> None:
-    definition = load_inventory([REPO_ROOT / "inventories/lab"]).define("minimal")
+    definition = shipped("lab").define("minimal")
     assert definition_facts(definition, "0", [], []).keys() >= set(FACTS)
 
 

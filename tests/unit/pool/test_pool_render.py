@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from image_builder.cli import pool as pool_commands
-from image_builder.definition import load_inventory
 from image_builder.errors import DefinitionError, UsageError
 from image_builder.node.join.config import parse
 from image_builder.pool.plan.render import VARIABLES, Rendered, render
 from image_builder.settings import REPO_ROOT
 from tests.support.nodes import joins
+from tests.support.shipped import shipped
 
 CA = joins.authority().certificate
 GOOD = f"""
@@ -74,7 +74,7 @@ def test_the_example_for_azure_is_what_its_nodes_take() -> None:
     read = [parse(configuration.text.encode()) for configuration in rendered]
     assert [c.labels["node.example/pool"] for c in read] == ["worker_h100"] * 2 + ["worker_cpu"] * 2
     assert all(c.dns == ("10.0.0.10",) and c.credentials.kind == "broker" for c in read)
-    images = load_inventory([example])
+    images = shipped("azure_vmss")
     assert all(images.define(image).layers[-1] == "join" for image in images.images)
 
 

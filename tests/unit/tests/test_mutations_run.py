@@ -58,6 +58,9 @@ EVERY_COMMIT = (
     test_mutations,
 )
 
+# What a check needs are values.
+pytestmark = pytest.mark.usefixtures("unread_layers")
+
 Checks = Mapping[str, Mapping[str, Any]]
 
 

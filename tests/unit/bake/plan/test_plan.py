@@ -17,6 +17,7 @@ from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError, SpaceError
 from image_builder.settings import Settings
 from image_builder.system.trees import code_digests, named_digests
+from tests.unit.bake.plan.tree import Tree
 
 REPO = Path(__file__).resolve().parents[4]
 # The suite receives the builder's and all roles' variables, so `verify` (seconds) depends on every one of them.
@@ -55,28 +56,29 @@ def _role(root: Path, name: str, **files: str) -> None:
         (role / "meta/argument_specs.yml").write_text(spec)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Return a small repository: this program's code, three roles of its own, two layers, an inventory."""
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    """A small repository: this program's code, three roles of its own, two layers, an inventory."""
+    folder = tmp_path_factory.mktemp("repository")
     ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(REPO / "image_builder", tmp_path / "image_builder", ignore=ignore)
-    (tmp_path / "image_builder/suite/test_a.py").write_text("# a check\n")
-    (tmp_path / "playbooks/layers").mkdir(parents=True)
+    shutil.copytree(REPO / "image_builder", folder / "image_builder", ignore=ignore)
+    (folder / "image_builder/suite/test_a.py").write_text("# a check\n")
+    (folder / "playbooks/layers").mkdir(parents=True)
     for layer in ("system", "container_runtime"):
         text = f"- name: Layer\n  hosts: images\n  roles:\n    - role: {layer}\n"
-        (tmp_path / f"playbooks/layers/{layer}.yml").write_text(text)
+        (folder / f"playbooks/layers/{layer}.yml").write_text(text)
         _role(
-            tmp_path,
+            folder,
             layer,
             vars__main=f"__{layer}_packages: [{layer}-package]\n",
             defaults__main=f"{layer}_swap: true\n" if layer == "system" else f"{layer}_engine: docker\n",
             tasks__main="- name: Task\n  ansible.builtin.debug:\n    msg: hello\n",
         )
-    _role(tmp_path, "image_seal", tasks__main="- name: Task\n  ansible.builtin.debug:\n    msg: hello\n")
-    (tmp_path / "playbooks/seal.yml").write_text("- name: Seal\n  hosts: images\n  roles: [image_seal]\n")
-    (tmp_path / "inventory").mkdir()
-    (tmp_path / "inventory/hosts.yml").write_text(INVENTORY)
-    return tmp_path
+    _role(folder, "image_seal", tasks__main="- name: Task\n  ansible.builtin.debug:\n    msg: hello\n")
+    (folder / "playbooks/seal.yml").write_text("- name: Seal\n  hosts: images\n  roles: [image_seal]\n")
+    (folder / "inventory").mkdir()
+    (folder / "inventory/hosts.yml").write_text(INVENTORY)
+    return Tree(folder)
 
 
 def _definition(root: Path) -> ImageDefinition:
@@ -110,14 +112,19 @@ def _plan(root: Path, lock: Lock | None = None) -> Plan:
     return resolve(_definition(root), lock or _lock(), root, extensions())
 
 
-def test_every_file_in_an_id_can_be_hashed_again_as_it_was(root: Path) -> None:
+@pytest.fixture(scope="module")
+def unchanged(tree: Tree) -> Plan:
+    """The plan before any change."""
+    return _plan(tree.root)
+
+
+def test_every_file_in_an_id_can_be_hashed_again_as_it_was(root: Path, unchanged: Plan) -> None:
     """The executor does so before it commits a stage."""
-    plan = _plan(root)
-    for stage in plan.stages:
+    for stage in unchanged.stages:
         own = [root / name for name in stage.code if name not in stage.places]
         assert code_digests(root, own) | named_digests(stage.places) == stage.code, stage.name
-    assert "roles/system/tasks/main.yml" in plan.stage("system").places
-    assert "playbooks/seal.yml" in plan.stage("seal").places
+    assert "roles/system/tasks/main.yml" in unchanged.stage("system").places
+    assert "playbooks/seal.yml" in unchanged.stage("seal").places
 
 
 def _changed(before: Plan, after: Plan) -> set[str]:
@@ -148,10 +155,10 @@ def _executable(root: Path) -> None:
     (root / "roles/system/templates/a.conf.j2").chmod(0o755)
 
 
-def test_the_same_inputs_give_the_same_plan(root: Path) -> None:
-    assert _plan(root) == _plan(root)
-    assert {s.name for s in _plan(root).stages} == ALL
-    assert _plan(root).build_id == _plan(root).stage("seal").id
+def test_the_same_inputs_give_the_same_plan(root: Path, unchanged: Plan) -> None:
+    assert _plan(root) == unchanged
+    assert {s.name for s in unchanged.stages} == ALL
+    assert unchanged.build_id == unchanged.stage("seal").id
 
 
 @pytest.mark.parametrize(
@@ -216,10 +223,11 @@ def test_the_same_inputs_give_the_same_plan(root: Path) -> None:
         ),
     ],
 )
-def test_what_a_change_reaches(root: Path, change: Callable[[Path], None], expected: set[str]) -> None:
-    before = _plan(root)
+def test_what_a_change_reaches(
+    root: Path, unchanged: Plan, change: Callable[[Path], None], expected: set[str]
+) -> None:
     change(root)
-    assert _changed(before, _plan(root)) == expected
+    assert _changed(unchanged, _plan(root)) == expected
 
 
 @pytest.mark.parametrize(
@@ -242,10 +250,9 @@ def test_what_a_change_reaches(root: Path, change: Callable[[Path], None], expec
         ),
     ],
 )
-def test_what_reaches_nothing(root: Path, change: Callable[[Path], None]) -> None:
-    before = _plan(root)
+def test_what_reaches_nothing(root: Path, unchanged: Plan, change: Callable[[Path], None]) -> None:
     change(root)
-    assert _changed(before, _plan(root)) == set()
+    assert _changed(unchanged, _plan(root)) == set()
 
 
 @pytest.mark.parametrize(
@@ -258,33 +265,30 @@ def test_what_reaches_nothing(root: Path, change: Callable[[Path], None]) -> Non
     ],
 )
 def test_a_package_reaches_its_layer_and_what_stands_on_it(
-    root: Path, group: str, expected: set[str]
+    root: Path, unchanged: Plan, group: str, expected: set[str]
 ) -> None:
     groups = dict(_lock().groups)
     groups[group] = LockedGroup(
         suite="trixie", components=["main"], requested=[group], packages=[_package("f" * 64)]
     )
-    assert _changed(_plan(root), _plan(root, _lock(groups=groups))) == expected
+    assert _changed(unchanged, _plan(root, _lock(groups=groups))) == expected
 
 
-def test_an_archive_reaches_the_layer_that_asks_for_it(root: Path) -> None:
-    before = _plan(root)
+def test_an_archive_reaches_the_layer_that_asks_for_it(root: Path, unchanged: Plan) -> None:
     with (root / "roles/container_runtime/vars/main.yml").open("a") as file:
         file.write(
             f"__container_runtime_archives: [{{url: 'https://example.invalid/a', sha256: {'e' * 64}}}]\n"
         )
     after = _plan(root)
-    assert _changed(before, after) == FROM_RUNTIME
+    assert _changed(unchanged, after) == FROM_RUNTIME
     assert after.stage("container_runtime").options["archives"] == ["e" * 64]
     assert after.stage("system").options["archives"] == []
 
 
-def test_where_the_repository_lies_does_not_matter(
-    root: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    other = tmp_path_factory.mktemp("elsewhere") / "repo"
+def test_where_the_repository_lies_does_not_matter(root: Path, unchanged: Plan, tmp_path: Path) -> None:
+    other = tmp_path / "repo"
     shutil.copytree(root, other)
-    assert _changed(_plan(root), _plan(other)) == set()
+    assert _changed(unchanged, _plan(other)) == set()
 
 
 def test_a_lock_for_other_layers_is_refused(root: Path) -> None:
@@ -327,8 +331,17 @@ def _images(large: str = "2") -> list[LockedImage]:
     return [_image("registry.example/pause:3.10"), _image("registry.example/large:1", large)]
 
 
-def test_preload_runs_in_the_engines_tree_and_is_joined_at_the_seal(preloading: Path) -> None:
-    plan = _plan(preloading, _lock(images=_images()))
+@pytest.fixture(scope="module")
+def unchanged_preload(tree: Tree) -> Plan:
+    """The plan with two images before any change."""
+    _replace("image_formats: [qcow2]", _PRELOAD)(tree.root)
+    plan = _plan(tree.root, _lock(images=_images()))
+    tree.restore()
+    return plan
+
+
+def test_preload_runs_in_the_engines_tree_and_is_joined_at_the_seal(unchanged_preload: Plan) -> None:
+    plan = unchanged_preload
     preload, runtime, seal = (plan.stage(name) for name in ("preload", "container_runtime", "seal"))
     assert preload.ground[0] == runtime.id
     assert preload.lowers == ()
@@ -357,27 +370,27 @@ def test_preload_runs_in_the_engines_tree_and_is_joined_at_the_seal(preloading: 
         ),
     ],
 )
-def test_no_role_reaches_the_preload(preloading: Path, change: Callable[[Path], None]) -> None:
-    lock = _lock(images=_images())
-    before = _plan(preloading, lock)
+def test_no_role_reaches_the_preload(
+    preloading: Path, unchanged_preload: Plan, change: Callable[[Path], None]
+) -> None:
     change(preloading)
-    assert "preload" not in _changed(before, _plan(preloading, lock))
+    assert "preload" not in _changed(unchanged_preload, _plan(preloading, _lock(images=_images())))
 
 
-def test_a_base_package_does_not_reach_the_preload_and_an_engine_package_does(preloading: Path) -> None:
-    before = _plan(preloading, _lock(images=_images()))
+def test_a_base_package_does_not_reach_the_preload_and_an_engine_package_does(
+    preloading: Path, unchanged_preload: Plan
+) -> None:
     for group, reached in (("base", False), ("system", False), ("container_runtime", True)):
         groups = dict(_lock().groups)
         groups[group] = LockedGroup(
             suite="trixie", components=["main"], requested=[group], packages=[_package("f" * 64)]
         )
         after = _plan(preloading, _lock(groups=groups, images=_images()))
-        assert ("preload" in _changed(before, after)) == reached, group
+        assert ("preload" in _changed(unchanged_preload, after)) == reached, group
 
 
-def test_an_image_reaches_the_preload_and_no_layer(preloading: Path) -> None:
-    before = _plan(preloading, _lock(images=_images()))
-    assert _changed(before, _plan(preloading, _lock(images=_images("3")))) == FROM_PRELOAD
+def test_an_image_reaches_the_preload_and_no_layer(preloading: Path, unchanged_preload: Plan) -> None:
+    assert _changed(unchanged_preload, _plan(preloading, _lock(images=_images("3")))) == FROM_PRELOAD
 
 
 @pytest.mark.parametrize(
@@ -415,12 +428,10 @@ def test_an_image_reaches_the_preload_and_no_layer(preloading: Path) -> None:
     ],
 )
 def test_what_reaches_the_preload(
-    preloading: Path, change: Callable[[Path], None], expected: set[str]
+    preloading: Path, unchanged_preload: Plan, change: Callable[[Path], None], expected: set[str]
 ) -> None:
-    lock = _lock(images=_images())
-    before = _plan(preloading, lock)
     change(preloading)
-    assert _changed(before, _plan(preloading, lock)) == expected
+    assert _changed(unchanged_preload, _plan(preloading, _lock(images=_images()))) == expected
 
 
 @pytest.mark.parametrize("formats", ["[qcow2]", "[tar]"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,16 @@ from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import requirements, resolve
 from image_builder.bake.stages.module_build import MODULE_BUILD, MODULE_ROOT, modules_from_source
 from image_builder.cli.command import extensions
-from image_builder.definition import ImageDefinition, load_inventory
+from image_builder.definition import ImageDefinition
 from image_builder.errors import LockError
+from tests.support.shipped import shipped
 
 REPO = Path(__file__).resolve().parents[4]
 KERNEL = "6.1.0-50-cloud-amd64"
 
 
-@cache
 def definition(image: str = "worker_gpu") -> ImageDefinition:
-    return load_inventory([REPO / "inventories/lab"], repo_root=REPO).define(image)
+    return shipped("lab").define(image)
 
 
 def package(name: str, version: str = "1") -> LockedPackage:

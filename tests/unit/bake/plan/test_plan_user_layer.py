@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.bake.plan.model import Plan
 from image_builder.definition import resolved_variables
 from image_builder.verify.runner import definition_facts
-from tests.unit.bake.plan.user_layer import EVERY_PLAY, MINE, changed, definition, edit, plan, root
-
-__all__ = ["root"]
+from tests.unit.bake.plan.user_layer import EVERY_PLAY, MINE, changed, definition, edit, plan
 
 
 @pytest.mark.parametrize(
@@ -52,13 +51,17 @@ __all__ = ["root"]
         ),
     ],
 )
-def test_what_an_edit_runs(root: Path, path: str, old: str, new: str, expected: set[str]) -> None:
-    before = plan(root)
-    assert before.warnings == ()
-    assert changed(before, plan(root)) == set()
+def test_what_an_edit_runs(
+    root: Path, unchanged: Plan, path: str, old: str, new: str, expected: set[str]
+) -> None:
     edit(path, old, new)(root)
     # The facts for the suite contain no values of lookups.
-    assert changed(before, plan(root)) - {"verify"} == expected - {"verify"}
+    assert changed(unchanged, plan(root)) - {"verify"} == expected - {"verify"}
+
+
+def test_without_an_edit_nothing_runs(root: Path, unchanged: Plan) -> None:
+    assert unchanged.warnings == ()
+    assert changed(unchanged, plan(root)) == set()
 
 
 @pytest.mark.parametrize(
@@ -146,13 +149,11 @@ def test_what_only_the_play_knows_runs_its_layer_in_every_build(
     )
 
 
-def test_where_repository_and_inventory_lie_does_not_matter(
-    root: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_where_repository_and_inventory_lie_does_not_matter(root: Path, tmp_path: Path) -> None:
     edit(
         "inventory/hosts.yml", "site_name: a", "mine_made: \"{{ inventory_dir ~ '/x' }}\"\n    site_name: a"
     )(root)
-    other = tmp_path_factory.mktemp("elsewhere") / "repository"
+    other = tmp_path / "repository"
     shutil.copytree(root, other, symlinks=True)
     assert changed(plan(root), plan(other)) == {"verify"}, "it is told the path"
 

@@ -9,9 +9,7 @@ from textwrap import indent
 import pytest
 from ansible.parsing.vault import VaultLib, VaultSecret
 
-from tests.unit.bake.plan.user_layer import EVERY_PLAY, MINE, changed, edit, plan, root
-
-__all__ = ["root"]
+from tests.unit.bake.plan.user_layer import EVERY_PLAY, MINE, changed, edit, plan
 
 ROLE = "roles/needed/tasks/main.yml"
 PLAY = "playbooks/tasks/included.yml"
@@ -45,8 +43,13 @@ def _with_task(root: Path, place: str, task: str, more: Mapping[str, str] | None
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     edit("inventory/hosts.yml", "    site_name: a\n", INVENTORY.lstrip("\n"))(root)
+    _add(root, place, task)
+
+
+def _add(root: Path, place: str, task: str) -> None:
     lines = "".join(f"  {line}\n" for line in task.strip("\n").splitlines())
-    (root / place).write_text((root / place).read_text() + f"- name: Added\n{lines}")
+    with (root / place).open("a") as tasks:
+        tasks.write(f"- name: Added\n{lines}")
 
 
 def _new(path: str) -> Callable[[Path], None]:
@@ -56,169 +59,178 @@ def _new(path: str) -> Callable[[Path], None]:
     return write
 
 
-@pytest.mark.parametrize("place", [ROLE, PLAY])
-@pytest.mark.parametrize(
-    ("task", "change"),
-    [
-        pytest.param(
-            """
+SENT = [
+    pytest.param(
+        """
 copy: {src: "{{ item }}", dest: /etc/}
 loop: "{{ site_certs }}"
 """,
-            CERTS,
-            id="copy of a loop's item",
-        ),
-        pytest.param(
-            """
+        CERTS,
+        id="copy of a loop's item",
+    ),
+    pytest.param(
+        """
 copy: {src: "{{ item.src }}", dest: "{{ item.dest }}"}
 loop: "{{ site_pairs }}"
 """,
-            CERTS,
-            id="copy of a part of a loop's item",
-        ),
-        pytest.param(
-            """
+        CERTS,
+        id="copy of a part of a loop's item",
+    ),
+    pytest.param(
+        """
 copy: {src: "{{ cert }}", dest: /etc/}
 loop: "{{ site_certs }}"
 loop_control: {loop_var: cert}
 """,
-            CERTS,
-            id="copy of a loop's own variable",
-        ),
-        pytest.param(
-            """
+        CERTS,
+        id="copy of a loop's own variable",
+    ),
+    pytest.param(
+        """
 copy: {src: "{{ item }}", dest: /etc/}
 with_items: "{{ site_certs }}"
 """,
-            CERTS,
-            id="with_items",
-        ),
-        pytest.param(
-            """
+        CERTS,
+        id="with_items",
+    ),
+    pytest.param(
+        """
 copy: {content: "{{ lookup('file', item) }}", dest: "/etc/{{ item | basename }}"}
 loop: "{{ site_certs }}"
 """,
-            CERTS,
-            id="a lookup of a loop's item",
-        ),
-        pytest.param(
-            """
+        CERTS,
+        id="a lookup of a loop's item",
+    ),
+    pytest.param(
+        """
 copy: {src: "{{ item }}", dest: /etc/}
 with_fileglob: "{{ inventory_dir }}/certs/*.pem"
 """,
-            CERTS,
-            id="with_fileglob",
-        ),
-        pytest.param(
-            """
+        CERTS,
+        id="with_fileglob",
+    ),
+    pytest.param(
+        """
 copy: {src: "{{ item }}", dest: /etc/}
 with_fileglob: "{{ inventory_dir }}/certs/*.pem"
 """,
-            _new("inventory/certs/b.pem"),
-            id="with_fileglob, a file more",
-        ),
-        pytest.param(
-            """
+        _new("inventory/certs/b.pem"),
+        id="with_fileglob, a file more",
+    ),
+    pytest.param(
+        """
 copy: {src: "{{ item }}", dest: /etc/}
 with_first_found: ["{{ inventory_dir }}/certs/none.pem", "{{ inventory_dir }}/certs/a.pem"]
 """,
-            CERTS,
-            id="with_first_found",
-        ),
-        pytest.param("""include_vars: "{{ site_vars }}/a.yml" """, "inventory/more/a.yml", id="include_vars"),
-        pytest.param(
-            """include_vars: {dir: "{{ site_vars }}"}""",
-            "inventory/more/a.yml",
-            id="include_vars of a directory",
-        ),
-        pytest.param(
-            """
+        CERTS,
+        id="with_first_found",
+    ),
+    pytest.param("""include_vars: "{{ site_vars }}/a.yml" """, "inventory/more/a.yml", id="include_vars"),
+    pytest.param(
+        """include_vars: {dir: "{{ site_vars }}"}""",
+        "inventory/more/a.yml",
+        id="include_vars of a directory",
+    ),
+    pytest.param(
+        """
 vars: {found: "{{ site_vars }}"}
 include_vars: {dir: "{{ found }}"}
 """,
-            _new("inventory/more/b.yml"),
-            id="include_vars of a directory, a file more",
-        ),
-        pytest.param(
-            """copy: {src: "{{ inventory_dir }}/certs", dest: /etc/}""", CERTS, id="copy of a directory"
-        ),
-        pytest.param(
-            """copy: {src: "{{ inventory_dir }}/certs/", dest: /etc/}""",
-            "inventory/certs/README.md",
-            id="copy of a directory, a note in it",
-        ),
-        pytest.param(
-            """copy: {src: "{{ inventory_dir }}/certs", dest: /etc/}""",
-            _new("inventory/certs/b.pem"),
-            id="copy of a directory, a file more",
-        ),
-        pytest.param(
-            """assemble: {src: "{{ inventory_dir }}/certs", dest: /etc/a, remote_src: false}""",
-            CERTS,
-            id="assemble",
-        ),
-        pytest.param(
-            """template: {src: "{{ site_motd }}", dest: /etc/a}""",
-            edit("inventory/part.j2", "{{", "# {{"),
-            id="what a template includes",
-        ),
-        pytest.param(
-            """template: {src: "{{ site_motd }}", dest: /etc/a}""",
-            CERTS,
-            id="what a template that another one includes looks up",
-        ),
-        pytest.param(
-            """copy: {content: "{{ lookup('template', site_motd) }}", dest: /etc/a}""",
-            edit("inventory/part.j2", "{{", "# {{"),
-            id="what a template behind a lookup includes",
-        ),
-        pytest.param(
-            """template: {src: ../../../roles/mine/files/looks.conf, dest: /etc/a}""",
-            CERTS,
-            id="a template in files that looks up",
-        ),
-        pytest.param("""copy: src={{ site_file }} dest=/etc/a""", CERTS, id="arguments in one line"),
-        pytest.param("""script: "{{ site_file }} --quiet" """, CERTS, id="script"),
-        pytest.param("""script: {cmd: "{{ site_file }} --quiet"}""", CERTS, id="script, its command"),
-        pytest.param(
-            """copy: {src: files/../../../shared/site.txt, dest: /etc/a}""", "shared/site.txt", id="files/.."
-        ),
-        pytest.param(
-            """
+        _new("inventory/more/b.yml"),
+        id="include_vars of a directory, a file more",
+    ),
+    pytest.param(
+        """copy: {src: "{{ inventory_dir }}/certs", dest: /etc/}""", CERTS, id="copy of a directory"
+    ),
+    pytest.param(
+        """copy: {src: "{{ inventory_dir }}/certs/", dest: /etc/}""",
+        "inventory/certs/README.md",
+        id="copy of a directory, a note in it",
+    ),
+    pytest.param(
+        """copy: {src: "{{ inventory_dir }}/certs", dest: /etc/}""",
+        _new("inventory/certs/b.pem"),
+        id="copy of a directory, a file more",
+    ),
+    pytest.param(
+        """assemble: {src: "{{ inventory_dir }}/certs", dest: /etc/a, remote_src: false}""",
+        CERTS,
+        id="assemble",
+    ),
+    pytest.param(
+        """template: {src: "{{ site_motd }}", dest: /etc/a}""",
+        edit("inventory/part.j2", "{{", "# {{"),
+        id="what a template includes",
+    ),
+    pytest.param(
+        """template: {src: "{{ site_motd }}", dest: /etc/a}""",
+        CERTS,
+        id="what a template that another one includes looks up",
+    ),
+    pytest.param(
+        """copy: {content: "{{ lookup('template', site_motd) }}", dest: /etc/a}""",
+        edit("inventory/part.j2", "{{", "# {{"),
+        id="what a template behind a lookup includes",
+    ),
+    pytest.param(
+        """template: {src: ../../../roles/mine/files/looks.conf, dest: /etc/a}""",
+        CERTS,
+        id="a template in files that looks up",
+    ),
+    pytest.param("""copy: src={{ site_file }} dest=/etc/a""", CERTS, id="arguments in one line"),
+    pytest.param("""script: "{{ site_file }} --quiet" """, CERTS, id="script"),
+    pytest.param("""script: {cmd: "{{ site_file }} --quiet"}""", CERTS, id="script, its command"),
+    pytest.param(
+        """copy: {src: files/../../../shared/site.txt, dest: /etc/a}""", "shared/site.txt", id="files/.."
+    ),
+    pytest.param(
+        """
 vars: {source: "{{ site_file }}"}
 copy: {src: "{{ source }}", dest: /etc/a}
 when: site_pairs | length > 0
 """,
-            CERTS,
-            id="a variable of the task, with a condition",
-        ),
-        pytest.param(
-            """
+        CERTS,
+        id="a variable of the task, with a condition",
+    ),
+    pytest.param(
+        """
 copy: {dest: /etc/a}
 module_defaults: {copy: {src: "{{ site_file }}"}}
 """,
-            CERTS,
-            id="module_defaults",
-        ),
-        pytest.param(
-            """
+        CERTS,
+        id="module_defaults",
+    ),
+    pytest.param(
+        """
 copy: "{{ sent }}"
 vars: {sent: {src: "{{ site_file }}", dest: /etc/a}}
 """,
-            CERTS,
-            id="all arguments in one variable",
-        ),
-    ],
-)
+        CERTS,
+        id="all arguments in one variable",
+    ),
+]
+
+
+@pytest.mark.parametrize("place", [ROLE, PLAY])
+@pytest.mark.parametrize(("task", "change"), SENT)
 def test_what_a_task_sends_runs_its_layer(
     root: Path, place: str, task: str, change: str | Callable[[Path], None]
 ) -> None:
     _with_task(root, place, task)
     before = plan(root)
     assert before.warnings == ()
-    assert changed(before, plan(root)) == set()
     (_new(change) if isinstance(change, str) else change)(root)
     assert changed(before, plan(root)) - {"verify"} == MINE - {"verify"}
+
+
+@pytest.mark.parametrize("place", [ROLE, PLAY])
+def test_what_tasks_send_is_the_same_in_each_plan(root: Path, place: str) -> None:
+    _with_task(root, place, "debug: {msg: hello}")
+    for case in SENT:
+        _add(root, place, str(case.values[0]))
+    before = plan(root)
+    assert before.warnings == ()
+    assert changed(before, plan(root)) == set()
 
 
 @pytest.mark.parametrize(
@@ -381,10 +393,11 @@ def test_what_is_not_known_before_the_play_is_said(root: Path, place: str, task:
         "roles/needed/library/own.py": "",
     }
     _with_task(root, place, task, own)
-    first = plan(root)
-    assert changed(first, plan(root)) == MINE
-    assert any(w.endswith(f": {warning}") for w in first.warnings)
-    assert {w.partition(": ")[0] for w in first.warnings} == {"stage mine runs in every build"}
+    found = plan(root)
+    # Random, so the stage is another one in each plan: test_what_only_the_play_knows_runs_its_layer_in_every_build.
+    assert [stage.name for stage in found.stages if "run" in stage.options] == ["mine"]
+    assert any(w.endswith(f": {warning}") for w in found.warnings)
+    assert {w.partition(": ")[0] for w in found.warnings} == {"stage mine runs in every build"}
 
 
 @pytest.mark.parametrize(
@@ -400,8 +413,7 @@ def test_what_is_not_known_before_the_play_is_said(root: Path, place: str, task:
 )
 def test_what_a_task_sets_is_not_what_the_inventory_has(root: Path, before: str) -> None:
     _with_task(root, ROLE, before, {"inventory/more/b.yml": "site_file: /etc/a\n"})
-    with (root / ROLE).open("a") as tasks:
-        tasks.write('- name: Send\n  copy: {src: "{{ site_file }}", dest: /etc/a}\n')
+    _add(root, ROLE, 'copy: {src: "{{ site_file }}", dest: /etc/a}')
     (warning,) = plan(root).warnings
     assert warning.endswith("the file `{{ site_file }}` is named only while the play runs")
 
@@ -481,8 +493,7 @@ def test_what_include_vars_brings_is_known(root: Path) -> None:
         "inventory/more/sent": "old\n",
     }
     _with_task(root, ROLE, 'include_vars: "{{ site_vars }}/b.yml"', more)
-    with (root / ROLE).open("a") as tasks:
-        tasks.write('- name: Send\n  copy: {src: "{{ site_file }}", dest: /etc/a}\n')
+    _add(root, ROLE, 'copy: {src: "{{ site_file }}", dest: /etc/a}')
     before = plan(root)
     assert before.warnings == ()
     _new("inventory/more/sent")(root)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from image_builder.bake.lock.model import Lock, LockedGroup, LockedPackage
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import resolve
 from image_builder.cli.command import extensions
 from image_builder.definition import ImageDefinition, load_inventory
+from tests.unit.bake.plan.tree import Tree
 
 REPO = Path(__file__).resolve().parents[4]
 MINE = {"mine", "seal", "verify", "disk", "convert"}
@@ -92,14 +91,13 @@ FILES = {
 }
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Return a small repository with a user's layer and its inventory."""
+def make(folder: Path) -> Tree:
+    """Write a small repository with a user's layer and its inventory."""
     for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "image_builder").symlink_to(REPO / "image_builder")
-    return tmp_path
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "image_builder").symlink_to(REPO / "image_builder")
+    return Tree(folder)
 
 
 def definition(root: Path, *extra: str) -> ImageDefinition:

@@ -55,7 +55,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a date as a key": ("2024-01-01: 1", "broker"),
     "an alias of what it is in": ("pools: &a [*a]", "broker"),
     "a limit twice": ("tokens: {seconds: 60, namespace: a, seconds: 3600}", "broker"),
-    "an unknown key": ({**LEAST, "pool": []}, "pool"),
     "no pool": ({**LEAST, "pools": []}, "broker"),
     "a tenant by its name": (
         {**LEAST, "identity": {"tenant": "example.com", "audience": "x"}},

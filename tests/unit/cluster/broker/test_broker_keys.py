@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -61,7 +60,7 @@ def test_known_keys_serve_on_while_the_provider_takes_its_time(provider: Provide
 
     def fetch() -> bytes:
         requested.set()
-        assert answer.wait(10)
+        assert answer.wait(60)
         return identities.jwks("one")
 
     keys = Keys(fetch, 1000, tell=provider.told.append, clock=lambda: provider.now)
@@ -73,9 +72,8 @@ def test_known_keys_serve_on_while_the_provider_takes_its_time(provider: Provide
     slow = threading.Thread(target=keys.find, args=("one",))
     slow.start()
     try:
-        assert requested.wait(10)
-        began = time.monotonic()
-        assert keys.find("one") and time.monotonic() - began < 5
+        assert requested.wait(60)
+        assert keys.find("one") and slow.is_alive(), "the provider still hasn't answered"
     finally:
         answer.set()
         slow.join()

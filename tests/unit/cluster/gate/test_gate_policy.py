@@ -63,7 +63,6 @@ def test_notice_of_maintenance_is_acted_on_at_once() -> None:
     "text",
     [
         "share: 2",
-        "rules: [{remedy: explode}]",
         "lasting_seconds: -1",
         "lasting_seconds: .inf",
         # This would empty healthy nodes, beyond the allowed share.

@@ -351,7 +351,7 @@ def test_it_gives_itself_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("os._exit", ended.append)
     with command._given_up_after(0.0, lambda: ended.append(-1)):
-        for _ in range(1000):
+        for _ in range(12_000):
             if len(ended) == 2:
                 break
             time.sleep(0.005)
@@ -362,7 +362,7 @@ def test_it_gives_itself_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with command._given_up_after(0.0, full):
-        for _ in range(1000):
+        for _ in range(12_000):
             if len(ended) == 3:
                 break
             time.sleep(0.005)
