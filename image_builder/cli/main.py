@@ -87,7 +87,8 @@ def test(
         bool, typer.Option("--fast", help="lint, types and unit tests only; needs no root")
     ] = False,
     slow: Annotated[
-        bool, typer.Option("--slow", help="only the tests that take too long for every commit; up to 90 minutes")
+        bool,
+        typer.Option("--slow", help="only the tests that take too long for every commit; up to 90 minutes"),
     ] = False,
     store: StoreDir = DEFAULT_STORE,
     as_json: AsJson = False,

@@ -17,8 +17,8 @@ from tests.selftest.surroundings import ANY, environment
 from tests.selftest.turns import DIRECTORY as TURNS
 
 UNIT = "not root and not boot and not gpu"
-REST = "(root or boot) and not gpu and not slow and not nightly"
-SLOW = "(root or boot) and not gpu and (slow or nightly)"
+REST = "(root or boot) and not gpu and not slow"
+SLOW = "(root or boot) and not gpu and slow"
 # For two processors: a third process has a use, since many tests of real programs wait for half of their time.
 UNIT_PROCESSES, REST_PROCESSES = 2, 3
 
