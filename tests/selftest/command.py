@@ -22,6 +22,7 @@ from image_builder.settings import REPO_ROOT
 from tests.selftest import counts, lint, runs
 from tests.selftest.surroundings import cache_directory
 from tests.support.images import programs
+from tests.support.pages import proofs
 
 _WORDS = ("failed", "passed", "skipped", "errors", "not run")
 _SLOWEST = 15
@@ -45,7 +46,10 @@ def run(arguments: Sequence[str], *, fast: bool, slow: bool, store: Path, as_jso
     if arguments:
         done = [runs.chosen(arguments, place, fast=fast)]
     elif slow:
-        done = [runs.rest(place, slow=True)]
+        began = proofs.stamp()
+        done = [run := runs.rest(place, slow=True)]
+        failed = set(run.result.failed) - set(run.flaky)
+        proofs.write_slow({file: n for file, n in run.result.seconds.items() if file not in failed}, began)
     else:
         with lint.beside(place.cache, write) as is_clean:
             done = [runs.unit(place)]
