@@ -14,7 +14,7 @@ import ansible_runner
 import pytest
 
 from tests.support.images.builds import Workplace
-from tests.support.pools.fleet import CLASSES, Fault, Fleet, started
+from tests.support.pools.fleet import CLASSES, USER, Fault, Fleet, started
 from tests.support.pools.rollouts import Rollout, fill, install, let_fail, make
 
 # Hosts 0 to 5 are sound. Those with faults have the same numbers in each run; the last ones have no agent, one that
@@ -52,11 +52,11 @@ def hosts(minimal: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @contextmanager
 def lent(hosts: Fleet) -> Iterator[Fleet]:
-    """Enter the hosts' network until the block ends; then end what still runs on them."""
+    """Enter the hosts' network until the block ends; then end what still runs on them, and remove Ansible's traces."""
     with hosts.entered():
         yield hosts
     for number in range(len(hosts.hosts)):
-        hosts.run(number, "sh", "-c", "kill -9 -1 || true")
+        hosts.run(number, "sh", "-c", f"kill -9 -1; rm -rf /root/.ansible /home/{USER}/.ansible")
 
 
 @pytest.fixture(scope="module")

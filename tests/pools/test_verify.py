@@ -28,6 +28,7 @@ from tests.pools.conftest import lent, not_quick
 from tests.support.images.builds import Workplace
 from tests.support.pools.fleet import USER, Fleet
 from tests.support.pools.rollouts import POLICY, command, install, signature, write_plan, write_suite
+from tests.support.users import NOBODY, open_to_all
 
 pytestmark = [pytest.mark.root, pytest.mark.hosts]
 
@@ -276,9 +277,6 @@ def test_a_host_that_is_lost_in_mid_suite_is_dropped_and_verified_once_it_is_bac
         assert run(runs, pool, HANGS, 3).detail == "the suite did not end within 3 s"
 
 
-NOBODY = 65534
-
-
 @pytest.fixture
 def mine(pool: Fleet, minimal: Workplace, tmp_path: Path) -> Path:
     """Make a directory of an ordinary user, with a login key, the hosts' keys, and the facts to verify."""
@@ -291,8 +289,7 @@ def mine(pool: Fleet, minimal: Workplace, tmp_path: Path) -> Path:
     ):
         (mine / name).write_bytes(file.read_bytes())
     (mine / "key").chmod(0o600)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)  # pytest's own directories are closed to others
+    open_to_all(tmp_path)
     return mine
 
 

@@ -23,6 +23,7 @@ from tests.support.arm.kills import started
 from tests.support.arm.place import TRUSTED, Place, write_build
 from tests.support.arm.publisher import Publisher
 from tests.support.pools.simulated.rollouts import Faults, make, simulate
+from tests.support.users import NOBODY, open_to_all
 
 pytestmark = pytest.mark.root
 
@@ -58,10 +59,9 @@ def test_an_ordinary_user_publishes_what_root_built(azure: Place, inventory: Pat
     """The build belongs to root; the journal is in the user's own directory."""
     write_build(tmp_path / "output")
     (tmp_path / "output/publish").mkdir()
-    os.chown(tmp_path / "output/publish", 65534, 65534)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)  # pytest's own directories are closed to others
-    with started(azure, inventory, tmp_path / "output", user=65534) as publication:
+    os.chown(tmp_path / "output/publish", NOBODY, NOBODY)
+    open_to_all(tmp_path)
+    with started(azure, inventory, tmp_path / "output", user=NOBODY) as publication:
         out, err = publication.communicate()
     assert publication.returncode == 0, err
     assert json.loads(out)["version"].lower() in azure.arm.resources
