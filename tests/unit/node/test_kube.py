@@ -63,15 +63,16 @@ class Sent(Client):
 
     def __init__(self, status: int, body: bytes = b"{}", token: str = "") -> None:
         super().__init__(Access("https://api", Pem(text=""), token=Pem(text=token) if token else None))
-        self.answer_ = Answer(body)
-        self.answer_.status, self.answer_.headers = status, {}
+        self.status, self.body = status, body
         self.sent: list[tuple[str, str, bytes | None, dict[str, str]]] = []
 
     def _send(self, method: str, path: str, body: bytes | None, headers: Any, _timeout: float) -> Any:
         self.sent.append((method, path, body, dict(headers)))
-        if self.answer_.status == 0:
+        if self.status == 0:
             raise ConnectionResetError("gone")
-        return self.answer_
+        answer = Answer(self.body)
+        answer.status, answer.headers = self.status, {}
+        return answer
 
 
 @pytest.mark.parametrize(
