@@ -95,7 +95,9 @@ def judge(mutant: Mutant, places: list[Path], roots: str) -> str:
         f"unit/{mutant.path.split('/')[1]}",
     )
     (place / mutant.path).write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
-    verdict = noticed(place, tests_of(mutant.path, units, 3), *_UNIT)
+    verdict = noticed(
+        place, dict.fromkeys([*tests_of(mutant.path, units, 3), *tests_of(mutant.path, "unit", 1)]), *_UNIT
+    )
     verdict = verdict or noticed(place, tests_of(mutant.path, roots, 2), *_ROOT)
     (place / mutant.path).write_bytes(source)
     places.append(place)

@@ -329,11 +329,34 @@ def test_a_region_that_fails_is_repaired_once(world: World, fails: int) -> None:
     assert [entry.method for entry in world.arm.log].count("PATCH") == 2 and len(world.records(Failed)) == 1
 
 
+def test_the_first_region_can_not_be_repaired(world: World) -> None:
+    world.arm.failing_regions = {"westus3": 1}
+    with pytest.raises(PublishError):
+        world()
+    assert [record.step for record in world.records(Failed)] == ["replicate"]
+    assert "PATCH" not in [entry.method for entry in world.arm.log]
+
+
+def test_a_definition_is_made_if_it_may_be(world: World) -> None:
+    del world.arm.resources[world.target.definition.lower()]
+    with pytest.raises(PublishError):
+        world()
+    world.target = Target(ImageGallery.model_validate_json(json.dumps({**SETTINGS, "create": True})))
+    world.arm.quotas = {("westus3", "GalleryImage"): 0}
+    with pytest.raises(PublishError):
+        world()
+    assert not world.arm.log
+    world.arm.quotas = {("westus3", "GalleryImage"): 1}
+    world.check(world())
+    assert world.sent()[0] == f"put {SETTINGS['definition']}"
+
+
 def test_a_version_that_failed_everywhere_is_replaced_when_asked(world: World) -> None:
     world.arm.failing_regions = {"westus3": 1, "eastus": 3}
     for _ in range(2):
         with pytest.raises(PublishError):
             world()
+    assert not [line for line in world.sent() if line.startswith("delete 20")]
     world.arm.failing_regions.clear()
     world.check(world(replace_failed=True))
 

@@ -11,7 +11,7 @@ from image_builder.definition.model import ImageGallery
 from image_builder.errors import FetchError, PublishError
 from image_builder.gallery.azure import Service
 from image_builder.gallery.plan import Target
-from image_builder.gallery.uses import read
+from image_builder.gallery.uses import LATEST, Use, read
 from tests.unit.gallery.test_gallery_plan import SETTINGS
 
 TARGET = Target(ImageGallery.model_validate_json(json.dumps(SETTINGS)))
@@ -46,3 +46,43 @@ def test_a_list_that_can_not_be_read_is_an_error(denied: list[str], lacking: lis
 
 def test_an_empty_subscription_uses_nothing() -> None:
     assert read(cast("Service", Lists()), TARGET, ["a", "b"]) == []
+
+
+VERSION = f"{TARGET.definition}/versions/1.0.0"
+
+
+def _machine(image: str, exact: str = "") -> dict[str, Any]:
+    reference = {"id": image, **({"exactVersion": exact} if exact else {})}
+    return {"id": "/vm", "properties": {"storageProfile": {"imageReference": reference}}}
+
+
+@pytest.mark.parametrize(
+    ("image", "exact", "model", "machines"),
+    [
+        (VERSION, "", "1.0.0", "1.0.0"),
+        (VERSION.upper(), "", "1.0.0", "1.0.0"),
+        (TARGET.definition, "", LATEST, None),
+        # A model names what comes next, a machine what it runs.
+        (TARGET.definition, "1.0.0", LATEST, "1.0.0"),
+        (VERSION, "0.9.0", "1.0.0", "0.9.0"),
+        (f"{TARGET.definition}-b/versions/1.0.0", "", "", ""),
+        ("", "", "", ""),
+    ],
+)
+def test_a_model_and_its_machines_use_versions(
+    image: str, exact: str, model: str, machines: str | None
+) -> None:
+    class Uses(Lists):
+        def list(self, path: str, _api: str) -> list[dict[str, Any]]:
+            machine = _machine(image, exact)
+            if path.endswith("virtualMachineScaleSets"):
+                return [{"id": "/set", "properties": {"virtualMachineProfile": machine["properties"]}}]
+            return [machine, machine] if path == "/set/virtualMachines" else []
+
+    if machines is None:
+        with pytest.raises(FetchError):
+            read(cast("Service", Uses()), TARGET, ["a"])
+        return
+    found = read(cast("Service", Uses()), TARGET, ["a"])
+    expected = [Use("/set", "model", model)] if model else []
+    assert found == expected + ([Use("/set", "machines", machines, 2)] if machines else [])

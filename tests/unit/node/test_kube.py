@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from image_builder.node.net.kube import KubeError, condition, each_item
+from image_builder.node.net.kube import Client, KubeError, condition, each_item
+from image_builder.node.net.kubeconfig import Access, Pem
 
 
 @pytest.mark.parametrize("status", [0, 401, 403, 404, 409, 429, 500, 503])
@@ -47,3 +49,51 @@ def test_a_list_of_nothing_may_be_null() -> None:
 def test_a_list_that_broke_off_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         each_item(text, lambda _: None)
+
+
+class Answer(io.BytesIO):
+    """An answer as http.client returns it."""
+
+    status: int
+    headers: dict[str, str]
+
+
+class Sent(Client):
+    """A client whose requests get answers that a test names."""
+
+    def __init__(self, status: int, body: bytes = b"{}", token: str = "") -> None:
+        super().__init__(Access("https://api", Pem(text=""), token=Pem(text=token) if token else None))
+        self.status, self.body = status, body
+        self.sent: list[tuple[str, str, bytes | None, dict[str, str]]] = []
+
+    def _send(self, method: str, path: str, body: bytes | None, headers: Any, _timeout: float) -> Any:
+        self.sent.append((method, path, body, dict(headers)))
+        if self.status == 0:
+            raise ConnectionResetError("gone")
+        answer = Answer(self.body)
+        answer.status, answer.headers = self.status, {}
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("status", "fails"), [(200, False), (201, False), (299, False), (300, True), (409, True), (0, True)]
+)
+def test_an_answer_below_300_is_one(status: int, fails: bool) -> None:
+    client = Sent(status, b'{"message": "no", "a": 1}')
+    if fails:
+        with pytest.raises(KubeError) as caught:
+            client.request("GET", "/x")
+        assert caught.value.status == status
+    else:
+        assert client.request("GET", "/x")["a"] == 1
+
+
+@pytest.mark.parametrize("token", ["", "secret\n"])
+def test_a_request_says_what_it_has(token: str) -> None:
+    client = Sent(200, token=token)
+    client.request("PATCH", "/x", {"a": 1}, "application/merge-patch+json")
+    client.request("GET", "/y")
+    (_, path, body, headers), (_, _, none, plain) = client.sent
+    assert (path, body, headers["Content-Type"]) == ("/x", b'{"a": 1}', "application/merge-patch+json")
+    assert none is None and "Content-Type" not in plain
+    assert plain.get("Authorization") == ("Bearer secret" if token else None)

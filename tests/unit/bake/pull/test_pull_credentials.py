@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from image_builder.bake.pull.credentials import VARIABLE, Credentials, credentials_for, docker_header
 from image_builder.bake.pull.reference import parse
 from image_builder.errors import PullError
+from image_builder.system import process
 
 SECRET = "s3cret-canary"
 
@@ -73,3 +75,43 @@ def test_references(text: str, registry: str, name: str, tag: str, host: str) ->
     assert found.api_host == host
     assert str(found) == text
     assert found.at("sha256:1") == f"{registry}/{name}@sha256:1"
+
+
+ANSWER = json.dumps({"Username": "robot", "Secret": SECRET})
+
+
+@pytest.mark.parametrize(
+    ("status", "printed", "found"),
+    [
+        (0, ANSWER, Credentials("robot", SECRET)),
+        (0, ANSWER.replace("robot", "<token>"), Credentials("", "", SECRET)),
+        (0, json.dumps({"Username": "", "Secret": ""}), None),
+        (1, "credentials not found in native keychain", None),
+        (1, SECRET, "refused"),
+        (0, SECRET, "refused"),
+        (0, f'{{"Secret": "{SECRET}"}}', "refused"),
+        (0, f'["{SECRET}"]', "refused"),
+    ],
+)
+def test_a_helper_is_asked_and_what_it_says_is_never_shown(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    printed: str,
+    found: Credentials | str | None,
+) -> None:
+    asked: list[tuple[list[str], str]] = []
+
+    def run(argv: list[str], *, input: str, **_: object) -> SimpleNamespace:
+        asked.append((argv, input))
+        return SimpleNamespace(returncode=status, stdout=printed)
+
+    monkeypatch.setattr(process, "run", run)
+    (tmp_path / "config.json").write_text('{"credHelpers": {"registry.example": "lab"}}')
+    if found == "refused":
+        with pytest.raises(PullError) as caught:
+            credentials_for("registry.example")
+        assert SECRET not in f"{caught.value} {caught.value.hint}" and caught.value.__cause__ is None
+    else:
+        assert credentials_for("registry.example") == found
+    assert asked == [(["docker-credential-lab", "get"], "registry.example")]

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
 import pytest
 
-from image_builder.cluster.broker.keys import BUSY_PAUSE, FIRST_PAUSE, LONGEST_WITHOUT, PAUSE, Keys, source
+from image_builder.cluster.broker import keys as keys_of
+from image_builder.cluster.broker.keys import (
+    BUSY_PAUSE,
+    FIRST_PAUSE,
+    LONGEST_WITHOUT,
+    PAUSE,
+    Keys,
+    parse_keys,
+    source,
+)
 from image_builder.cluster.broker.refusal import RefusedError
+from image_builder.node.net import fetch
 from tests.support.azure import identities
 
 
@@ -156,3 +167,42 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
     path.write_bytes(identities.jwks("one"))
     now = 2 * FIRST_PAUSE
     assert keys.is_ready() and keys.find("one")
+
+
+@pytest.mark.parametrize(("status", "is_read"), [(200, True), (204, False), (404, False), (500, False)])
+def test_keys_of_an_address_are_those_of_a_good_answer(
+    monkeypatch: pytest.MonkeyPatch, status: int, is_read: bool
+) -> None:
+    monkeypatch.setattr(keys_of.fetch, "ask", lambda *_, **__: fetch.Response(status, b"{}"))
+    ask = source("https://login.example/keys", None)
+    if is_read:
+        assert ask() == b"{}"
+        return
+    with pytest.raises(OSError, match=str(status)):
+        ask()
+
+
+def _jwks(**changes: object) -> bytes:
+    document = json.loads(identities.jwks("one"))
+    document["keys"][0] |= changes
+    return json.dumps({"keys": [*document["keys"], 7]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_taken"),
+    [
+        ({}, True),
+        ({"kty": "EC"}, False),
+        ({"use": "enc"}, False),
+        ({"alg": "RS512"}, False),
+        ({"kid": 7}, False),
+    ],
+)
+def test_only_keys_that_sign_with_rs256_are_taken(changes: dict[str, object], is_taken: bool) -> None:
+    assert list(parse_keys(_jwks(**changes))) == ["one"] * is_taken
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"keys": {}}'])
+def test_what_is_no_jwks_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_keys(data)
