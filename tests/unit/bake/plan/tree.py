@@ -14,22 +14,31 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._contents = {path: _content(path) for path in self._paths()}
-        self._stats = {path: _stat(path) for path in self._contents}
+        for path, content in self._contents.items():
+            _mark(path, content)
+        self._modes = {path: path.lstat().st_mode for path in self._contents}
 
     def _paths(self) -> list[Path]:
-        return [
-            Path(folder, name) for folder, folders, files in os.walk(self.root) for name in (*folders, *files)
-        ]
+        walk = os.walk(self.root)
+        return [Path(folder, name) for folder, folders, files in walk for name in (*folders, *files)]
 
     def restore(self) -> None:
         """Put back the files, links and modes of the beginning, and remove what is new."""
         for path in self._paths():
             if path not in self._contents and os.path.lexists(path):
-                remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                _remove(path)
         for path, content in self._contents.items():
-            if not os.path.lexists(path) or _stat(path) != self._stats[path]:
-                _write(path, content, self._stats[path][0])
-                self._stats[path] = _stat(path)
+            if not self._is_unchanged(path, content):
+                if os.path.lexists(path) and not (content is None and path.is_dir()):
+                    _remove(path)
+                _write(path, content, self._modes[path])
+                _mark(path, content)
+
+    def _is_unchanged(self, path: Path, content: bytes | str | None) -> bool:
+        if not os.path.lexists(path):
+            return False
+        stat = path.lstat()
+        return stat.st_mode == self._modes[path] and (content is None or stat.st_mtime_ns == 0)
 
 
 def _content(path: Path) -> bytes | str | None:
@@ -39,19 +48,22 @@ def _content(path: Path) -> bytes | str | None:
     return None if path.is_dir() else path.read_bytes()
 
 
-def _stat(path: Path) -> tuple[int, int]:
-    """Return a file's mode, and when it was changed last; a directory changes with what is in it."""
-    stat = path.lstat()
-    return stat.st_mode, 0 if path.is_dir() else stat.st_ctime_ns
+def _mark(path: Path, content: bytes | str | None) -> None:
+    """Give a file a time that no later change leaves to it: two changes may come within one tick of the clock."""
+    if content is not None:
+        os.utime(path, ns=(0, 0), follow_symlinks=False)
+
+
+def _remove(path: Path) -> None:
+    remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _write(path: Path, content: bytes | str | None, mode: int) -> None:
-    if content is None:
-        path.mkdir(exist_ok=True)
-    elif isinstance(content, str):
-        path.unlink(missing_ok=True)
+    if isinstance(content, str):
         path.symlink_to(content)
         return
+    if content is None:
+        path.mkdir(exist_ok=True)
     else:
         path.write_bytes(content)
     path.chmod(mode & 0o7777)
