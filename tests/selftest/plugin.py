@@ -130,6 +130,9 @@ class _Run:
         self.result.seconds[file] = self.result.seconds.get(file, 0.0) + report.duration
         if report.failed:
             self.result.outcomes["failed" if report.when == "call" else "errors"] += 1
+            self.config.get_terminal_writer().line(
+                f"\n{report.nodeid}: failed after {report.duration:.1f} s", red=True
+            )
             self._fail(file)
         elif report.skipped:
             self._skip(report)
