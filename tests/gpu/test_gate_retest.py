@@ -74,13 +74,13 @@ class Node(Machine):
         return [sys.executable, "-c", f"print({said!r}); raise SystemExit({self.document['exit_code']})"]
 
     def retest(self, *, is_heard: bool = True) -> int:
-        """Do what the timer starts; between two looks the gate has a few turns, unless it answers."""
+        """Do what the timer starts; between two looks the gate has two turns, unless it answers."""
 
         def turns() -> int:
             return self.cluster.requests(agent="gate")["get", "configmaps"]
 
         def later(_seconds: float) -> None:
-            last = turns() + 3
+            last = turns() + 2
             assert not is_heard or wait_until(lambda: self.answer in ANSWERS or turns() >= last)
 
         return retest.run(
