@@ -25,7 +25,6 @@ from tests.support.control_plane.gates import (
     controlled,
     deny_certificate,
     give_rights,
-    healthy,
     in_background,
     new_node,
     request_certificate,
@@ -41,12 +40,6 @@ def cluster() -> Iterator[Cluster]:
     with running() as found:
         give_rights(found.admin)
         yield found
-
-
-@pytest.fixture(scope="module")
-def healthz() -> Iterator[str]:
-    with healthy() as address:
-        yield address
 
 
 def test_nothing_is_changed_in_the_end(cluster: Cluster, healthz: str, tmp_path: Path) -> None:

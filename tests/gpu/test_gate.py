@@ -30,7 +30,6 @@ from tests.support.control_plane.gates import (
     Machine,
     controlled,
     give_rights,
-    healthy,
     refusal,
     wait_until,
 )
@@ -64,12 +63,6 @@ def documented(cluster: Cluster) -> Iterator[None]:
         finally:
             child.send_signal(signal.SIGTERM)
             assert child.wait() == 0
-
-
-@pytest.fixture(scope="module")
-def healthz() -> Iterator[str]:
-    with healthy() as address:
-        yield address
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,6 @@ from tests.support.control_plane.gates import (
     Machine,
     controlled,
     give_rights,
-    healthy,
     wait_until,
 )
 
@@ -42,12 +41,6 @@ BUSY = {"status": "inconclusive", "exit_code": 3, "reason_code": "procs.foreign"
 @pytest.fixture(scope="module", autouse=True)
 def _rights(cluster: Cluster) -> None:
     give_rights(cluster.admin)
-
-
-@pytest.fixture(scope="module")
-def healthz() -> Iterator[str]:
-    with healthy() as address:
-        yield address
 
 
 class Node(Machine):
