@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from image_builder.cluster.gate.model import Rules
+from image_builder.cluster.gate.watcher import watch_nodes
 from image_builder.node.preflight import model
 from image_builder.pool.steps.control_plane import SIGNER, Kubernetes
 from tests.gpu.test_gate_retest import PASS, Node
 from tests.support.control_plane.gates import (
+    GATE,
     POOL_RIGHTS,
     Cluster,
     Machine,
@@ -22,7 +25,7 @@ from tests.support.control_plane.gates import (
     controlled,
     deny_certificate,
     give_rights,
-    healthy,
+    in_background,
     new_node,
     request_certificate,
     running,
@@ -37,12 +40,6 @@ def cluster() -> Iterator[Cluster]:
     with running() as found:
         give_rights(found.admin)
         yield found
-
-
-@pytest.fixture(scope="module")
-def healthz() -> Iterator[str]:
-    with healthy() as address:
-        yield address
 
 
 def test_nothing_is_changed_in_the_end(cluster: Cluster, healthz: str, tmp_path: Path) -> None:
@@ -92,6 +89,24 @@ def test_a_node_whose_wish_nobody_hears_goes_on(cluster: Cluster, healthz: str, 
     wish = cluster.node(node.name).wish
     assert wish is not None and wish.boot_id == node.boot
     assert (node.was_out, node.answer) == ([], "")
+
+
+def test_a_watch_from_a_forgotten_version_lists_again(cluster: Cluster, healthz: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    seen: list[str] = []
+    cluster.stop_api()
+    cluster.start_api()
+    client = cluster.client(GATE, agent="informer-410")
+    informer = watch_nodes(client, Rules(), lambda node: seen.append(node.name), seen.append, said.append)
+    informer._version = "1"  # older than anything that this API server has read
+    with in_background(informer.run) as stop:
+        node = Machine(cluster, tmp_path, "node-410", healthz)
+        node.start(is_known=False)
+        assert wait_until(lambda: node.name in seen)
+        stop.set()
+        informer.interrupt()
+    asked = cluster.requests(agent="informer-410")
+    assert asked["list", "nodes"] == 1 and informer.synced.is_set()
 
 
 def test_the_waves_of_a_pool_read_a_control_plane(cluster: Cluster) -> None:

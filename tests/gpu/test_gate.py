@@ -18,8 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from image_builder.cli.main import app
-from image_builder.cluster.gate.model import ADMITTED, Rules
-from image_builder.cluster.gate.watcher import watch_nodes
+from image_builder.cluster.gate.model import ADMITTED
 from image_builder.node import status
 from image_builder.node.net.kube import JSON_PATCH
 from image_builder.node.preflight import model, report
@@ -31,8 +30,6 @@ from tests.support.control_plane.gates import (
     Machine,
     controlled,
     give_rights,
-    healthy,
-    in_background,
     refusal,
     wait_until,
 )
@@ -66,12 +63,6 @@ def documented(cluster: Cluster) -> Iterator[None]:
         finally:
             child.send_signal(signal.SIGTERM)
             assert child.wait() == 0
-
-
-@pytest.fixture(scope="module")
-def healthz() -> Iterator[str]:
-    with healthy() as address:
-        yield address
 
 
 @pytest.fixture
@@ -268,24 +259,6 @@ def test_one_of_two_controllers_acts_and_the_other_takes_over(
         assert wait_until(node.is_out)
         patches = [cluster.requests(agent=f"gate-{n}")["patch", "nodes"] for n in ("one", "two")]
         assert patches == [1, 1]
-
-
-def test_a_watch_from_a_forgotten_version_lists_again(
-    cluster: Cluster, machine: Callable[[], Machine]
-) -> None:
-    said: list[str] = []
-    seen: list[str] = []
-    client = cluster.client(GATE, agent="informer-410")
-    informer = watch_nodes(client, Rules(), lambda node: seen.append(node.name), seen.append, said.append)
-    informer._version = "1"  # older than anything this API server has
-    with in_background(informer.run) as stop:
-        node = machine()
-        node.start(is_known=False)
-        assert wait_until(lambda: node.name in seen)
-        stop.set()
-        informer.interrupt()
-    asked = cluster.requests(agent="informer-410")
-    assert asked["list", "nodes"] == 1 and informer.synced.is_set()
 
 
 def test_rights_are_no_more_than_it_needs(cluster: Cluster) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -24,7 +24,6 @@ from tests.support.control_plane.gates import (
     Machine,
     controlled,
     give_rights,
-    healthy,
     wait_until,
 )
 
@@ -41,16 +40,17 @@ def _rights(cluster: Cluster) -> None:
 
 
 @pytest.fixture(scope="module")
-def machine(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Machine]]:
+def machine(
+    cluster: Cluster, healthz: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Machine]:
     directory = tmp_path_factory.mktemp("machines")
-    with healthy() as healthz:
 
-        def make() -> Machine:
-            found = Machine(cluster, directory, f"node-{uuid.uuid4().hex[:8]}", healthz)
-            found.start(is_known=False)
-            return found
+    def make() -> Machine:
+        found = Machine(cluster, directory, f"node-{uuid.uuid4().hex[:8]}", healthz)
+        found.start(is_known=False)
+        return found
 
-        yield make
+    return make
 
 
 def held(cluster: Cluster) -> dict[str, Hold]:

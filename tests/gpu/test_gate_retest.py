@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,6 @@ from tests.support.control_plane.gates import (
     Machine,
     controlled,
     give_rights,
-    healthy,
     wait_until,
 )
 
@@ -42,12 +41,6 @@ BUSY = {"status": "inconclusive", "exit_code": 3, "reason_code": "procs.foreign"
 @pytest.fixture(scope="module", autouse=True)
 def _rights(cluster: Cluster) -> None:
     give_rights(cluster.admin)
-
-
-@pytest.fixture(scope="module")
-def healthz() -> Iterator[str]:
-    with healthy() as address:
-        yield address
 
 
 class Node(Machine):
@@ -74,13 +67,13 @@ class Node(Machine):
         return [sys.executable, "-c", f"print({said!r}); raise SystemExit({self.document['exit_code']})"]
 
     def retest(self, *, is_heard: bool = True) -> int:
-        """Do what the timer starts; between two looks the gate has a few turns, unless it answers."""
+        """Do what the timer starts; between two looks the gate has two turns, unless it answers."""
 
         def turns() -> int:
             return self.cluster.requests(agent="gate")["get", "configmaps"]
 
         def later(_seconds: float) -> None:
-            last = turns() + 3
+            last = turns() + 2
             assert not is_heard or wait_until(lambda: self.answer in ANSWERS or turns() >= last)
 
         return retest.run(

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from image_builder.node.health.settings import Settings
 from image_builder.node.net import reach
 from tests.support.control_plane.gates import in_background, wait_until
 from tests.support.nodes.health_looks import found, look
-from tests.support.servers import running
+from tests.support.servers import PatientServer, running
 
 pytestmark = pytest.mark.root
 
@@ -286,7 +286,7 @@ def metadata(answers: dict[str, Answer], may_answer: threading.Event | None = No
         def log_message(self, format: str, *args: Any) -> None:  # noqa: ARG002
             return
 
-    with running(HTTPServer(("127.0.0.1", 0), Handler)) as server:
+    with running(PatientServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://127.0.0.1:{server.server_port}"
 
 

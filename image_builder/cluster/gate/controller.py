@@ -29,7 +29,6 @@ from image_builder.node.net.retry import backoff
 # Statuses that concern one node's change; all others concern the API server.
 _OF_THE_NODE = frozenset({400, 403, 409, 422})
 _LONGEST_PAUSE = 60.0
-_IDLE = 0.5
 _chance: Callable[[], float] = random.random
 
 Connect = Callable[[], Client]
@@ -39,14 +38,15 @@ Tell = Callable[[str], None]
 @dataclass(frozen=True)
 class Settings:
     """``rate`` is the most changes per second, ``burst`` how many may come at once after a pause. The breaker,
-    re-tests and remedies have a turn every ``turn`` seconds. ``advises``: the controller only reports what it would
-    change, and needs no lease."""
+    re-tests and remedies have a turn every ``turn`` seconds, if nothing else is to be done at most ``idle`` later.
+    ``advises``: the controller only reports what it would change, and needs no lease."""
 
     rules: Rules = field(default_factory=Rules)
     rate: float = 50.0
     burst: int = 100
     limits: Limits = field(default_factory=Limits)
     turn: float = 30.0
+    idle: float = 0.5
     lease: LeaseSettings = field(default_factory=LeaseSettings)
     breaker: breaker.Limits = field(default_factory=breaker.Limits)
     advises: bool = False
@@ -104,7 +104,7 @@ class Controller:
     def _once(self, stop: threading.Event) -> None:
         """Take the next step if this controller acts; return after a short while in any case."""
         if not self._acts or not self.informer.synced.is_set():
-            stop.wait(_IDLE / 5)
+            stop.wait(self.settings.idle / 5)
             return
         self._turn(stop)
         node = self._next()
@@ -168,7 +168,7 @@ class Controller:
         with self._lock:
             name, wait = self._queue.take(time.monotonic())
             if name is None:
-                self._lock.wait(min(wait, _IDLE))
+                self._lock.wait(min(wait, self.settings.idle))
                 return None
         return self.informer.objects.get(name)
 

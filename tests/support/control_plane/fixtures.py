@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.control_plane.gates import Cluster, running
+from tests.support.control_plane.gates import Cluster, healthy, running
 from tests.support.control_plane.lending import Lender
 
 
@@ -22,3 +22,10 @@ def cluster(control_plane: Lender) -> Iterator[Cluster]:
     """The control plane, borrowed by a module."""
     with control_plane.lent() as lease:
         yield lease
+
+
+@pytest.fixture(scope="session")
+def healthz() -> Iterator[str]:
+    """The URL of a health endpoint that answers like that of a working kubelet."""
+    with healthy() as address:
+        yield address

@@ -236,7 +236,7 @@ def controlled(
     made = Controller(
         lambda: Client.from_kubeconfig(access, agent=identity),
         identity,
-        ControllerSettings(**{"turn": 0.1, "lease": LeaseSettings(pause=0.1), **settings}),
+        ControllerSettings(**{"turn": 0.1, "idle": 0.1, "lease": LeaseSettings(pause=0.1), **settings}),
         said.append,
     )
     with in_background(made.run):

@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from subprocess import Popen
 from typing import Self
@@ -89,11 +89,11 @@ class ControlPlane:
                 )
             )
             self._write_files()
-            stack.enter_context(process.background(self._argv(self._etcd()), log=self.work / "etcd.log"))
+            stack.enter_context(self._running("etcd", self._etcd()))
             stack.callback(self.stop_api)
             self.start_api()
             for name, argv in self._clients():
-                stack.enter_context(process.background(self._argv(argv), log=self.work / f"{name}.log"))
+                stack.enter_context(self._running(name, argv))
             self._stack = stack.pop_all()
         return self
 
@@ -102,9 +102,13 @@ class ControlPlane:
 
     def start_api(self) -> None:
         """Start the API server and wait until it is ready."""
-        argv = self._argv(self._api_server())
-        child = self._api.enter_context(process.background(argv, log=self.work / "kube-apiserver.log"))
-        self._await(child, argv)
+        argv = self._api_server()
+        self._await(self._api.enter_context(self._running("kube-apiserver", argv)), argv)
+
+    def _running(self, name: str, argv: Sequence[str]) -> AbstractContextManager[Popen[bytes]]:
+        """Run a program; when asked to end, it doesn't wait for long for those that watch it."""
+        log = self.work / f"{name}.log"
+        return process.background(self._argv(argv), log=log, stop_seconds=1.0)
 
     def stop_api(self) -> None:
         """Stop the API server, as an upgrade does; etcd keeps its data."""
