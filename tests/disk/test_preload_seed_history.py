@@ -282,6 +282,10 @@ def test_a_full_disk_leaves_nothing_half_made(history: Result) -> None:
 # -- an agent that is killed -------------------------------------------------------------------------------------
 
 
+# The steps at which an agent is met for certain.
+LONG = {"mounted", "staging", "1 layers", "5 layers"}
+
+
 def killed(lab: Lab) -> Result:
     """Kill the agent at each step, then let it start again. (Where it writes what: test_power_cuts.py.)"""
     images = [lab.push(f"image{n}", *[1000] * 12) for n in range(3)]
@@ -291,8 +295,8 @@ def killed(lab: Lab) -> Result:
         here.seed()
         good, marker = listing(here.data), here.marker()
         for name, happened in _steps(here).items():
-            # A busy machine may see the step when it is over.
-            for _ in range(20):
+            # A busy machine may see the step when it is over; some are over at once.
+            for _ in range(20 if name in LONG else 2):
                 here.blank()
                 if kill_when(here.agent(), happened):
                     found["died"].append(name)
@@ -333,4 +337,4 @@ def test_an_agent_that_is_killed_at_any_step_leaves_nothing_that_counts(
     found = with_each_engine(killed, worker, engine)
     assert found["wrong"] == []
     assert found["has"] == [True, True, True]
-    assert {"mounted", "staging", "1 layers", "5 layers"} <= set(found["died"])
+    assert set(found["died"]) >= LONG

@@ -44,9 +44,9 @@ def killed(node: Node) -> Result:
     names = [f"layer{n}" for n in range(8)]
     fill_with_everything(node.layer("layer0"))
     for number, name in enumerate(names[1:]):
-        fill_with_files(node.layer(name), number, count=400)
-    node.make_disk(512 * MB)
-    node.tell(names, bytes_per_second=24 * MB)
+        fill_with_files(node.layer(name), number, count=150)
+    node.make_disk(256 * MB)
+    node.tell(names, bytes_per_second=9 * MB)
     node.pack()
     node.seed_docker(names)
     chance, differences, counts = random.Random(1), [], [len(node.left())]
@@ -102,9 +102,9 @@ def test_a_stopped_agent_leaves_no_half_copy(tools_tree: Path) -> None:
 def two_agents(node: Node) -> Result:
     names = ["one", "two", "three"]
     for number, name in enumerate(names):
-        fill_with_files(node.layer(name), number, count=300)
+        fill_with_files(node.layer(name), number, count=100)
     node.make_disk(256 * MB)
-    node.tell(names, bytes_per_second=8 * MB)
+    node.tell(names, bytes_per_second=2 * MB)
     node.pack()
     node.seed_docker(names)
     first, second = node.start(), node.start()

@@ -9,8 +9,9 @@ import ssl
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,8 @@ import pytest
 from image_builder.errors import ImageBuilderError
 from image_builder.events import Monitor
 from image_builder.lab import service as lab_service
-from tests.support.images.builds import REPO, Workplace, wait_until_clean
+from tests.support.images.builds import REPO, Workplace
+from tests.support.registries.pulls import wait_until
 
 pytestmark = pytest.mark.root
 
@@ -39,11 +41,9 @@ def no_lab() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_lab")
-def test_it_serves_until_it_is_taken_down(
-    copies: Callable[[Workplace], Workplace], worker: Workplace
-) -> None:
+def test_it_serves_until_it_is_taken_down(worker: Workplace) -> None:
     """Start two at once, which are one; then one more; kill it; start another one; take it down."""
-    store = copies(worker).store  # leftovers are recognized by its path
+    store = worker.store
     with ThreadPoolExecutor(2) as threads:
         ups = list(threads.map(lambda _: _lab("up", store=store), range(2)))
     assert [up.returncode for up in ups] == [0, 0], [up.stderr for up in ups]
@@ -56,17 +56,29 @@ def test_it_serves_until_it_is_taken_down(
     with urllib.request.urlopen(f"https://{state['address']}/v2/_catalog", context=trust) as answer:
         assert json.load(answer)["repositories"] == ["pause", "software"]
 
+    assert len(_session(state["pid"])) > 1, "its registry is a process of its own"
     os.kill(state["pid"], signal.SIGKILL)
-    assert wait_until_clean(store) == []
+    assert wait_until(lambda: not _session(state["pid"]))
     assert _lab("status").returncode == 1
-    assert json.loads(_lab("up", store=store).stdout)["pid"] != state["pid"]
+    again = json.loads(_lab("up", store=store).stdout)
+    assert again["pid"] != state["pid"]
 
     assert json.loads(_lab("down").stdout) == {"stopped": True}
     status = _lab("status")
     assert (status.returncode, json.loads(status.stdout)) == (1, {"running": False})
     assert json.loads(_lab("down").stdout) == {"stopped": False}
     assert not Path("/run/image-builder-lab").exists()
-    assert wait_until_clean(store) == []
+    assert wait_until(lambda: not _session(again["pid"]))
+
+
+def _session(pid: int) -> list[int]:
+    """Return the processes of the session that a lab leads."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(ProcessLookupError):
+            if os.getsid(int(name)) == pid:
+                found.append(int(name))
+    return found
 
 
 class _Impatient(Monitor):

@@ -297,10 +297,10 @@ def _make_files(top: Path) -> None:
     (top / "big").write_bytes(chance.randbytes(5 * MB + 123))
     (top / "exact").write_bytes(chance.randbytes(MB))
     with (top / "sparse").open("wb") as file:
-        file.truncate(48 * MB)
-        file.seek(20 * MB + 5)
+        file.truncate(8 * MB)
+        file.seek(3 * MB + 5)
         file.write(b"in the middle")
-    (top / "zeros").write_bytes(bytes(8 * MB))
+    (top / "zeros").write_bytes(bytes(2 * MB))
     (top / "usr/bin/su").write_bytes(b"suid")
     (top / "usr/bin/ping").write_bytes(b"capable")
     (top / "usr/bin/owned").write_bytes(b"owned and capable")
