@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.root, pytest.mark.slow]
 # The fixture of the image that a bench needs in the store, and the figures that it is for.
 BENCHES = [
     pytest.param("bake", "minimal", "cold_ratio warm_seconds last_role_ratio peak_mib", id="bake"),
-    pytest.param("exported", "minimal", "import_ratio warm_seconds", id="exported"),
+    pytest.param("exported", "tiny", "import_ratio warm_seconds", id="exported"),
     pytest.param("gate", "", "largest lists_and_watches reading_seconds", id="gate"),
     pytest.param("health", "", "cpu_ratio memory_ratio start_ratio", id="health"),
     pytest.param("house", "", "python_lines vague_share code_bake code_node", id="house"),

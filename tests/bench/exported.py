@@ -72,7 +72,7 @@ def main() -> int:
     parser = report.parser(__doc__)
     parser.add_argument("--image", default="minimal")
     parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
-    options = report.parse(parser)
+    options = report.parse(parser, image="tiny")
     figures = measure(options.image, options.store)
     figures["import_ratio"] = round(figures["import_seconds"] / figures["copy_seconds"], 2)
     mib = figures["stages_bytes"] >> 20, figures["export_bytes"] >> 20
