@@ -74,9 +74,7 @@ def test_what_failed_waits_by_itself_or_makes_all_wait(error: NodeError, waiting
     assert any(pauses) is bool(failures)
 
 
-@pytest.mark.parametrize(
-    ("step", "stage", "reason"), [(Step.TAKE_OUT, "out", "Warning"), (Step.ASK, "asked", "Warning")]
-)
+@pytest.mark.parametrize(("step", "stage"), [(Step.TAKE_OUT, "out"), (Step.ASK, "asked")])
 def test_a_mark_comes_with_its_event(step: Step, stage: str) -> None:
     posted: list[Any] = []
 
