@@ -33,7 +33,7 @@ WINGS = [str(file.parent.relative_to(REPO / "image_builder")) for file in PACKAG
 WINGS.remove("node")
 _GIT = (("rev-parse", "HEAD"), ("ls-files",))
 # The marks of tests, and the seconds after which one hangs, which its mutant did.
-_UNIT, _ROOT = ("not root and not boot and not gpu", 120), ("root and not boot and not gpu", 1200)
+_UNIT, _ROOT = ("not root and not boot and not gpu", 120), ("(root or boot) and not gpu and not slow", 1200)
 
 
 @cache
@@ -45,9 +45,10 @@ def importers() -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for file in files:
         for node in ast.walk(ast.parse((REPO / file).read_bytes())):
-            for name in node.names if isinstance(node, ast.ImportFrom) else ():
-                module = modules.get(f"{node.module}.{name.name}") or modules.get(f"{node.module}", "")
-                found[module].add(file)
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name.name}" for name in node.names]
+                for module in (modules.get(name) or modules.get(f"{node.module}", "") for name in names):
+                    found[module].add(file)
     return found
 
 
@@ -89,16 +90,11 @@ def noticed(place: Path, tests: list[str], marks: str, seconds: int) -> str:
 
 def judge(mutant: Mutant, places: list[Path], roots: str) -> str:
     """Return what notices a mutant in one of the copies; nothing if it survives."""
-    source, place, units = (
-        (REPO / mutant.path).read_bytes(),
-        places.pop(),
-        f"unit/{mutant.path.split('/')[1]}",
-    )
+    source, place = (REPO / mutant.path).read_bytes(), places.pop()
     (place / mutant.path).write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
-    verdict = noticed(
-        place, dict.fromkeys([*tests_of(mutant.path, units, 3), *tests_of(mutant.path, "unit", 1)]), *_UNIT
-    )
-    verdict = verdict or noticed(place, tests_of(mutant.path, roots, 2), *_ROOT)
+    units = tests_of(mutant.path, f"unit/{mutant.path.split('/')[1]}", 3)
+    units += [file for file in tests_of(mutant.path, "unit", 1) if file not in units]
+    verdict = noticed(place, units, *_UNIT) or noticed(place, tests_of(mutant.path, roots, 2), *_ROOT)
     (place / mutant.path).write_bytes(source)
     places.append(place)
     return verdict

@@ -29,6 +29,10 @@ class Mutant(NamedTuple):
     text: str
 
 
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
 def changes(node: Any) -> Iterator[tuple[str, str]]:
     """Yield what a part of a program may become, with the kind of the mutation."""
     match node:
@@ -46,10 +50,10 @@ def changes(node: Any) -> Iterator[tuple[str, str]]:
             yield "return", f"return {not value}"
         case ast.Return(value) if value and ast.unparse(value) != "None":
             yield "return", "return None"
-        case ast.Expr(ast.Constant()):  # a docstring
-            pass
-        case ast.stmt() if isinstance(node, _DELETED) and node.col_offset:
+        case ast.stmt() if isinstance(node, _DELETED) and node.col_offset and not _is_docstring(node):
             yield "deletion", "pass"
+        case _:
+            pass
 
 
 def draw(wing: str, number: int, seed: str) -> list[Mutant]:

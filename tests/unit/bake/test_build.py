@@ -196,7 +196,9 @@ def test_images_stay_locked_when_a_package_changes(tmp_path: Path, monkeypatch: 
     """What a tag named when it was locked isn't asked again."""
     refs = [f"registry.example/{name}:1" for name in ("kept", "left_out")]
     worker = load_inventory([REPO_ROOT / "inventories/lab"]).define("worker")
-    definition = replace(worker, preload=tuple(PreloadedImage(ref=ref, required=False) for ref in refs))
+    definition = replace(
+        worker, preload=tuple(PreloadedImage.model_validate({"ref": ref, "required": False}) for ref in refs)
+    )
     settings = Settings(store=tmp_path / "store")
     Store(settings.store).prepare()
     new = _fitting(definition, "2")

@@ -1,4 +1,4 @@
-"""Which of a variable's values a task sees, without a play."""
+"""The value of a variable that a task sees, without a play."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from image_builder.drain import fence
 from image_builder.drain.fence import (
     CORDON,
     SCALE_DOWN,
@@ -127,3 +128,22 @@ def test_a_denial_is_no_change(message: str) -> None:
 def test_a_proxys_refusal_is_no_denial() -> None:
     """It has no Status object, so the status line is all that is known."""
     assert not is_denied(KubeError("PATCH /api/v1/nodes/gpu-1: 403 Forbidden", 403))
+
+
+@pytest.mark.parametrize(
+    ("value", "is_time"),
+    [
+        (0, True),
+        (1.5, True),
+        (fence._LATEST, True),
+        (-1, False),
+        (fence._LATEST * 2, False),
+        (float("nan"), False),
+    ],
+)
+def test_a_time_can_be_written_as_a_date(value: float, is_time: bool) -> None:
+    if is_time:
+        assert fence.unix_time(value) == value
+        return
+    with pytest.raises(fence.MALFORMED):
+        fence.unix_time(value)

@@ -99,7 +99,7 @@ class Direct(Service):
         self.arm, self.clock_lag, self._last, self._say = arm, 0.0, None, lambda _: None
 
     def _request(self, method: str, url: str, query: Any, body: Any, *_: Any, **__: Any) -> Any:
-        path, _, more = url.partition("?")
+        path, _mark, more = url.partition("?")
         answer = self.arm.answer(Request(method, path, {**dict(parse_qsl(more)), **query}, body))
         if answer is None:
             raise ServiceRequestError("no answer")
@@ -107,7 +107,7 @@ class Direct(Service):
         return SimpleNamespace(
             status_code=answer.status,
             headers=answer.headers,
-            content=content if answer.body else b"",
+            content=content if answer.body else "",
             reason="",
             json=lambda: json.loads(content),
         )
@@ -151,11 +151,11 @@ class World:
         self.changes += 1
         return self.effects.get(self.changes - 1)
 
-    def __call__(self, **options: bool) -> dict[str, Any]:
+    def __call__(self, *, replace_failed: bool = False) -> dict[str, Any]:
         service = Direct(self.arm)
         with open_journal(self.folder / "journal.jsonl") as journal:
             plan = publishing.plan(service, self.target, self.built, journal.records)
-            return publishing.Run(plan, service, journal, Monitor(), **options).perform()
+            return publishing.Run(plan, service, journal, Monitor(), replace_failed=replace_failed).perform()
 
     def records(self, kind: type) -> list[Any]:
         with open_journal(self.folder / "journal.jsonl") as journal:

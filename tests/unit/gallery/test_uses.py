@@ -12,7 +12,7 @@ from image_builder.errors import FetchError, PublishError
 from image_builder.gallery.azure import Service
 from image_builder.gallery.plan import Target
 from image_builder.gallery.uses import LATEST, Use, read
-from tests.unit.gallery.test_gallery_plan import SETTINGS
+from tests.support.arm.place import SETTINGS
 
 TARGET = Target(ImageGallery.model_validate_json(json.dumps(SETTINGS)))
 
@@ -38,7 +38,9 @@ class Lists:
         ([], ["a right"], PublishError),
     ],
 )
-def test_a_list_that_can_not_be_read_is_an_error(denied: list[str], lacking: list[str], kind: type) -> None:
+def test_a_list_that_can_not_be_read_is_an_error(
+    denied: list[str], lacking: list[str], kind: type[FetchError | PublishError]
+) -> None:
     with pytest.raises(kind) as raised:
         read(cast("Service", Lists(*denied)), TARGET, ["a"], lacking)
     assert [name for name in denied if name not in raised.value.message] == []

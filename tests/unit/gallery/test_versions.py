@@ -13,7 +13,7 @@ from image_builder.definition.model import ImageGallery
 from image_builder.gallery.azure import Service
 from image_builder.gallery.plan import Call, Target
 from image_builder.gallery.versions import _unfit, _update, parse
-from tests.unit.gallery.test_gallery_plan import SETTINGS
+from tests.support.arm.place import SETTINGS
 
 
 def test_a_version_of_ours_is_read() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ import urllib3
 
 from image_builder.errors import CommandError, HostError, ImageBuilderError
 from image_builder.events import Monitor
-from image_builder.lab import registry, service
+from image_builder.lab import certificate, registry, service
 from image_builder.lab.registry import HOST, Registry, configuration, serve
+from image_builder.system import process
 
 
 class Lab:
@@ -38,10 +40,10 @@ class Lab:
         for module in (registry, service):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(registry, "open_root", self._open)
-        monkeypatch.setattr(registry.process, "background", self._background)
+        monkeypatch.setattr(process, "background", self._background)
         monkeypatch.setattr(Registry, "connect", lambda _: self)
         made = SimpleNamespace(ca=folder / "authority")
-        monkeypatch.setattr(registry.certificate, "make", lambda _, home: home.mkdir(parents=True) or made)
+        monkeypatch.setattr(certificate, "make", lambda _, home: home.mkdir(parents=True) or made)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -100,7 +102,7 @@ def test_each_registry_has_a_secret_of_its_own() -> None:
 
 def test_addresses_are_loopback_ones_of_which_none_is_a_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     for chosen, address in ((lambda _: 0, "127.1.0.1"), (lambda most: most - 1, "127.254.255.254")):
-        monkeypatch.setattr(registry.secrets, "randbelow", chosen)
+        monkeypatch.setattr(secrets, "randbelow", chosen)
         assert registry._random_address() == address
 
 
@@ -173,7 +175,7 @@ def test_a_lab_is_ended_and_waited_for(
     sent: list[tuple[int, int]] = []
     places["_STATE"].write_text(json.dumps({**STATE, "pid": 7, "started": 11}))
     monkeypatch.setattr(service, "_started", lambda _: 11 if lab.now < ends_after else None)
-    monkeypatch.setattr(service.os, "kill", lambda *call: sent.append(call))
+    monkeypatch.setattr(os, "kill", lambda *call: sent.append(call))
     if is_over:
         assert service.stop() and lab.now == pytest.approx(5, abs=0.1)
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -203,7 +205,7 @@ def test_qemu_listens_once_a_connection_works(
             if error:
                 raise error
 
-    monkeypatch.setattr(monitor.socket, "socket", lambda _: Socket())
+    monkeypatch.setattr(socket, "socket", lambda _: Socket())
     assert monitor.listens(Path("/monitor")) is listens
 
 
@@ -280,7 +282,7 @@ def test_a_machine_works_once_its_firmware_writes(
 
     (tmp_path / "vars").touch()
     monkeypatch.setattr(qemu, "find_firmware", lambda: (tmp_path / "code", tmp_path / "vars"))
-    monkeypatch.setattr(qemu.shutil, "which", lambda *_, **__: "/qemu")
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: "/qemu")
     monkeypatch.setattr(qemu, "command_line", line)
     monkeypatch.setattr(process, "background", lambda *_, **__: Child())
     assert qemu.works("kvm", 30.0) is works
@@ -313,7 +315,7 @@ def test_a_server_is_there_once_it_says_something(
             self.closed = True
 
     made = Socket()
-    monkeypatch.setattr(ssh.socket, "create_connection", lambda *_: made)
+    monkeypatch.setattr(socket, "create_connection", lambda *_: made)
     if error:
         with pytest.raises(error):
             ssh.dial("host", 22, 1.0, 3.0)
@@ -324,7 +326,7 @@ def test_a_server_is_there_once_it_says_something(
 
 @pytest.mark.parametrize("limit", [None, 10])
 def test_a_stream_keeps_its_beginning_and_finds_its_end(limit: int | None) -> None:
-    end = shell.re.compile(rb"\nword (\d+)\n\Z")
+    end = re.compile(rb"\nword (\d+)\n\Z")
     stream = shell._Stream(limit)
     for part in _parts(b"0123456789" * 30 + b"\nword 17\n"):
         assert stream.take_end(end) is None

@@ -334,3 +334,32 @@ def test_blocks_of_an_index_are_counted_in_clusters_or_sectors(cluster: int, uni
     for wrong in (replace(index, size=9 * 4096), replace(index, value=b"")):
         with pytest.raises(ntfs.UnreadableError):
             ntfs._blocks(volume, wrong, ntfs._Attribute(0xB0, "$I30", b"\xfe", [], 1), 4096)
+
+
+@pytest.mark.parametrize(
+    ("runs", "found"),
+    [
+        (b"\x11\x04\x0c\x00", [(12, 4)]),
+        (b"\x11\x02\x0c\x11\x03\xf4\x00", [(12, 2), (0, 3)]),  # a distance may be negative
+        (b"\x11\x05\x0c\x00", None),
+        (b"\x11\x00\x0c\x00", None),
+        (b"\x11\x01\x0c\x11\x01\xf3\x00", None),
+        (b"\x01\x04\x00\x00", None),
+        (b"\x11\x04", None),
+    ],
+)
+def test_runs_of_clusters_are_within_the_volume(runs: bytes, found: list[tuple[int, int]] | None) -> None:
+    volume = ntfs._Volume(reader(b""), 512, 16, 1024, 4)
+    if found is not None:
+        assert list(ntfs._runs(volume, runs)) == found
+        return
+    with pytest.raises(ntfs.UnreadableError):
+        list(ntfs._runs(volume, runs))
+
+
+def test_a_volume_may_fill_its_partition(volumes: Mapping[str, bytes]) -> None:
+    data = volumes["readme"]
+    size = struct.unpack_from("<H", data, 11)[0] * struct.unpack_from("<Q", data, 40)[0]
+    assert azure.is_blank(ntfs.root(reader(data), size))
+    with pytest.raises(ntfs.UnreadableError):
+        ntfs.root(reader(data), size - 1)

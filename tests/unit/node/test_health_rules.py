@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from image_builder.node.errors import NodeError
 from image_builder.node.gpu.model import Gpu, Nvml
 from image_builder.node.health import apart, clock, gpu, maintenance, network
 from image_builder.node.health.model import Look, Places
-from image_builder.node.net import fetch
+from image_builder.node.net import fetch, imds
 from tests.unit.node.health_findings import SETTINGS, codes
 
 
@@ -66,7 +67,7 @@ def test_maintenance_of_another_machine_of_the_set_is_not_ours(
     def ask(path: str, **_: object) -> fetch.Response:
         return fetch.Response(200, PREEMPT if "scheduledevents" in path else name.encode())
 
-    monkeypatch.setattr(maintenance.imds, "ask", ask)
+    monkeypatch.setattr(imds, "ask", ask)
     outcome = maintenance.check(Look(SETTINGS, Places(), 0.0))
     assert (len(outcome.findings), len(outcome.samples), outcome.memory["name"]) == (count, count, name)
 
@@ -83,7 +84,7 @@ def test_a_process_that_hangs_is_known_by_its_number_and_its_start(
         begun.append(flags)
         raise OSError(errno.EMFILE, "nothing is started here")
 
-    monkeypatch.setattr(apart.os, "pipe2", pipe)
+    monkeypatch.setattr(os, "pipe2", pipe)
     with pytest.raises(OSError if not hangs else apart.HungError):
         apart.run(lambda: None, "a look", 1.0, hung=(7, born), proc=tmp_path)
     assert len(begun) == (not hangs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -249,8 +250,8 @@ def test_what_does_not_answer_is_asked_again_as_long_as_there_is_time(
         if len(questions) < 3:
             raise ProgramError("no answer", 1, "")
 
-    monkeypatch.setattr(checks.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(checks.time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
     monkeypatch.setattr(reach, "together", lambda works, _: [work() for work in works.values()])
     monkeypatch.setattr(child, "run", run)
     (found,) = checks.reach_all(Settings(engine="docker", wait_seconds=wait_seconds))

@@ -119,3 +119,15 @@ def test_a_mode_comes_after_an_acl_whose_mask_would_change_it(tmp_path: Path) ->
     with path.open("r+b") as stream:
         _finish(stream.fileno(), path.stat(), {"system.posix_acl_access": acl})
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_file_that_ends_with_a_hole_has_its_size(tmp_path: Path) -> None:
+    size = 9 << 20
+    (tmp_path / "source").mkdir()
+    with (tmp_path / "source/file").open("wb") as stream:
+        stream.write(_DATA)
+        stream.truncate(size)
+    copy_tree(tmp_path / "source", tmp_path / "target")
+    info = (tmp_path / "target/file").stat()
+    assert info.st_size == size and info.st_blocks * 512 < 1 << 20
+    assert (tmp_path / "target/file").read_bytes() == _DATA + bytes(size - BLOCK)

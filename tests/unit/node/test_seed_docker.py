@@ -14,7 +14,6 @@ import pytest
 
 from image_builder.node import files
 from image_builder.node.errors import NodeError
-from image_builder.node.seed import docker
 from image_builder.node.seed.docker import fill, lacking
 from image_builder.node.seed.records import NAME
 from image_builder.node.store import chain
@@ -216,6 +215,6 @@ def test_names_are_durable_at_once_unless_the_root_is_set_up_aside(
         synced.append(durable)
         write(path, data, mode, durable=durable)
 
-    monkeypatch.setattr(docker.files, "write", note)
+    monkeypatch.setattr(files, "write", note)
     fill([ONE], tmp_path / "root", store=store, aside=aside)
     assert synced[-1] is not aside

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import platform
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,6 +63,15 @@ def test_too_little_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(host, "LEAST_FREE", 1 << 62)
     with pytest.raises(SpaceError, match="MiB are missing"):
         host.check_store(tmp_path / "store", proc)
+
+
+def test_the_least_space_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage, proc = SimpleNamespace(free=host.LEAST_FREE), _proc(tmp_path, "22 1 254:0 / / rw - ext4 x rw\n")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    host.check_store(tmp_path, proc)
+    usage.free -= 1
+    with pytest.raises(SpaceError):
+        host.check_store(tmp_path, proc)
 
 
 def test_python_packages_of_azure(repo_root: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_a_mirror_that_drips_is_given_up(
             yield bytes(size)
 
     monkeypatch.setattr(fetching, "_chunks", chunks)
-    monkeypatch.setattr(fetching.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with pytest.raises(FetchError) if is_slow else nullcontext():
         fetching._copy(urllib3.PoolManager(), "http://a/b", tmp_path / "file", threading.Event())
     assert clock[0] == (300.0 if is_slow else 599.0)

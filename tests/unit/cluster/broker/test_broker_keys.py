@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from image_builder.cluster.broker import keys as keys_of
 from image_builder.cluster.broker.keys import (
     BUSY_PAUSE,
     FIRST_PAUSE,
@@ -173,7 +172,7 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
 def test_keys_of_an_address_are_those_of_a_good_answer(
     monkeypatch: pytest.MonkeyPatch, status: int, is_read: bool
 ) -> None:
-    monkeypatch.setattr(keys_of.fetch, "ask", lambda *_, **__: fetch.Response(status, b"{}"))
+    monkeypatch.setattr(fetch, "ask", lambda *_, **__: fetch.Response(status, b"{}"))
     ask = source("https://login.example/keys", None)
     if is_read:
         assert ask() == b"{}"

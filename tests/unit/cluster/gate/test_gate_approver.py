@@ -225,7 +225,7 @@ class Api:
 @pytest.mark.parametrize("lacks", ["", "the lease", "the requests", "the nodes"])
 def test_nothing_is_approved_without_the_lease_or_before_everything_was_read(lacks: str) -> None:
     api = Api()
-    approver = Approver(lambda: cast("Client", api), lambda: lacks != "the lease", [].append)
+    approver = Approver(lambda: cast("Client", api), lambda: lacks != "the lease", print)
     pending = pending_from(request())
     assert pending
     approver._requests.objects[pending.name] = pending

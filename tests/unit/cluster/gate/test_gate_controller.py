@@ -36,9 +36,9 @@ class Informer:
 
 
 def _controller(informer: Informer) -> Controller:
-    made = Controller(lambda: Client(Access("https://lab", Pem(text=""))), "us", Settings(), [].append)
+    made = Controller(lambda: Client(Access("https://lab", Pem(text=""))), "us", Settings(), print)
     made.informer = cast("Any", informer)
-    made._elect = lambda stop: stop.wait()  # type: ignore[method-assign]
+    made._elect = cast("Any", threading.Event.wait)  # type: ignore[method-assign]
     return made
 
 
@@ -84,7 +84,7 @@ def test_a_mark_comes_with_its_event(step: Step, stage: str) -> None:
 
     node = node_object()
     before = applied(node, quarantine.take_out(node, RECORD)) if step is Step.ASK else node
-    remedies = Remedies(cast("Client", Api()), Rules(), [].append, lambda: 0.0)
+    remedies = Remedies(cast("Client", Api()), Rules(), print, lambda: 0.0)
     remedies._mark(before, step, RECORD, 1.0)
     event, patch = posted
     marked = quarantine.record_of(applied(before, patch))

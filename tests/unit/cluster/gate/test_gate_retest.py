@@ -252,6 +252,6 @@ def test_a_node_that_works_is_neither_held_nor_tested(state: str | None, step: s
             answers.append(json.loads(answer)["state"])
 
     subject = node(wish={}) if state is None else node(wish={}, answer={"state": state}, taints=("retest",))
-    retester = Retester(cast("Client", Api()), RULES, LIMITS, [].append)
+    retester = Retester(cast("Client", Api()), RULES, LIMITS, print)
     retester.turn([subject, *FLEET], NOW, lambda: True)
     assert answers == [REFUSED if is_busy else step]
