@@ -120,6 +120,7 @@ DOCKERSHIM = Declaration(
     image="worker",
     variables="""
 kubelet_source: {type: repository}
+kubelet_packages: [mount]
 kubelet_repository: {uris: ["https://packages.test/kubernetes"], suites: ["/"], signed_by: /usr/share/keyrings/k.gpg}
 """,
     layers=("kubernetes",),
