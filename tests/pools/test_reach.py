@@ -349,11 +349,12 @@ def test_of_hosts_that_are_done_with_nothing_is_left(minimal: Workplace, tmp_pat
 
     def interrupted() -> None:
         with fleet(minimal, tmp_path, 2):
-            assert theirs() > before
+            assert theirs() - before
             assert os.readlink("/proc/thread-self/ns/net") != network
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert theirs() == before
+    # Sessions on the pool's own hosts may have ended meanwhile.
+    assert theirs() - before == set()
     assert os.readlink("/proc/thread-self/ns/net") == network

@@ -10,6 +10,7 @@ from image_builder.drain import fence
 from image_builder.drain.lease import Leases
 from image_builder.node.net.kube import Client
 from tests.support.arm.model import Request, action_of
+from tests.support.control_plane import workloads
 from tests.support.control_plane.drains import asked
 from tests.support.control_plane.gates import Cluster, manifests
 from tests.support.pools.repairs import (
@@ -127,6 +128,22 @@ def test_killed_before_its_answer_arrives(place: Clinic, pool: Pool) -> None:
     assert pool.repair()[name]["state"] in ("returned", "back")
     assert place.sent(pool) == [REIMAGE]
     comes_back(place, name)
+
+
+def test_a_node_with_a_job_is_skipped_and_named(place: Clinic, pool: Pool) -> None:
+    (name,) = pool.names
+    pool.ask(name, "reboot")
+    admin = place.plane.admin
+    space = workloads.namespace(admin, "lands")
+    job = workloads.job("late", 1, [name])
+    job["spec"]["template"]["spec"] |= {"nodeName": name}
+    workloads.create(admin, space, job)
+    (pod,) = workloads.await_running(admin, space, 1)
+    ended = pool.repair(status=16)[name]
+    assert ended["state"] == "skipped" and "lands/late" in ended["reason"]
+    assert place.sent(pool) == [] and pool.stage(name) == "asked"
+    place.plane.kubelets.finish(space, pod["metadata"]["name"])
+    assert pool.repair()[name]["state"] == "returned"
 
 
 def test_a_set_whose_lease_a_roll_holds_is_skipped_and_named(place: Clinic, pool: Pool) -> None:
