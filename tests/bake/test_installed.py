@@ -15,6 +15,7 @@ from image_builder.errors import HostError, UsageError
 from image_builder.settings import LAUNCHER
 from tests.support.images.builds import Workplace, make_tiny
 from tests.support.installed import Installed, build_wheel, install
+from tests.support.users import open_to_all
 
 pytestmark = pytest.mark.root
 USER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
@@ -24,8 +25,7 @@ WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-sys_admin,-mknod")
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder = tmp_path_factory.mktemp("installed")
-    for parent in (folder, *folder.parents[:2]):
-        parent.chmod(0o755)  # pytest's own directories are closed to others
+    open_to_all(folder)
     return install(build_wheel(folder / "dist"), folder / "venv")
 
 
@@ -34,8 +34,7 @@ def place(tmp_path: Path) -> Path:
     """Make an empty directory that an ordinary user may write to."""
     place = tmp_path / "place"
     place.mkdir()
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
+    open_to_all(tmp_path)
     os.chown(place, 65534, 65534)
     return place
 

@@ -17,6 +17,7 @@ import pytest
 
 from image_builder import errors
 from image_builder.settings import REPO_ROOT
+from tests.support.users import open_to_all
 
 pytestmark = pytest.mark.root
 
@@ -73,9 +74,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkout(tmp_path: Path, python: Path) -> Checkout:
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)  # pytest's own directories are closed to others
+    open_to_all(tmp_path)
     path = tmp_path / "check out"  # with a space on purpose
     for folder in ("cli", "system"):
         (path / "image_builder" / folder).mkdir(parents=True)
