@@ -72,11 +72,11 @@ def test_it_serves_until_it_is_taken_down(worker: Workplace) -> None:
 
 
 def _session(pid: int) -> list[int]:
-    """Return the processes of the session that a lab leads."""
+    """Return the processes of the session that a lab leads, without those that only wait to be reaped."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(ProcessLookupError):
-            if os.getsid(int(name)) == pid:
+        with suppress(OSError):
+            if os.getsid(int(name)) == pid and Path("/proc", name, "cmdline").read_bytes():
                 found.append(int(name))
     return found
 
