@@ -119,6 +119,7 @@ kubelet_repository: {{uris: ["https://packages.test/kubernetes"], suites: ["/"],
 DOCKERSHIM = Declaration(
     image="worker",
     variables="""
+kubelet_packages: []
 kubelet_source: {type: repository}
 kubelet_packages: [mount]
 kubelet_repository: {uris: ["https://packages.test/kubernetes"], suites: ["/"], signed_by: /usr/share/keyrings/k.gpg}
