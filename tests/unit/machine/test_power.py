@@ -155,6 +155,16 @@ def test_a_start_is_awaited_while_qemu_runs(
         machine.vm._await(lambda: machine.now >= began + done_at, 30, "QEMU didn't start")
 
 
+def test_a_machine_that_does_not_start_is_off(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Vm) -> None:
+        raise BootError("QEMU didn't start")
+
+    monkeypatch.setattr(Vm, "power_on", fail)
+    with pytest.raises(BootError):
+        machine.vm.__enter__()
+    assert machine.over_at == machine.now and not machine.vm.running
+
+
 def test_a_reset_forgets_what_the_console_showed(machine: Machine) -> None:
     machine.vm.console_log.write_text("before\n")
     machine.vm.seconds_to_ssh, machine.now = 9.0, machine.now + 50

@@ -57,7 +57,7 @@ def test_our_agents_condition_is_of_its_boot() -> None:
 
 @pytest.mark.parametrize(("status", "ills", "well"), [("True", 1, 0), ("False", 0, 1), ("Unknown", 0, 0)])
 def test_anothers_condition(status: str, ills: int, well: int) -> None:
-    health = health_of(node(condition("KernelDeadlock", status)), BOOT, "", Policy())
+    health = health_of(node(condition("KernelDeadlock", status, reason="")), BOOT, "", Policy())
     assert (len(health.ailments), len(health.well), health.is_cut) == (ills, well, False)
 
 
