@@ -171,7 +171,8 @@ def meet_faults(lab: Lab) -> Result:
         name: image.model_copy(update={"ref": f"{cases[name].host}/{name}:1"})
         for name, image in pushed.items()
     }
-    wanted["unknown"] = unknown(wanted["unknown"])
+    if "unknown" in wanted:
+        wanted["unknown"] = unknown(wanted["unknown"])
     moved = lab.push("moved", MB)
     moved_to = lab.push("moved", 2 * MB)
     killed = lab.push("killed", SIZE)

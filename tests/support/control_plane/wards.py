@@ -58,8 +58,8 @@ class Ward:
         return names
 
     def passes(self, name: str) -> None:
-        """Report as the preflight of a node's current boot does, in a later second than its last report."""
-        at = self._passed[name] = max(time.time() // 1, self._passed.get(name, 0.0) + 1)
+        """Report as the preflight of a node's current boot does, in a later second than any report before."""
+        at = self._passed[name] = max(time.time() // 1, self._passed.get(name, 0.0)) + 1
         document = model.document(
             Verdict(PASSED),
             [],

@@ -121,7 +121,6 @@ DOCKERSHIM = Declaration(
     variables="""
 kubelet_packages: []
 kubelet_source: {type: repository}
-kubelet_packages: [mount]
 kubelet_repository: {uris: ["https://packages.test/kubernetes"], suites: ["/"], signed_by: /usr/share/keyrings/k.gpg}
 """,
     layers=("kubernetes",),
