@@ -41,45 +41,52 @@ def run(arguments: Sequence[str], *, fast: bool, slow: bool, store: Path, as_jso
     kind = "chosen" if arguments else "fast" if fast else "slow" if slow else "all"
     place = runs.Surroundings(store, cache_directory(), _reports(kind), _seed(), write)
     write(f"seed: IMAGE_BUILDER_KILL_SEED={place.seed}")
-    started, minutes = time.monotonic(), dict[str, float]()
-    clean, done = True, list[runs.Run]()
+    started = time.monotonic()
     if arguments:
-        done = [runs.chosen(arguments, place, fast=fast)]
+        done, clean = [runs.chosen(arguments, place, fast=fast)], True
     elif slow:
-        began = proofs.stamp()
-        done = [run := runs.rest(place, slow=True)]
-        failed = set(run.result.failed) - set(run.flaky)
-        proofs.write_slow({file: n for file, n in run.result.seconds.items() if file not in failed}, began)
+        done, clean = [_slow(place)], True
     else:
-        with lint.beside(place.cache, write) as is_clean:
-            done = [runs.unit(place)]
-            clean = is_clean()
-        minutes["fast"] = (time.monotonic() - started) / 60
-        if not fast and clean and not done[0].status:
-            done.append(runs.rest(place, slow=False, failed_before=len(done[0].flaky)))
-        elif not fast:
-            write("what needs root is not run")
-    whole = time.monotonic() - started
-    minutes["all"] = whole / 60
-    for line in [] if arguments else _slowest(done):
-        write(line)
+        done, clean = _all(place, fast=fast)
+    seconds = time.monotonic() - started
     left_out = _left_out(done)
-    complete = not left_out or not _must_be_complete()
-    for line in (*_flaky(done), *left_out):
-        write(line if complete else f"error: {line}")
-    write(
-        f"minutes: {', '.join(f'{name} {spent:.1f}' for name, spent in minutes.items())}; logs: {place.reports}"
-    )
+    passed = clean and not any(each.status for each in done) and not (left_out and _must_be_complete())
+    for line in (*([] if arguments else _slowest(done)), *_flaky(done), *left_out):
+        write(line)
+    if kind == "all" and passed and not left_out and not any(each.flaky for each in done):
+        passed = _same_counts(done, place.reports / counts.GOLDEN.name, write)
+    write(f"logs and JUnit files: {place.reports}")
     if not clean:
         write("lint failed: see above")
-    passed = clean and complete and not any(run.status for run in done)
-    if kind == "all" and passed and not left_out and not any(run.flaky for run in done):
-        passed = _same_counts(done, place.reports / counts.GOLDEN.name, write)
-    closing = closing_line(done, whole)
+    closing = closing_line(done, seconds)
     write(closing)
     if as_json:
-        print(json.dumps({"passed": passed, "minutes": minutes, "closing": closing}))
+        print(json.dumps({"passed": passed, "minutes": round(seconds / 60, 2), "closing": closing}))
     return 0 if passed else 1
+
+
+def _all(place: runs.Surroundings, *, fast: bool) -> tuple[list[runs.Run], bool]:
+    """Run lint beside the unit tests, then what needs root; return the runs, and whether lint found nothing."""
+    started = time.monotonic()
+    with lint.beside(place.cache, place.write) as is_clean:
+        units = runs.unit(place)
+        clean = is_clean()
+    place.write(f"lint and unit tests: {(time.monotonic() - started) / 60:.1f} minutes")
+    if fast:
+        return [units], clean
+    if units.status or not clean:
+        place.write("what needs root is not run")
+        return [units], clean
+    return [units, runs.rest(place, slow=False, failed_before=len(units.flaky))], clean
+
+
+def _slow(place: runs.Surroundings) -> runs.Run:
+    """Run the slow tests, and write the files that passed to the page of proofs."""
+    began = proofs.stamp()
+    run = runs.rest(place, slow=True)
+    failed = set(run.result.failed) - set(run.flaky)
+    proofs.write_slow({file: n for file, n in run.result.seconds.items() if file not in failed}, began)
+    return run
 
 
 def closing_line(done: Sequence[runs.Run], seconds: float) -> str:
@@ -90,7 +97,7 @@ def closing_line(done: Sequence[runs.Run], seconds: float) -> str:
     flaky = sum(len(run.flaky) for run in done)
     broken = [f"pytest ended with {run.status}" for run in done if run.status not in (0, 1)]
     words = [f"{counts[word]} {word}" for word in _WORDS if counts[word]]
-    words += [f"{flaky} flaky file{'s'[: flaky > 1]}"] if flaky else []
+    words += [f"{flaky} flaky {'file' if flaky == 1 else 'files'}"] if flaky else []
     minutes, over = divmod(round(seconds), 60)
     told = ", ".join([*words, *broken]) or "no tests ran"
     return f" {told} in {seconds:.2f}s ({minutes // 60}:{minutes % 60:02}:{over:02}) ".center(80, "=")
@@ -124,12 +131,13 @@ def _flaky(done: Sequence[runs.Run]) -> Iterator[str]:
 
 
 def _left_out(done: Sequence[runs.Run]) -> list[str]:
-    """Say how many tests were left out for want of a program that a complete run has."""
+    """Say how many tests were left out for want of a program; that is an error where it is at hand."""
+    prefix = "error: left out" if _must_be_complete() else "left out"
     skipped: Counter[str] = Counter()
     for run in done:
         skipped += run.result.skipped
     return [
-        f"left out: {number} tests, since {reason}"
+        f"{prefix}: {number} tests, since {reason}"
         for reason, number in sorted(skipped.items())
         if reason.startswith((programs.ABSENT, "no Chromium"))
     ]

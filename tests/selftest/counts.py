@@ -21,8 +21,8 @@ _STARTED = {
     "qemu-system-x86_64": "machines booted",
     "kube-apiserver": "control planes",
 }
-# Each goes on until it has met with a number of kills at moments that it draws.
-_AT_RANDOM = {"tests/bake/test_killed_builds.py"}
+# Kills at moments that it draws decide how often it builds again.
+_AT_RANDOM = {"tests/bake/test_interrupted_builds.py"}
 _KEY = "started"
 STARTED = pytest.StashKey[dict[str, int]]()
 
