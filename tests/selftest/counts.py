@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 GOLDEN = Path(__file__).with_name("counts.txt")
-_STARTED = {
-    "build": "builds",
-    "boot": "machines booted",
+_COMMANDS = {"build": "builds", "boot": "machines booted"}
+# A control plane has a process of its own, which imports its module.
+_PROGRAMS = {
     "qemu-system-x86_64": "machines booted",
-    "kube-apiserver": "control planes",
+    "from tests.support.control_plane import": "control planes",
 }
 # Kills at moments that it draws decide how often it builds again.
 _AT_RANDOM = {"tests/bake/test_interrupted_builds.py"}
@@ -73,10 +73,13 @@ class _Counts:
 
 def _kind(argv: Sequence[object]) -> str:
     """Return what a command starts; "" for what isn't counted."""
-    names = [Path(str(word)).name for word in argv]
-    if "image-builder" in names:
-        names = names[names.index("image-builder") + 1 :][:1]
-    return next((what for name, what in _STARTED.items() if name in names), "")
+    words = [str(word) for word in argv]
+    for text, what in _PROGRAMS.items():
+        if any(text in word for word in words):
+            return what
+    names = [Path(word).name for word in words]
+    following = names[names.index("image-builder") + 1 :] if "image-builder" in names else []
+    return _COMMANDS.get(following[0], "") if following else ""
 
 
 def lines(started: Mapping[str, int]) -> list[str]:
