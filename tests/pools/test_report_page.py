@@ -19,12 +19,12 @@ from tests.support.pools.browser import Tab
 from tests.support.pools.simulated.report_runs import HOSTILE, deadline_run, hostile_run, large_run
 from tests.support.pools.simulated.rollouts import BAD_DAY, WIDE, make, simulate
 
-pytestmark = pytest.mark.root
-
 CHROMIUM = browser.program()
 # `--install-deps test` installs one on Debian; Ubuntu's archive has none, and the page's text is tested without one.
-if CHROMIUM is None:
-    pytest.skip("no Chromium on this host", allow_module_level=True)
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this host"),
+]
 
 # Returns [text, contrast] for every visible text, as defined by https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio.
 CONTRASTS = """(() => {

@@ -10,15 +10,18 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from image_builder.bake.lock.fetch import PROGRAMS
 from image_builder.errors import UsageError
 from image_builder.settings import REPO_ROOT
+from image_builder.system.trees import remove_tree
 from tests.selftest import counts, lint, runs
 from tests.selftest.surroundings import cache_directory
 from tests.support.images import programs
@@ -26,6 +29,8 @@ from tests.support.pages import proofs
 
 _WORDS = ("failed", "passed", "skipped", "errors", "not run")
 _SLOWEST = 15
+# Today's programs, where nothing else is said.
+_BESIDE = REPO_ROOT.parent / "shared/programs"
 
 
 def run(arguments: Sequence[str], *, fast: bool, slow: bool, store: Path, as_json: bool) -> int:
@@ -35,8 +40,12 @@ def run(arguments: Sequence[str], *, fast: bool, slow: bool, store: Path, as_jso
     those that take too long for every commit. Progress goes to standard output, or to standard error if ``as_json``
     reserves standard output for the result.
     """
+    if slow and arguments:
+        raise UsageError("--slow takes no arguments for pytest", hint="pytest's own: -m slow")
     if not fast and os.geteuid() != 0:
         raise UsageError("the whole suite needs root", hint="image-builder test --fast needs none")
+    if PROGRAMS not in os.environ and _BESIDE.is_dir():
+        os.environ[PROGRAMS] = os.fspath(_BESIDE)
     write = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
     kind = "chosen" if arguments else "fast" if fast else "slow" if slow else "all"
     place = runs.Surroundings(store, cache_directory(), _reports(kind), _seed(), write)
@@ -81,11 +90,11 @@ def _all(place: runs.Surroundings, *, fast: bool) -> tuple[list[runs.Run], bool]
 
 
 def _slow(place: runs.Surroundings) -> runs.Run:
-    """Run the slow tests, and write the files that passed to the page of proofs."""
+    """Run the slow tests; if they pass, write their files to the page of proofs."""
     began = proofs.stamp()
     run = runs.rest(place, slow=True)
-    failed = set(run.result.failed) - set(run.flaky)
-    proofs.write_slow({file: n for file, n in run.result.seconds.items() if file not in failed}, began)
+    if not run.status:
+        proofs.write_slow(run.result.seconds, began)
     return run
 
 
@@ -108,12 +117,12 @@ def _seed() -> int:
 
 
 def _reports(kind: str) -> Path:
-    """Return an empty directory for the logs and JUnit files of a kind of run."""
-    folder = cache_directory() / "reports" / kind
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        old.unlink()
-    return folder
+    """Return a directory for the logs and JUnit files of a run; those of older runs of its kind go, but for four."""
+    place = cache_directory() / "reports" / kind
+    place.mkdir(parents=True, exist_ok=True)
+    for old in sorted(place.iterdir(), key=lambda path: path.stat().st_mtime)[:-4]:
+        remove_tree(old)
+    return Path(tempfile.mkdtemp(prefix=f"{datetime.now(UTC):%Y-%m-%d-%H%M%S}-", dir=place))
 
 
 def _slowest(done: Sequence[runs.Run]) -> Iterator[str]:
@@ -126,7 +135,7 @@ def _slowest(done: Sequence[runs.Run]) -> Iterator[str]:
 def _flaky(done: Sequence[runs.Run]) -> Iterator[str]:
     for run in done:
         for file in run.flaky:
-            again = run.log.with_name(f"again-{Path(file).stem}.log")
+            again = run.log.with_name(f"{runs.name_again(file)}.log")
             yield f"flaky: {file} failed beside others and passed alone: {run.log}, {again}"
 
 
@@ -139,7 +148,7 @@ def _left_out(done: Sequence[runs.Run]) -> list[str]:
     return [
         f"{prefix}: {number} tests, since {reason}"
         for reason, number in sorted(skipped.items())
-        if reason.startswith((programs.ABSENT, "no Chromium"))
+        if reason.startswith((programs.ABSENT, "no Chromium", "no npm"))
     ]
 
 
@@ -157,5 +166,5 @@ def _same_counts(done: Sequence[runs.Run], file: Path, write: Callable[[str], No
 
 
 def _must_be_complete() -> bool:
-    """Return whether today's programs are to be had here, so that a run without them proves less than it says."""
-    return bool(os.environ.get(PROGRAMS)) or (REPO_ROOT.parent / "shared" / "programs").is_dir()
+    """Return whether today's programs are at hand, so that a run without them would prove less than it says."""
+    return bool(os.environ.get(PROGRAMS))

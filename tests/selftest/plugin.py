@@ -150,13 +150,10 @@ class _Run:
         if file in self.result.failed:
             return
         self.result.failed.append(file)
-        if len(self.result.failed) > FAILED_FILES and self.path and (dsession := self._dsession()):
-            # What runs may end; nothing else begins.
-            dsession.sched.workqueue.clear()
-
-    def _dsession(self) -> Any:
         dsession = self.config.pluginmanager.get_plugin("dsession")
-        return dsession if dsession and dsession.sched else None
+        if len(self.result.failed) > FAILED_FILES and dsession and dsession.sched:
+            # The files that a process has end; nothing else begins.
+            dsession.sched.workqueue.clear()
 
     def _skip(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -170,9 +167,12 @@ class _Run:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.result.refused and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if dsession := self._dsession():
-            # After a fourth failing file, or a process that crashed too often.
-            self.result.outcomes["not run"] = len(dsession.sched.collection or ()) - len(self.begun)
+        if dsession := self.config.pluginmanager.get_plugin("dsession"):
+            # A process can end without a word before its first test, or while others collect theirs.
+            collected = dsession.sched.collection or () if dsession.sched else ()
+            self.result.outcomes["not run"] = len(collected) - len(self.begun)
+            if session.exitstatus == pytest.ExitCode.OK and len(self.begun) < max(1, len(collected)):
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self.result.started = self.config.stash[STARTED]
         if self.path:
             self.path.write_text(json.dumps(vars(self.result)), encoding="utf-8")

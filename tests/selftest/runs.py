@@ -6,9 +6,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from image_builder.errors import StoreError
 from image_builder.settings import REPO_ROOT
 from image_builder.system import process
 from image_builder.system.trees import remove_tree
@@ -21,6 +23,8 @@ REST = "(root or boot) and not gpu and not slow"
 SLOW = "(root or boot) and not gpu and slow"
 # For two processors: a third process has a use, since many tests of real programs wait for half of their time.
 UNIT_PROCESSES, REST_PROCESSES = 2, 3
+# Against hangs: a process begins no further test after so many seconds.
+_LIMIT = 7200
 
 
 @dataclass(frozen=True)
@@ -64,30 +68,25 @@ def _twice(
     name: str, marks: str, processes: int, options: Sequence[str], place: Surroundings, failed_before: int = 0
 ) -> Run:
     """Run tests in several processes, then up to three files that failed once more, each alone."""
-    side_by_side = [
-        "-n",
-        str(processes),
-        "--dist=loadgroup",
-        "--no-loadscope-reorder",
-        "--max-worker-restart=0",
-    ]
+    side_by_side = ["-n", str(processes), "--dist=loadgroup", "--no-loadscope-reorder"]
     run = _pytest(name, [*side_by_side, "-m", marks, *options], place)
     failed, outcomes = run.result.failed, run.result.outcomes
-    if (
-        run.status != 1
-        or run.result.refused
-        or outcomes["not run"]
-        or len(failed) + failed_before > FAILED_FILES
-    ):
+    is_whole = failed and not (run.result.refused or outcomes["not run"])
+    if run.status != 1 or not is_whole or len(failed) + failed_before > FAILED_FILES:
         return run
     for file in failed:
         place.write(f"\n{file} failed: it runs once more, alone")
-        again = _pytest(f"again-{Path(file).stem}", ["-m", marks, file], place)
-        if again.status:
+        again = _pytest(name_again(file), ["-m", marks, file], place)
+        if again.status or again.result.skipped.keys() - run.result.skipped.keys():
             return run
     outcomes["passed"] += outcomes.pop("failed", 0)
     outcomes.pop("errors", None)
     return Run(0, run.result, run.log, tuple(failed))
+
+
+def name_again(file: str) -> str:
+    """Return the name of a file's second run."""
+    return f"again-{file.removesuffix('.py').replace('/', '-')}"
 
 
 def _pytest(name: str, options: Sequence[str], place: Surroundings) -> Run:
@@ -96,7 +95,7 @@ def _pytest(name: str, options: Sequence[str], place: Surroundings) -> Run:
     colour = "yes" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "no"
     result, log = place.reports / f"{name}.json", place.reports / f"{name}.log"
     result.unlink(missing_ok=True)
-    settings = (f"cache_dir={place.cache / 'pytest'}", "junit_family=xunit1")
+    settings = (f"cache_dir={place.cache / 'pytest'}", "junit_family=xunit1", f"session_timeout={_LIMIT}")
     argv = [
         *(sys.executable, "-m", "pytest", f"--color={colour}", f"--result={result}"),
         f"--junitxml={place.reports / name}.xml",
@@ -106,7 +105,7 @@ def _pytest(name: str, options: Sequence[str], place: Surroundings) -> Run:
     ]
     env = environment(place.cache) | {"IMAGE_BUILDER_STORE": os.fspath(place.store)}
     # A socket's path has 107 bytes at most, and some lie deep in a test's directory.
-    temporary = tempfile.mkdtemp(prefix="ib-", dir=env["TMPDIR"])
+    temporary = _temporary(Path(env["TMPDIR"]))
     argv.append(f"--basetemp={temporary}")
     env |= {"IMAGE_BUILDER_KILL_SEED": str(place.seed), TURNS: os.fspath(place.reports)}
     with log.open("w", encoding="utf-8") as stream:
@@ -119,5 +118,14 @@ def _pytest(name: str, options: Sequence[str], place: Surroundings) -> Run:
     if done.returncode:
         place.write(f"files of the tests that failed: {temporary}")
     else:
-        remove_tree(Path(temporary))
+        remove_tree(temporary)
     return Run(done.returncode, Result.read(result), log)
+
+
+def _temporary(place: Path) -> Path:
+    """Return a directory for a run of pytest; what earlier runs of processes that are gone left there is removed."""
+    for old in place.glob("ib-*"):
+        if not Path("/proc", old.name.removeprefix("ib-").partition("-")[0]).exists():
+            with suppress(StoreError):  # something is mounted there
+                remove_tree(old)
+    return Path(tempfile.mkdtemp(prefix=f"ib-{os.getpid()}-", dir=place))

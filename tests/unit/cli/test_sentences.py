@@ -1,4 +1,4 @@
-"""What errors say to people: all sentences stand in one golden file, made from the sources, to be reviewed as text.
+"""What errors say to people: the sentences of their calls stand in one golden file, to be reviewed as text.
 
 Other tests compare codes, exit statuses, places and numbers. ``--update-golden`` writes the file anew.
 """
