@@ -124,8 +124,8 @@ def _pytest(name: str, options: Sequence[str], place: Surroundings) -> Run:
 
 def _temporary(place: Path) -> Path:
     """Return a directory for a run of pytest; what earlier runs of processes that are gone left there is removed."""
-    for old in place.glob("ib-*"):
-        if not Path("/proc", old.name.removeprefix("ib-").partition("-")[0]).exists():
+    for old in place.glob("ib-[0-9]*-*"):
+        if not Path("/proc", old.name.split("-")[1]).exists():
             with suppress(StoreError):  # something is mounted there
                 remove_tree(old)
     return Path(tempfile.mkdtemp(prefix=f"ib-{os.getpid()}-", dir=place))
