@@ -118,9 +118,9 @@ def _seed() -> int:
 
 def _reports(kind: str) -> Path:
     """Return a directory for the logs and JUnit files of a run; those of older runs of its kind go, but for four."""
-    place = cache_directory() / "reports" / kind
+    place = cache_directory() / "runs" / kind
     place.mkdir(parents=True, exist_ok=True)
-    for old in sorted(place.iterdir(), key=lambda path: path.stat().st_mtime)[:-4]:
+    for old in sorted(place.iterdir())[:-4]:
         remove_tree(old)
     return Path(tempfile.mkdtemp(prefix=f"{datetime.now(UTC):%Y-%m-%d-%H%M%S}-", dir=place))
 
