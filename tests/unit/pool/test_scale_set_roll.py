@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -462,6 +462,28 @@ def test_killed_at_any_request_another_driver_goes_on(
         assert [m.reimages for m in rolling.fleet.group.machines.values()] == [0, 1, 0], point
         rolling.require_clean()
     assert point > 15
+
+
+@pytest.mark.parametrize("part", ["/manualupgrade", "/reimage"])
+def test_killed_while_its_request_is_in_work_and_its_journal_is_lost_no_disk_is_replaced_twice(
+    rolling: Rolling, part: str
+) -> None:
+    """R22: the plan is enough."""
+
+    def kill(request: Request, _: object) -> None:
+        if request.method == "POST" and request.path.endswith(part):
+            raise Killed
+
+    arm = rolling.fleet.arm
+    arm.observers = [kill]
+    with suppress(Killed):  # some upgrades replace the disk, and nothing is reimaged
+        rolling()
+    assert rolling.fleet.machine("1").state == "Updating" or part == "/reimage"
+    arm.observers = []
+    rolling.journal.unlink()
+    assert rolling() == Ending("ok")
+    assert [m.reimages for m in rolling.fleet.group.machines.values()] == [0, 1, 0]
+    assert rolling.fleet.group.services == dict.fromkeys(SERVICES, "Running")
 
 
 def test_a_scale_set_has_one_driver(rolling: Rolling) -> None:
