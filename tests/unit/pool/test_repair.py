@@ -218,7 +218,7 @@ def test_what_the_breaker_holds_is_not_sent(pool: Pool) -> None:
 def test_a_node_that_the_inventory_does_not_have_is_named(pool: Pool) -> None:
     pool.cluster.objects[pool.path]["spec"]["providerID"] = f"azure://{pool.machines.path}/virtualMachines/0"
     other = pool.host.model_copy(update={"name": "another"})
-    (pool.host, name) = (other, pool.host.name)
+    pool.host, name = other, pool.host.name
     assert pool.case.node == name
     state, reason = pool.repair()
     assert state == "skipped" and "pool snapshot" in reason
@@ -240,8 +240,8 @@ def test_a_run_that_is_terminated_leaves_the_rest_to_the_next(
     signal.signal(signal.SIGTERM, lambda *_: None)  # restored after each test
     finish = Repairs.run
     monkeypatch.setattr(Repairs, "run", run)
-    fleet_read = SimpleNamespace(hosts=[pool.host], warnings=())
-    monkeypatch.setattr("image_builder.pool.plan.inventory.read_fleet", lambda *_: fleet_read)
+    read = SimpleNamespace(hosts=[pool.host], warnings=())
+    monkeypatch.setattr("image_builder.pool.plan.inventory.read_fleet", lambda *_: read)
     monkeypatch.setattr("image_builder.pool.scale_set.client.open_client", opened)
     monkeypatch.setattr("image_builder.cli.pool.repair.connect", lambda *_: pool.cluster)
     answer = CliRunner().invoke(app, ["pool", "repair", "gpu", "-i", os.fspath(tmp_path)])
