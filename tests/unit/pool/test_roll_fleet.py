@@ -233,7 +233,8 @@ class Leased(Server):
 def test_a_roll_evicts_a_job_only_after_its_deadline(
     setup: Setup, tmp_path: Path, deadline: float, evicted: list[str]
 ) -> None:
-    cluster, more = Leased(), {"policy": Policy(settle_seconds=0.0, poll_seconds=0.01), "deadline": deadline}
+    cluster = Leased()
+    more: Any = {"policy": Policy(settle_seconds=0.0, poll_seconds=0.01), "deadline": deadline}
     with rolled(setup, fleet(1), tmp_path, kube=lambda: cluster, **more) as (state, (host,)):
         gpus = {"name": "main", "resources": {"limits": {"nvidia.com/gpu": "8"}}}
         pod = pod_object(owner="Job", spec={"nodeName": host.name, "containers": [gpus]})

@@ -130,11 +130,11 @@ def test_a_host_with_a_pod_keeps_its_disk(place: Place, step: Step) -> None:
     assert place.reimages == [0, 0] and fence.is_cordoned(place.node("gpu-0"))
 
 
-def test_a_host_that_says_it_is_at_work_keeps_its_disk(place: Place) -> None:
+def test_a_host_that_says_it_is_at_work_keeps_its_disk(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the cluster says: it is asked itself before each request."""
     says = ["lease b"]
     with place.rolled() as (state, host):
-        state.works = lambda _: says[0]  # type: ignore[method-assign]
+        monkeypatch.setattr(state, "works", lambda _: says[0])
         outcome = end(state, "reimage", host)
         assert (outcome.kind, outcome.detail, place.reimages) == ("busy", "lease b", [0, 0])
         says[0] = ""
