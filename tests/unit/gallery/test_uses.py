@@ -43,7 +43,7 @@ def test_a_list_that_can_not_be_read_is_an_error(
 ) -> None:
     with pytest.raises(kind) as raised:
         read(cast("Service", Lists(*denied)), TARGET, ["a"], lacking)
-    assert [name for name in denied if name not in raised.value.message] == []
+    assert [name for name in [*denied, *lacking] if name not in raised.value.message] == []
 
 
 def test_an_empty_subscription_uses_nothing() -> None:
@@ -88,3 +88,17 @@ def test_a_model_and_its_machines_use_versions(
     found = read(cast("Service", Uses()), TARGET, ["a"])
     expected = [Use("/set", "model", model)] if model else []
     assert found == expected + ([Use("/set", "machines", machines, 2)] if machines else [])
+
+
+@pytest.mark.parametrize(("mode", "owners"), [("Uniform", ["/set"]), ("Flexible", [])])
+def test_machines_of_a_flexible_scale_set_are_listed_once(mode: str, owners: list[str]) -> None:
+    """The subscription's own list has them."""
+
+    class Sets(Lists):
+        def list(self, path: str, _api: str) -> list[dict[str, Any]]:
+            if path.endswith("virtualMachineScaleSets"):
+                return [{"id": "/set", "properties": {"orchestrationMode": mode}}]
+            return [_machine(VERSION)]
+
+    found = read(cast("Service", Sets()), TARGET, ["a"])
+    assert [use.owner for use in found] == [*owners, "/vm"]

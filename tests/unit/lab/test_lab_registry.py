@@ -134,7 +134,8 @@ def test_what_a_registry_lacks_is_named_before_it_starts(lab: Lab, tmp_path: Pat
         (lab.tools / "usr/bin/docker-registry").unlink()
     else:
         lab.storage.rmdir()
-    with pytest.raises(HostError), serve(lab.tools, lab.storage, tmp_path / "work"):
+    place = lab.tools if lacks == "program" else lab.storage
+    with pytest.raises(HostError, match=f"^{place} "), serve(lab.tools, lab.storage, tmp_path / "work"):
         pass
     assert not (tmp_path / "work").exists()
 

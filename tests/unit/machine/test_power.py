@@ -84,6 +84,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_a_login_is_waited_for_as_long_as_the_console_grows(machine: Machine) -> None:
     machine.up_at = machine.now + 500
+    machine.gave_up = True  # which counts only with KVM
     machine.events = {machine.now + n * 100: f"line {n}\n" for n in range(1, 6)}
     shown: list[str] = []
     assert machine.vm.wait_for_ssh(on_line=shown.append) is machine
@@ -109,9 +110,10 @@ def test_a_wait_without_a_login_has_an_end(
 
 
 def test_a_console_that_ends_and_a_kvm_that_gives_up_end_the_wait(machine: Machine) -> None:
-    machine.vm.accelerator, machine.gave_up = "kvm", True
+    began, machine.vm.accelerator, machine.gave_up = machine.now, "kvm", True
     with pytest.raises(BootError):
         machine.vm.wait_for_ssh()
+    assert machine.now == began
     machine.gave_up = False
     machine.events = {machine.now + 20: "Kernel panic - not syncing: x\n"}
     began = machine.now

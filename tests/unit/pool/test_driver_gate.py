@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from image_builder.pool.plan.policy import Deadlines, GateLimits, Policy
+from image_builder.pool.rollout import Options, _setup
 from image_builder.pool.run.driver import run
 from image_builder.pool.run.gates import Reading
 from image_builder.pool.run.progress import apply, begin
 from image_builder.pool.run.records import Gated, Intent, Opened, Record, Result
 from image_builder.pool.steps.control_plane import Unwatched
 from image_builder.pool.steps.fleet import Fleet, Setup
-from tests.support.pools.simulated.rollouts import START, Faults, World, make
+from tests.support.pools.simulated.rollouts import START, Faults, World, make, simulate
 from tests.unit.pool.test_fleet import setup
 
 __all__ = ["setup"]
@@ -84,3 +85,35 @@ def test_a_fleet_reads_the_control_plane_beside_its_work(setup: Setup, tmp_path:
         plane.answer.clear()
         assert fleet.gate() is None, "the next one is another reading"
         plane.answer.set()
+
+
+class Red(Unwatched):
+    """A control plane that is red from the moment it is told to be."""
+
+    is_red = False
+
+    def read(self) -> Reading:
+        return Reading(requests=1000, throttled=999 if self.is_red else 0)
+
+
+class Watched(World):
+    """A fleet whose control plane gets red once the canaries are done."""
+
+    plane: Red
+
+    def gate(self) -> Reading:
+        self.plane.is_red = self.fine >= {*self.plan.waves[0].hosts}
+        return self.plane.read()
+
+
+def test_a_red_control_plane_that_a_rollout_was_given_keeps_the_next_wave_from_beginning(
+    setup: Setup, tmp_path: Path
+) -> None:
+    plane, plan = Red(), make(300)
+    options = Options(tmp_path / "plan.json", setup.access, tmp_path)
+    assert _setup(options, plan, plane, None).control_plane is plane
+    world = Watched(plan, Faults())
+    world.plane = plane
+    progress, _, _ = simulate(plan, Faults(), world=world)
+    assert progress.stopped and not progress.finished and progress.began == 1
+    assert world.touched == {*plan.waves[0].hosts}

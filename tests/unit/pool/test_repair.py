@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+from typer.testing import CliRunner
 
+from image_builder.cli.main import app
 from image_builder.drain import fence, quarantine
 from image_builder.drain.quarantine import Record
-from image_builder.errors import PoolError
 from image_builder.node.net.kube import path_of_node
 from image_builder.node.preflight import hold
 from image_builder.pool import repair
-from image_builder.pool.repair import Case, Repairs
+from image_builder.pool.repair import Case, Outcome, Repairs
 from image_builder.pool.scale_set.client import HOLD_TAG
 from image_builder.pool.scale_set.client import Client as Azure
 from image_builder.pool.scale_set.roll import Patience
@@ -212,7 +218,31 @@ def test_what_the_breaker_holds_is_not_sent(pool: Pool) -> None:
 def test_a_node_that_the_inventory_does_not_have_is_named(pool: Pool) -> None:
     pool.cluster.objects[pool.path]["spec"]["providerID"] = f"azure://{pool.machines.path}/virtualMachines/0"
     other = pool.host.model_copy(update={"name": "another"})
-    (case,) = repair.waiting(pool.cluster, [other])
-    assert case.node == pool.host.name
-    with pytest.raises(PoolError, match="pool snapshot"):
-        _ = case.known
+    pool.host, name = other, pool.host.name
+    assert pool.case.node == name
+    state, reason = pool.repair()
+    assert state == "skipped" and "pool snapshot" in reason
+    assert (pool.stage, pool.restarts) == ("asked", 0)
+
+
+def test_a_run_that_is_terminated_leaves_the_rest_to_the_next(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def opened(*_: object, **__: object) -> Iterator[Azure]:
+        yield Azure(Direct(pool.machines.arm))
+
+    def run(self: Repairs, cases: Iterable[Case], at_once: int) -> list[Outcome]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        self.over.wait(10)
+        return finish(self, cases, at_once)
+
+    signal.signal(signal.SIGTERM, lambda *_: None)  # restored after each test
+    finish = Repairs.run
+    monkeypatch.setattr(Repairs, "run", run)
+    read = SimpleNamespace(hosts=[pool.host], warnings=())
+    monkeypatch.setattr("image_builder.pool.plan.inventory.read_fleet", lambda *_: read)
+    monkeypatch.setattr("image_builder.pool.scale_set.client.open_client", opened)
+    monkeypatch.setattr("image_builder.cli.pool.repair.connect", lambda *_: pool.cluster)
+    answer = CliRunner().invoke(app, ["pool", "repair", "gpu", "-i", os.fspath(tmp_path)])
+    assert (answer.exit_code, pool.stage, pool.restarts) == (130, "asked", 0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Pool
 from image_builder.pool.plan.plan import PlannedFrom, make_plan
 from image_builder.pool.plan.policy import Policy as RollPolicy
 from image_builder.pool.plan.policy import Roll
+from image_builder.pool.reach.reach import Answer
 from image_builder.pool.rollout import Options, _inventory
 from image_builder.pool.run.driver import Work
 from image_builder.pool.scale_set.client import Client
@@ -28,10 +31,11 @@ from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.drains import Key
 from image_builder.pool.steps.fleet import Change, Setup
+from image_builder.pool.steps.nodes import ask_work
 from image_builder.pool.steps.roll import RollFleet
 from tests.support.arm.direct import Direct
 from tests.support.arm.fleet import BUILDS, NEW, OLD, Fleet, fleet
-from tests.unit.drain.manifests import node_object
+from tests.unit.drain.manifests import node_object, pod_object
 from tests.unit.drain.test_drain_quarantine import applied
 from tests.unit.drain.test_drain_run import Server
 from tests.unit.pool.test_fleet import only, setup
@@ -64,10 +68,12 @@ def rolled(
     undoes: str = "",
     broken: tuple[str, ...] = (),
     kube: Callable[[], Any] = Empty,
+    **more: Any,
 ) -> Iterator[tuple[RollFleet, list[Host]]]:
     """Yield the fleet of a roll that has begun, with none of its hosts in work, and the hosts.
 
-    ``model`` is the version that the scale set's model names since the plan, if it has changed.
+    ``model`` is the version that the scale set's model names since the plan, if it has changed; ``more`` are other
+    parts of the change.
     """
     client, planned = Client(Direct(machines.arm), wait=lambda _: None), hosts(machines)
     target = read_target(client, planned, NEW, force_ephemeral=force_ephemeral)
@@ -80,11 +86,10 @@ def rolled(
         kube=kube,
         azure=client,
         journal=folder / "requests.jsonl",
-        policy=Policy(),
         force_ephemeral=force_ephemeral,
         patience=Patience(look=0.01, settle=0.05, minute=0.01),
         settle_seconds=0.0,
-        asks_nodes=False,
+        **{"policy": Policy(), "asks_nodes": False, **more},
     )
     with RollFleet(setup, change, folder / "work") as state:
         yield state, planned
@@ -179,6 +184,65 @@ def test_a_host_whose_taint_somebody_removed_gets_no_request(
         cluster.nodes[host.name] = node
         assert bool(state._occupied(cluster, host, barred=True)) is (value != "roll-1")
         assert state._occupied(cluster, host) == ""
+
+
+@pytest.mark.parametrize(("asks_nodes", "asked"), [(True, 1), (False, 0)])
+def test_a_host_is_asked_what_it_works_on_if_the_plan_says_so(
+    setup: Setup, tmp_path: Path, *, asks_nodes: bool, asked: int
+) -> None:
+    sent: list[tuple[str, ...]] = []
+
+    def submit(_host: Host, command: tuple[str, ...], **_: Any) -> Future[Answer]:
+        sent.append(command)
+        answer: Future[Answer] = Future()
+        answer.set_result(Answer(OK, 0, b"lease b\n", b"", 0.0))
+        return answer
+
+    with rolled(setup, fleet(1), tmp_path, asks_nodes=asks_nodes) as (state, (host,)):
+        state._reach.submit = submit  # type: ignore[assignment]
+        assert ("lease b" in state.works(host)) is asks_nodes
+    assert sent == [ask_work()] * asked
+
+
+class Leased(Server):
+    """An API server without any Lease. ``decided``: a pod was evicted, or left alone in several looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks, self.decided = 0, threading.Event()
+
+    def find(self, path: str) -> dict[str, Any] | None:
+        return None if "/leases/" in path else super().find(path)
+
+    def request(self, method: str, path: str, body: Any = None, content_type: str = "") -> dict[str, Any]:
+        return {} if "/leases" in path else super().request(method, path, body, content_type)
+
+    def each_page(self, path: str, *arguments: Any, **more: Any) -> None:
+        super().each_page(path, *arguments, **more)
+        self.looks += path == "/api/v1/pods"
+        if self.looks > 6:
+            self.decided.set()
+
+    def evict(self, namespace: str, name: str, uid: str, *, dry_run: bool = False) -> None:
+        super().evict(namespace, name, uid, dry_run=dry_run)
+        self.pods.clear()
+        self.decided.set()
+
+
+@pytest.mark.parametrize(("deadline", "evicted"), [(0.0, ["a"]), (inf, [])])
+def test_a_roll_evicts_a_job_only_after_its_deadline(
+    setup: Setup, tmp_path: Path, deadline: float, evicted: list[str]
+) -> None:
+    cluster = Leased()
+    more: Any = {"policy": Policy(settle_seconds=0.0, poll_seconds=0.01), "deadline": deadline}
+    with rolled(setup, fleet(1), tmp_path, kube=lambda: cluster, **more) as (state, (host,)):
+        gpus = {"name": "main", "resources": {"limits": {"nvidia.com/gpu": "8"}}}
+        pod = pod_object(owner="Job", spec={"nodeName": host.name, "containers": [gpus]})
+        node = node_object({"a": "b"})
+        node["metadata"]["name"] = host.name
+        cluster.nodes[host.name], cluster.pods[host.name] = node, [pod]
+        state.begin("drain", [Work(host, 1)])
+        assert cluster.decided.wait(60) and cluster.evicted == evicted
 
 
 def _inventory_file(folder: Path, machines: Fleet, scale_sets: Mapping[str, str]) -> Path:

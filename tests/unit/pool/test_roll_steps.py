@@ -130,6 +130,17 @@ def test_a_host_with_a_pod_keeps_its_disk(place: Place, step: Step) -> None:
     assert place.reimages == [0, 0] and fence.is_cordoned(place.node("gpu-0"))
 
 
+def test_a_host_that_says_it_is_at_work_keeps_its_disk(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the cluster says: it is asked itself before each request."""
+    says = ["lease b"]
+    with place.rolled() as (state, host):
+        monkeypatch.setattr(state, "works", lambda _: says[0])
+        outcome = end(state, "reimage", host)
+        assert (outcome.kind, outcome.detail, place.reimages) == ("busy", "lease b", [0, 0])
+        says[0] = ""
+        assert end(state, "reimage", host).ok and place.reimages == [1, 0]
+
+
 def test_a_host_that_a_lost_roll_left_with_the_new_image_takes_pods_again(place: Place) -> None:
     """R22: its plan is lost, too: it has a cordon and a taint with another roll's name."""
     place.cluster.add("gpu-0", "roll-lost")

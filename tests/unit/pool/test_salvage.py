@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from image_builder.drain import fence
+from image_builder.drain import fence, taint
+from image_builder.drain.lease import Leases
 from image_builder.errors import PoolError
-from image_builder.node.net.kube import KubeError
+from image_builder.node.net.kube import KubeError, path_of_node
 from image_builder.pool.salvage import Salvage, salvage
 from image_builder.pool.scale_set.client import Client
 from image_builder.pool.steps.control_plane import NODES
@@ -18,6 +19,7 @@ from tests.support.arm.direct import Direct
 from tests.support.arm.fleet import DEFINITION, NEW, OLD, Fleet, fleet
 from tests.unit.drain.manifests import node_object
 from tests.unit.drain.test_drain_run import Server
+from tests.unit.pool.cluster import Cluster as Nodes
 from tests.unit.pool.test_scale_set_target import hosts
 
 RUN = "roll-000000000000"
@@ -124,6 +126,57 @@ def test_a_driver_that_may_be_alive_is_respected(holder: str) -> None:
     with pytest.raises(PoolError, match="its driver may be alive"):
         salvage(cluster, azure, hosts(machines), RUN, NEW, leases=leases, settle=0.0)
     assert cluster.cordoned() == ["gpu-0"] and machines.group.content["tags"]
+
+
+class Held:
+    """Leases of which each is renewed by another."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def take(self, *scale_sets: str) -> None:
+        self.asked += scale_sets
+        raise PoolError(f"the scale set {scale_sets[0]} is held by {RUN}")
+
+
+def test_a_driver_that_holds_only_its_lease_is_respected() -> None:
+    """Before its first request it has claimed nothing."""
+    machines = fleet(1)
+    cluster, azure, leases = Cluster(machines), Client(Direct(machines.arm)), Held()
+    machines.group.services["AutomaticRepairs"] = "Suspended"
+    with pytest.raises(PoolError, match=f"is held by {RUN}"):
+        salvage(cluster, azure, hosts(machines), RUN, NEW, leases=cast("Leases", leases), settle=0.0)
+    assert leases.asked == [machines.path] and cluster.cordoned() == ["gpu-0"]
+    assert machines.group.services["AutomaticRepairs"] == "Suspended"
+
+
+def test_a_tainted_host_is_freed_unless_its_last_request_shows_in_the_wait() -> None:
+    machines = fleet(3)
+    cluster, waits = Nodes(), list[float]()
+    for host in hosts(machines):
+        cluster.add(host.name, RUN)
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        machines.machine("1").version = NEW
+
+    azure = Client(Direct(machines.arm), wait=wait)
+    for name in ("gpu-0", "gpu-1"):
+        taint.bar(cluster, name, RUN)
+    done = salvage(cluster, azure, hosts(machines), RUN, NEW, settle=60.0)
+    assert waits == [60.0]
+    assert (done.freed, list(done.remaining)) == (("gpu-0", "gpu-2"), ["gpu-1"])
+    nodes = [cluster.objects[path_of_node(host.name)] for host in hosts(machines)]
+    assert [fence.is_cordoned(node) for node in nodes] == [False, True, False]
+    assert [taint.is_barred(node, RUN) for node in nodes] == [False, True, False]
+
+
+def test_a_service_that_was_suspended_is_left_to_a_person_to_judge() -> None:
+    machines = fleet(1)
+    done = _salvage(machines, Cluster(machines))
+    (unsure,) = done.unsure
+    assert machines.path in unsure and "AutomaticRepairs" in unsure
+    assert done.models == {machines.path: OLD}
 
 
 def test_only_who_has_the_image_from_before_is_freed() -> None:

@@ -464,6 +464,25 @@ def test_killed_at_any_request_another_driver_goes_on(
     assert point > 15
 
 
+def test_a_driver_that_is_lost_with_its_journal_while_a_disk_is_replaced(rolling: Rolling) -> None:
+    """R22: Azure refuses a second request until the first is done; the node then has the new image."""
+    part = "/manualupgrade" if rolling.fleet.scale_sets.upgrade_replaces else "/reimage"
+
+    def kill(request: Request, _: object) -> None:
+        if request.method == "POST" and request.path.endswith(part):
+            raise Killed
+
+    rolling.fleet.arm.observers = [kill]
+    with pytest.raises(Killed):
+        rolling()
+    assert (rolling.fleet.machine("1").state, rolling.fleet.machine("1").reimages) == ("Updating", 0)
+    rolling.fleet.arm.observers = []
+    rolling.journal.unlink()
+    assert rolling() == Ending("ok")
+    assert [m.reimages for m in rolling.fleet.group.machines.values()] == [0, 1, 0]
+    assert rolling.fleet.group.services == dict.fromkeys(SERVICES, "Running")
+
+
 def test_a_scale_set_has_one_driver(rolling: Rolling) -> None:
     rolling.client.hold(rolling.fleet.path, "run-2", rolling.clock() + 60)
     with pytest.raises(PoolError, match="driven by run-2"):

@@ -23,6 +23,7 @@ from image_builder.cluster.gate.approver import (
     approval,
     check,
     member_from,
+    path_of,
     pending_from,
     reason_to_wait,
 )
@@ -209,17 +210,17 @@ def test_a_request_that_is_gone_leaves_nothing_behind() -> None:
 
 
 class Api:
-    """An API server without nodes, which counts the patches."""
+    """An API server without nodes. ``patched`` has the path of each patch and the types of its conditions."""
 
     def __init__(self) -> None:
-        self.patched: list[str] = []
+        self.patched: list[tuple[str, list[str]]] = []
 
     def find(self, _path: str) -> None:
         return None
 
-    def request(self, method: str, path: str, *_: object) -> None:
+    def request(self, method: str, path: str, body: Any, *_: object) -> None:
         assert method == "PATCH"
-        self.patched.append(path)
+        self.patched.append((path, [condition["type"] for condition in body["status"]["conditions"]]))
 
 
 @pytest.mark.parametrize("lacks", ["", "the lease", "the requests", "the nodes"])
@@ -236,4 +237,5 @@ def test_nothing_is_approved_without_the_lease_or_before_everything_was_read(lac
     over = threading.Event()
     over.set()
     approver._once(over)
-    assert len(api.patched) == (not lacks)
+    assert path_of(pending.name).endswith("/certificatesigningrequests/node-csr-x/approval")
+    assert api.patched == ([] if lacks else [(path_of(pending.name), ["Approved"])])

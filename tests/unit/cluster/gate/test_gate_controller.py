@@ -46,7 +46,8 @@ def test_a_watch_that_blocks_is_interrupted_at_the_end() -> None:
     informer, stop = Informer(), threading.Event()
     stop.set()
     _controller(informer).run(stop)
-    assert informer.over.is_set() and not any(thread.is_alive() for thread in informer.threads)
+    assert informer.over.is_set() and informer.threads
+    assert not any(thread.is_alive() for thread in informer.threads)
 
 
 def test_a_part_that_dies_ends_all_others() -> None:

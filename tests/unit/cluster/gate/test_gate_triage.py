@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from image_builder.cluster.gate import breaker
 from image_builder.cluster.gate.breaker import Limits
-from image_builder.cluster.gate.health import Ailment, Health
+from image_builder.cluster.gate.health import Ailment, Health, health_of
 from image_builder.cluster.gate.model import Node, Rules
 from image_builder.cluster.gate.policy import HOST_CONDITION, Policy, Rule
 from image_builder.cluster.gate.triage import Step, plan, step_of
 from image_builder.drain.quarantine import RUN, Record
+from image_builder.node.net.kube import condition, stamp
 from image_builder.node.preflight.hold import OPEN, RELEASED, Hold
 
 BOOT, OTHER = "11111111-2222-3333-4444-555555555555", "11111111-2222-3333-4444-666666666666"
@@ -80,6 +82,19 @@ def out(*ailments: Ailment, record: Record = OUT, **more: Any) -> Node:
 def test_what_a_node_needs(subject: Node, step: Step | None) -> None:
     need = step_of(subject, {}, REBOOTS, RULES, NOW)
     assert (need and need[0]) == step
+
+
+def test_a_finding_that_passes_and_returns_must_last_again() -> None:
+    """Each turn of the condition has its own time; its heartbeat says nothing about how long it lasts."""
+    turns = [("False", 0, 299, None), ("False", 0, 300, Step.TAKE_OUT), ("True", 290, 600, None)]
+    turns += [("False", 500, 799, None), ("False", 500, 800, Step.TAKE_OUT)]
+    for status, turned, seconds, step in turns:
+        times = [datetime.fromtimestamp(NOW + at, UTC) for at in (turned, seconds)]
+        made = condition("NodeHealthy", status, "GpuLost", "", times[1], stamp(times[0]))
+        document = {"metadata": {"name": "n"}, "status": {"conditions": [made]}}
+        subject = replace(node("n"), health=health_of(document, BOOT, "", REBOOTS))
+        need = step_of(subject, {}, REBOOTS, RULES, NOW + seconds)
+        assert (need and need[0]) == step, (status, turned, seconds)
 
 
 def test_what_is_ignored_is() -> None:
