@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,15 @@ from image_builder.bake import build as builds
 from image_builder.bake.lock.model import Lock, LockedGroup
 from image_builder.cli import failure
 from image_builder.cli.main import app
+from image_builder.cli.pool import drain as drain_command
 from image_builder.cli.pool import plan as pool_plan
+from image_builder.drain import run as drains
+from image_builder.drain.policy import Policy
 from image_builder.pool.run import abort as pool_abort
 from image_builder.pool.show import report as pool_report
 from image_builder.settings import REPO_ROOT
 from image_builder.verify import boot as booting
+from image_builder.verify.result import Check, SuiteResult
 from tests.support.azure.attested import SUBSCRIPTION
 
 COMMANDS = [
@@ -186,6 +191,79 @@ def test_an_image_is_booted_with_the_firmware_that_it_declares(
     (tmp_path / "worker.raw").touch()
     status, _, err = _run("boot", str(tmp_path / "worker.raw"), "--output", str(tmp_path), *options)
     assert (status, taken) == (errors.BootError.exit_code, [secure_boot]), err
+
+
+@pytest.mark.parametrize(
+    ("outcome", "options", "status", "annotations"),
+    [
+        ("passed", ("--verify",), 0, 0),
+        ("failed", ("--verify",), errors.VerifyError.exit_code, 1),
+        ("failed", (), 0, 0),
+    ],
+)
+def test_a_booted_image_that_fails_a_check_fails_the_command(
+    outcome: Any,
+    options: tuple[str, ...],
+    status: int,
+    annotations: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    suite = SuiteResult("ssh://x", "booted", (Check("test_a.py::test_a", outcome, 1.0),), (), 1.0)
+    booted: list[Path] = []
+
+    def boot(disk: Path, *, verify: bool, out_dir: Path, **_: object) -> booting.BootResult:
+        booted.append(disk)
+        checked = suite if verify else None
+        result = booting.BootResult("worker", "b", "tcg", False, 1.0, 2.0, "running", None, checked, ())
+        out_dir.mkdir(parents=True)
+        result.write(out_dir)
+        return result
+
+    monkeypatch.setattr(booting, "boot", boot)
+    monkeypatch.setattr(failure, "service", None)  # the option sets it
+    (tmp_path / "worker/latest").mkdir(parents=True)
+    argv = ("boot", "worker", "--output", str(tmp_path), "--store", str(tmp_path / "store"), "--json")
+    code, out, err = _run("--annotations", "github", *argv, *options)
+    assert (code, booted) == (status, [tmp_path / "worker/latest"]), err
+    result = json.loads(out)
+    reports = Path(result.pop("reports"))
+    assert reports.parent == tmp_path / "boot"
+    assert json.loads((reports / "boot.json").read_text()) == result
+    assert sum(line.startswith("::error::") for line in err.splitlines()) == annotations
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ((), {}),
+        (("--insist",), {"insist": True}),
+        (("--take-cordoned",), {"take_cordoned": True}),
+        (("--whole-gangs",), {"whole_gangs": True}),
+        (("--mode", "evict"), {"mode": "evict"}),
+        (("--wait", "0"), {"max_wait_seconds": 0.0}),
+    ],
+)
+@pytest.mark.parametrize("file", [{}, {"insist": True, "max_wait_seconds": 7.0}], ids=["default", "file"])
+def test_an_option_of_a_drain_changes_its_policy(
+    options: tuple[str, ...],
+    changes: dict[str, Any],
+    file: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policies: list[Policy] = []
+
+    def drain(_client: object, _run: str, policy: Policy, _tell: object) -> SimpleNamespace:
+        policies.append(policy)
+        return SimpleNamespace(add=list, open_hosts=(), release=lambda: None, outcomes={})
+
+    client = nullcontext(SimpleNamespace(serves_evictions=lambda: True))
+    monkeypatch.setattr(drains, "Drain", drain)
+    monkeypatch.setattr(drain_command, "connect", lambda *_: client)
+    (tmp_path / "policy.yml").write_text(json.dumps(file))
+    status, _, err = _run("pool", "drain", "gpu-1", "--policy", str(tmp_path / "policy.yml"), *options)
+    assert (status, policies) == (0, [Policy(**{**file, **changes})]), err
 
 
 def test_explain_says_of_no_stage_that_is_there_that_it_was_never_built(

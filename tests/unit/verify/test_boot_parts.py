@@ -191,3 +191,58 @@ def test_a_stage_has_the_suites_verdict(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(stage, "observe_suite", lambda *_, **__: replace(found, checks=()))
     with pytest.raises(VerifyError):
         stage.run(ctx)
+
+
+OWN = Check("test_own.py::test_banner", "passed", 1.0, is_own=True, only_booted=True)
+BLIND = Check("test_own.py::test_banner[0-broken]", "passed", 1.0)
+RED = replace(BLIND, outcome="failed", exception="AssertionError")
+
+
+def _prove(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *checks: Check,
+    broken: Check = RED,
+    has_checks: bool = True,
+) -> list[tuple[object, ...]]:
+    """Prove the checks of a machine on which ``broken`` is how a broken one's check ends; return the runs of it."""
+    runs: list[tuple[object, ...]] = []
+
+    def observe(target: str, _: Path, records: Path, *, marker: str, **options: Any) -> SuiteResult:
+        assert records.is_dir()
+        runs.append((target, marker, records, options["mutations"].parent))
+        return SuiteResult(target, marker, (broken,), (), 1.0)
+
+    monkeypatch.setattr(runner, "observe_suite", observe)
+    settings = Settings(store=folder, checks=folder / "checks" if has_checks else None)
+    ssh = cast(SshTarget, SimpleNamespace(url="ssh://node"))
+    suite = SuiteResult("t", "booted", checks, (), 1.0)
+    booting._prove(ssh, suite, folder / "facts.json", folder, settings, Monitor())
+    return runs
+
+
+def test_a_booted_machine_is_broken_for_the_users_own_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ("broken:ssh://node", "booted", tmp_path / "mutants", tmp_path / "checks")
+    sealed = replace(OWN, name="test_own.py::test_sealed", only_booted=False)
+    assert _prove(tmp_path, monkeypatch, sealed, OWN) == [run]
+    with pytest.raises(VerifyError) as error:
+        _prove(tmp_path, monkeypatch, OWN, broken=BLIND)
+    assert BLIND.name in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("checks", "has_checks"),
+    [
+        ([replace(OWN, is_own=False)], True),
+        ([replace(OWN, only_booted=False)], True),
+        ([OWN, replace(OWN, name="test_a.py::test_a", outcome="failed", is_own=False)], True),
+        ([OWN], False),
+    ],
+    ids=["none of their own", "none for booted machines", "one failed", "no folder of checks"],
+)
+def test_a_booted_machine_is_broken_for_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: list[Check], has_checks: bool
+) -> None:
+    assert _prove(tmp_path, monkeypatch, *checks, broken=BLIND, has_checks=has_checks) == []

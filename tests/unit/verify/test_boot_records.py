@@ -65,10 +65,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _boot(place: Path, *, verify: bool = True, facts: Path | None = None) -> None:
+def _boot(place: Path, *, verify: bool = True, facts: Path | None = None, keep: bool = False) -> None:
     settings = Settings(store=place / "store", checks=None)
     more: dict[str, Any] = {"settings": settings, "monitor": Monitor(), "pause_archive": lambda _: b""}
-    boot(place / "worker.raw", verify=verify, out_dir=place / "out", facts=facts, **more)
+    boot(place / "worker.raw", verify=verify, out_dir=place / "out", facts=facts, keep=keep, **more)
 
 
 def _records(place: Path) -> set[str]:
@@ -111,6 +111,18 @@ def test_a_boot_whose_own_checks_are_unproven_has_no_record(
     with pytest.raises(VerifyError, match="can fail"):
         _boot(place)
     assert _records(place) == {"verify.json"}
+
+
+@pytest.mark.parametrize(
+    ("verify", "keep", "proven"), [(True, False, [SUITE]), (True, True, []), (False, False, [])]
+)
+def test_a_verified_machine_is_broken_unless_it_is_kept(
+    place: Path, monkeypatch: pytest.MonkeyPatch, verify: bool, keep: bool, proven: list[SuiteResult]
+) -> None:
+    suites: list[SuiteResult] = []
+    monkeypatch.setattr(booting, "_prove", lambda _ssh, suite, *_: suites.append(suite))
+    _boot(place, verify=verify, keep=keep)
+    assert suites == proven
 
 
 def test_clearing_leaves_no_record_of_an_earlier_run(tmp_path: Path) -> None:
