@@ -87,3 +87,8 @@ def _kind(argv: Sequence[object]) -> str:
 def lines(started: Mapping[str, int]) -> list[str]:
     """Return the lines of the golden file."""
     return [f"{key}  {n}" for key, n in sorted(started.items()) if key.split("  ")[0] not in _AT_RANDOM]
+
+
+def numbers(lines: Sequence[str]) -> Counter[str]:
+    """Return the numbers of the golden file's lines."""
+    return Counter({key: int(number) for key, _, number in (line.rpartition("  ") for line in lines)})
