@@ -63,14 +63,6 @@ class Fleet:
         """Wait until the last command has logged ``text`` at least ``times`` times; return whether it did."""
         return wait_until(lambda: self.log.read_text().count(text) >= times)
 
-    def looks_again(self, host: str, times: int) -> bool:
-        """Wait until the commands have read a host's Node ``times`` more times; return whether they did."""
-        before = self._looks(host)
-        return wait_until(lambda: self._looks(host) >= before + times)
-
-    def _looks(self, host: str) -> int:
-        return [asked(event) for event in self.audit()].count(("get", "nodes", host))
-
     def ended(self, process: subprocess.Popen[str], status: int = 0) -> dict[str, dict[str, Any]]:
         """Wait until a command ends; return its result for each host."""
         out, _ = process.communicate(timeout=600)
