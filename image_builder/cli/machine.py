@@ -78,7 +78,7 @@ def boot(
     summary: ci.Summary = None,
     as_json: AsJson = False,
 ) -> int:
-    """Boot an artifact in QEMU. The machine's writes are discarded, and reports go to OUTPUT/boot/NAME.
+    """Boot an artifact in QEMU. The machine's writes are discarded, and reports go to OUTPUT/boot/ID of the build.
 
     Example:
 

@@ -45,9 +45,10 @@ def importers() -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for file in files:
         for node in ast.walk(ast.parse((REPO / file).read_bytes())):
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{name.name}" for name in node.names]
-                for module in (modules.get(name) or modules.get(f"{node.module}", "") for name in names):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                parent = f"{node.module}" if isinstance(node, ast.ImportFrom) else ""
+                names = [f"{parent}.{name.name}".removeprefix(".") for name in node.names]
+                for module in (modules.get(name) or modules.get(parent, "") for name in names):
                     found[module].add(file)
     return found
 
