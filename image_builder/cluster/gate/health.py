@@ -45,8 +45,8 @@ class Health:
     ``stale`` are those that nobody maintains any more: they say nothing. ``machine`` is its id in Azure, ``scale_set``
     that of its scale set in lower case, ``host`` the physical machine's name; each is empty if the Node doesn't name
     it. ``cordon``: which of our runs cordoned it. ``is_left``: NVSentinel is working on it, or its pool is left to
-    NVSentinel. ``is_cut``: a message has no room for all of its findings. ``is_emptied``: a roll has emptied it, and
-    keeps all pods off.
+    NVSentinel. ``is_cut``: a message has no room for all of its findings. ``barred_by``: the roll that has emptied it,
+    and keeps all pods off.
     """
 
     ailments: tuple[Ailment, ...] = ()
@@ -60,7 +60,7 @@ class Health:
     is_left: bool = False
     is_cut: bool = False
     stale: frozenset[str] = frozenset()
-    is_emptied: bool = False
+    barred_by: str = ""
 
 
 def health_of(
@@ -113,7 +113,10 @@ def health_of(
         is_left=is_at_work or (pool in policy.nvsentinel and is_managed),
         is_cut=is_cut,
         stale=frozenset(stale),
-        is_emptied=any(mark.get("key") == taint.TAINT for mark in spec.get("taints") or ()),
+        barred_by=next(
+            (str(t.get("value") or "roll-") for t in spec.get("taints") or () if t.get("key") == taint.TAINT),
+            "",
+        ),
     )
 
 

@@ -135,7 +135,7 @@ def plan(
     fresh.sort(key=_urgency)
     out = sum(node.health.record is not None for node in nodes)
     # A host that a roll has only cordoned may be at work for days.
-    away = sum(node.health.record is not None or node.health.is_emptied for node in nodes)
+    away = sum(node.health.record is not None or bool(node.health.barred_by) for node in nodes)
     room = min(
         cap(len(nodes), policy.share) - out, cap(len(nodes), max(policy.unavailable, policy.share)) - away
     )

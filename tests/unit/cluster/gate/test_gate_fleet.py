@@ -63,7 +63,7 @@ class Fleet:
         for node, step, record in plan(judged, self.holds, (), POLICY, RULES, self.now):
             self.steps.append((node.name, step))
             self._do(node, step, record)
-        away = len(before | {node.name for node in nodes if node.health.is_emptied})
+        away = len(before | {node.name for node in nodes if node.health.barred_by})
         room = min(
             cap(len(nodes), POLICY.share) - len(before),
             cap(len(nodes), max(POLICY.unavailable, POLICY.share)) - away,
@@ -149,7 +149,7 @@ def _lived(chance: random.Random) -> Fleet:
             state.change(
                 chance.choice(names),
                 cordon=chance.choice(("", "roll-7")),
-                is_emptied=chance.choice((False, True)),
+                barred_by=chance.choice(("", "roll-7")),
             )
         if chance.random() < 0.2:
             # Its machine is replaced by one on another node's host.

@@ -162,7 +162,7 @@ def test_hosts_that_a_roll_has_fenced_use_up_nothing(fenced: int, emptied: int, 
     for n in range(fenced):
         nodes[1000 + n] = node(f"n{1000 + n}", cordon="roll-7")
     for n in range(emptied):
-        nodes[5000 + n] = node(f"n{5000 + n}", cordon="roll-7", is_emptied=True)
+        nodes[5000 + n] = node(f"n{5000 + n}", cordon="roll-7", barred_by="roll-7")
     assert taken_out(nodes, Policy()) == most
 
 
