@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -37,6 +38,7 @@ app = typer.Typer(
 
 _AGENT = "image-builder-gate"
 Taint = Annotated[str, typer.Option("--taint", metavar="KEY", help="the taint's key")]
+PoolLabel = Annotated[str, typer.Option(metavar="KEY", help="the label that names a node's pool")]
 
 
 def _user() -> str:
@@ -83,9 +85,7 @@ def run(
             help="share of a pool beyond which a code's failures within an hour hold repairs for it; 1: never",
         ),
     ] = 0.05,
-    pool_label: Annotated[
-        str, typer.Option(metavar="KEY", help="the label that names a node's pool")
-    ] = "pool",
+    pool_label: PoolLabel = "pool",
     health: Annotated[
         Path | None,
         typer.Option("--health", metavar="FILE", help="policy for nodes that go bad at work, as YAML"),
@@ -141,7 +141,9 @@ def _run(settings: Settings, connection: Callable[[], Client], *, approves: bool
     tell = partial(_tell, as_json=as_json)
     over = threading.Event()
     with _answered(), waking(over.set, signal.SIGTERM, signal.SIGINT):
-        controller = Controller(connection, f"{os.uname().nodename}_{os.getpid()}", settings, tell)
+        # Two replicas may have the same host name and, each in its own namespace, the same process id.
+        identity = f"{os.uname().nodename}_{uuid.uuid4()}"
+        controller = Controller(connection, identity, settings, tell)
         election = controller.election
         approver = Approver(connection, lambda: election.leads, tell)
         controller.run(over, *([approver.run] if approves else []))
@@ -149,30 +151,75 @@ def _run(settings: Settings, connection: Callable[[], Client], *, approves: bool
 
 @register(app)
 def admit(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="the node's name")],
-    reason: Annotated[str, typer.Option("--reason", help="the reason, kept in the node's annotation")],
+    node: Annotated[str, typer.Argument(metavar="[NODE]", help="the node's name; or --code")] = "",
+    reason: Annotated[
+        str, typer.Option("--reason", help="the reason, kept in the node's annotation; required")
+    ] = "",
+    code: Annotated[
+        str,
+        typer.Option("--code", metavar="CODE", help="instead of NODE: all nodes that fail with this code"),
+    ] = "",
+    pool: Annotated[
+        str | None, typer.Option(metavar="POOL", help="with --code: only nodes of this pool")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="with --code: at most N nodes  [default: all]")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="change nothing; show which nodes would be admitted")
+    ] = False,
     who: Annotated[str, typer.Option("--by", help="the person who admits it  [default: this user]")] = "",
     kubeconfig: Kubeconfig = None,
     taint: Taint = PREFLIGHT_LABEL,
+    pool_label: PoolLabel = "pool",
     as_json: AsJson = False,
 ) -> int:
-    """Admit a node by hand for its current boot, whatever its preflight result. Works without the controller.
+    """Admit nodes by hand for their current boot, whatever their preflight result. Works without the controller.
+
+    With --code, all nodes of a pool that are out for one reason, such as a wrong test: exit status 1 if one of them
+    can't be admitted.
 
     Example:
 
         image-builder gate admit gpu-17 --reason "INC-1234: controller down" --kubeconfig admin.conf
+        image-builder gate admit --code gpu.ecc --pool h100 --limit 20 --dry-run --kubeconfig admin.conf
     """
     from image_builder.cluster.gate.admit import admit as let_in
-    from image_builder.cluster.gate.admit import why
-    from image_builder.cluster.gate.model import Rules
+    from image_builder.cluster.gate.admit import failing, why
+    from image_builder.cluster.gate.model import Rules, node_from
 
-    with _answered():
-        client = connect(kubeconfig, _AGENT)
-        admitted = let_in(client, node, Rules(taint=taint), who=who or _user(), reason=reason)
-    result = {"node": node, "boot_id": admitted.boot_id, "was": why(admitted)}
-    state = printable(why(admitted))
-    show(result, f"{node} is admitted until it reboots; previous state: {state}", as_json=as_json)
-    return 0
+    if bool(node) == bool(code):
+        raise UsageError("name either a NODE or a --code")
+    if node and (pool is not None or limit is not None):
+        raise UsageError("--pool and --limit need --code")
+    if not reason and not dry_run:
+        raise UsageError("--reason is required: it is kept in the node's annotation")
+    rules = Rules(taint=taint, pool=pool_label)
+    admitted: list[dict[str, str]] = []
+    problems: dict[str, str] = {}
+    with _answered(), connect(kubeconfig, _AGENT) as client:
+        matches = [node_from(client.node(node), rules)] if node else failing(client, rules, code, pool)
+        for chosen in matches[:limit]:
+            try:
+                before = (
+                    chosen
+                    if dry_run
+                    else let_in(client, chosen.name, rules, who=who or _user(), reason=reason)
+                )
+            except (ImageBuilderError, NodeError) as error:
+                if node:
+                    raise
+                problems[chosen.name] = str(error.message)
+            else:
+                admitted.append({"node": chosen.name, "boot_id": before.boot_id, "was": why(before)})
+    state = "would be admitted" if dry_run else "is admitted until it reboots"
+    lines = [f"{line['node']} {state}; previous state: {printable(line['was'])}" for line in admitted]
+    lines += [f"{name} is not admitted: {printable(problem)}" for name, problem in problems.items()]
+    if left := len(matches) - len(admitted) - len(problems):
+        lines.append(f"{left} more nodes are out because of {code}")
+    result = {"nodes": admitted, "problems": problems, "left": left} if code else admitted[0]
+    show(result, "\n".join(lines), as_json=as_json)
+    return 1 if problems else 0
 
 
 @register(app)
@@ -192,8 +239,8 @@ def release(
     """
     from image_builder.cluster.gate import breaker
 
-    with _answered():
-        held = breaker.release(connect(kubeconfig, _AGENT), code, pool, who=who or _user(), reason=reason)
+    with _answered(), connect(kubeconfig, _AGENT) as client:
+        held = breaker.release(client, code, pool, who=who or _user(), reason=reason)
     show(
         {"code": code, "pool": held.pool, "failed": held.failed, "of": held.of},
         f"{held.name} is released until no node fails with it; reason for the hold: {held.words}",
@@ -235,11 +282,16 @@ def status(kubeconfig: Kubeconfig = None, taint: Taint = PREFLIGHT_LABEL, as_jso
     from image_builder.cluster.gate.admit import overview
     from image_builder.cluster.gate.model import Rules
 
-    with _answered():
-        lines = overview(connect(kubeconfig, _AGENT), Rules(taint=taint))
+    with _answered(), connect(kubeconfig, _AGENT) as client:
+        lines, left = overview(client, Rules(taint=taint))
     rows = [("node", "gate", "may work", "why")]
     rows += [(line["node"], line["gate"], line["may_work"], line["why"]) for line in lines]
-    show({"nodes": lines}, columns(rows), as_json=as_json)
+    abandoned = [{"run": m.run, "scale_set": m.scale_set, "nodes": list(m.nodes)} for m in left]
+    show(
+        {"nodes": lines, "abandoned": abandoned},
+        "\n".join([columns(rows), *(m.words for m in left)]),
+        as_json=as_json,
+    )
     return 0 if all((line["gate"] == "in") == (line["may_work"] == "yes") for line in lines) else 1
 
 

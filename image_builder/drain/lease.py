@@ -121,14 +121,15 @@ class Election:
 
     @property
     def _collection(self) -> str:
-        return _collection(self.settings.namespace)
+        return leases_path(self.settings.namespace)
 
     @property
     def _path(self) -> str:
         return f"{self._collection}/{self.settings.name}"
 
 
-def _collection(namespace: str) -> str:
+def leases_path(namespace: str) -> str:
+    """Return the API server's path of a namespace's Leases."""
     return f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 
 
@@ -159,7 +160,7 @@ class Holders:
             record = (str(spec.get("holderIdentity") or ""), str(spec.get("renewTime") or ""))
             leases[lease["metadata"]["name"]] = record, float(spec.get("leaseDurationSeconds") or 0)
 
-        client.each(_collection(NAMESPACE), take)
+        client.each(leases_path(NAMESPACE), take)
         for name in self._observed.keys() - leases.keys():
             del self._observed[name]
         for name, (record, seconds) in leases.items():

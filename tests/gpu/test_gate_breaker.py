@@ -86,14 +86,14 @@ def test_many_that_fail_alike_are_held_until_a_person_says_otherwise(
             "PATCH", path_of_node(elsewhere.name), {"metadata": {"labels": {"pool": "b"}}}, MERGE_PATCH
         )
         assert asked(elsewhere) == REPLACE, "of another pool"
-        told = {line["node"]: line["why"] for line in overview(cluster.admin, Rules())}
+        told = {line["node"]: line["why"] for line in overview(cluster.admin, Rules())[0]}
         assert all(told[each.name].startswith("HELD, 3 of 4 nodes") for each in failing)
         assert "HELD" not in told[good.name]
 
         released = breaker.release(cluster.admin, CODE, None, who="me", reason="a rack lost its power")
         assert released.failed == 3
         assert asked(good) == REPLACE
-        assert "HELD" not in str(overview(cluster.admin, Rules()))
+        assert "HELD" not in str(overview(cluster.admin, Rules())[0])
 
         for each in failing:
             each.start(is_known=True)

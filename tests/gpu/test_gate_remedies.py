@@ -63,7 +63,7 @@ def test_a_lasting_finding_takes_a_node_out_until_it_passes_its_preflight(
         assert wait_until(lambda: plane.events(sick) == ["NodeQuarantined"])
         # Its pods stay, and no new ones are scheduled.
         assert not fence.is_cordoned(plane.document(sick)) and plane.is_clean(well)
-        lines = {line["node"]: line for line in overview(plane.admin, Rules())}
+        lines = {line["node"]: line for line in overview(plane.admin, Rules())[0]}
         assert (lines[sick]["gate"], lines[sick]["may_work"]) == ("out", "no") and SICK in lines[sick]["why"]
 
         plane.report(sick, "True", "NodeIsHealthy")
@@ -223,7 +223,7 @@ def test_a_bad_host_is_remembered_and_who_comes_to_it_is_held(
         plane.put_on(later, "HOST2")
         assert wait_until(lambda: plane.events(later) == ["HostKnownBad"])
         assert plane.is_clean(later) and any(moved in line for line in lines if later in line)
-    line = next(line for line in overview(plane.admin, Rules()) if line["node"] == later)
+    line = next(line for line in overview(plane.admin, Rules())[0] if line["node"] == later)
     assert (line["may_work"], moved in line["why"]) == ("yes", True)
     looker = Looker(plane.admin, DrainPolicy())
     assert (

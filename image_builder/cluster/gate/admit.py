@@ -1,4 +1,4 @@
-"""The gate's manual controls: an overview, and admitting one node by hand."""
+"""The gate's manual controls: an overview, and admitting nodes by hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from image_builder.cluster.gate import breaker
+from image_builder.cluster.gate.abandoned import Marks, abandoned
 from image_builder.cluster.gate.bad_hosts import on_known
 from image_builder.cluster.gate.decide import Action, is_tainted, may_work, patch
 from image_builder.cluster.gate.model import ADMITTED, Node, Rules, node_from
@@ -56,19 +57,56 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> 
     return node
 
 
+def failing(client: Client, rules: Rules, code: str, pool: str | None) -> list[Node]:
+    """Return the nodes that are out and whose current boot fails with this code, by name. Raises KubeError.
+
+    Raises UsageError if there is none, or if they are of several pools and none is named.
+    """
+    nodes: list[Node] = []
+    client.each(_all(rules), lambda document: nodes.append(node_from(document, rules)))
+    matches = [
+        node
+        for node in sorted(nodes, key=lambda node: node.name)
+        if code in (breaker.code_of(node), *(ailment.reason for ailment in node.health.ailments))
+        and node.admitted_boot != node.boot_id
+        and (is_tainted(node, rules) or node.health.is_tainted)
+        and pool in (None, node.pool)
+    ]
+    if not matches:
+        raise UsageError(f"no node{f' of pool {pool}' if pool else ''} is out because of {code}")
+    pools = sorted({node.pool for node in matches})
+    if len(pools) > 1:
+        raise UsageError(
+            f"nodes of several pools are out because of {code}: {', '.join(map(repr, pools))}",
+            hint="--pool POOL names one",
+        )
+    return matches
+
+
+def _all(rules: Rules) -> str:
+    query = urllib.parse.urlencode({"labelSelector": rules.label, "resourceVersion": "0"})
+    return f"/api/v1/nodes?{query}"
+
+
 def _annotate(document: dict[str, Any], value: str) -> list[dict[str, Any]]:
     if not document["metadata"].get("annotations"):
         return [{"op": "add", "path": "/metadata/annotations", "value": {ADMITTED: value}}]
     return [{"op": "add", "path": pointer(ADMITTED), "value": value}]
 
 
-def overview(client: Client, rules: Rules) -> list[dict[str, str]]:
-    """Return what the gate knows about each node; three requests."""
-    query = urllib.parse.urlencode({"labelSelector": rules.label, "resourceVersion": "0"})
+def overview(client: Client, rules: Rules) -> tuple[list[dict[str, str]], list[Marks]]:
+    """Return what the gate knows about each node, and what rolls have left that nobody drives; a few requests."""
     holds, known = breaker.read(client) or {}, hosts.read(client) or {}
     lines: list[dict[str, str]] = []
-    client.each(f"/api/v1/nodes?{query}", lambda item: lines.append(_line(item, rules, holds, known)))
-    return sorted(lines, key=lambda line: line["node"])
+    nodes: list[Node] = []
+
+    def take(document: Mapping[str, Any]) -> None:
+        nodes.append(node_from(document, rules))
+        lines.append(_line(document, rules, holds, known))
+
+    client.each(_all(rules), take)
+    left = abandoned(client, nodes, time.time())
+    return sorted(lines, key=lambda line: line["node"]), left
 
 
 def _line(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from image_builder.cluster.gate import breaker
+from image_builder.cluster.gate import abandoned, breaker
 from image_builder.cluster.gate.breaker import Holder
 from image_builder.cluster.gate.decide import Action, decide, patch
 from image_builder.cluster.gate.model import Node, Rules
@@ -69,6 +69,7 @@ class Controller:
             self._client, settings.breaker, settings.rules.pool, tell, advises=settings.advises
         )
         self._remedies = Remedies(self._client, settings.rules, tell, time.monotonic)
+        self._rolls = abandoned.Watch(self._client, tell, time.monotonic)
         self._advised: dict[str, Node] = {}
         self._turned = float("-inf")
 
@@ -123,6 +124,7 @@ class Controller:
 
             if not self.settings.advises:
                 self._retester.turn(nodes, time.time(), may_act)
+            self._rolls.turn(nodes, time.time(), advises=self.settings.advises)
             # While the breaker can't be read, it is unknown what is held.
             if (holds := self._holder.holds) is not None:
                 if self.settings.advises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_builder.cluster.gate.policy import Policy
-from image_builder.drain import fence, hosts, quarantine
+from image_builder.drain import fence, hosts, quarantine, taint
 from image_builder.drain.pods import moment
 from image_builder.node.finding import kubernetes_reason
 
@@ -42,9 +42,11 @@ class Health:
     """The part of a Node that matters for its health.
 
     ``well`` are the conditions that say that all is well with this boot, and those whose finding the policy ignores.
-    ``machine`` is its id in Azure, ``scale_set`` that of its scale set in lower case, ``host`` the physical machine's
-    name; each is empty if the Node doesn't name it. ``cordon``: which of our runs cordoned it. ``is_left``: NVSentinel
-    is working on it, or its pool is left to NVSentinel. ``is_cut``: a message has no room for all of its findings.
+    ``stale`` are those that nobody maintains any more: they say nothing. ``machine`` is its id in Azure, ``scale_set``
+    that of its scale set in lower case, ``host`` the physical machine's name; each is empty if the Node doesn't name
+    it. ``cordon``: which of our runs cordoned it. ``is_left``: NVSentinel is working on it, or its pool is left to
+    NVSentinel. ``is_cut``: a message has no room for all of its findings. ``barred_by``: the roll that has emptied it,
+    and keeps all pods off.
     """
 
     ailments: tuple[Ailment, ...] = ()
@@ -57,20 +59,33 @@ class Health:
     host: str = ""
     is_left: bool = False
     is_cut: bool = False
+    stale: frozenset[str] = frozenset()
+    barred_by: str = ""
 
 
-def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Policy) -> Health:
-    """Return what a Node object says about its health. Whatever is malformed counts as missing."""
+def health_of(
+    document: Mapping[str, Any], boot_id: str, pool: str, policy: Policy, tested: float = 0.0
+) -> Health:
+    """Return what a Node object says about its health. Whatever is malformed counts as missing.
+
+    ``tested`` is when the preflight of this boot was last reported (Unix time, 0: never).
+    """
     meta, spec, status = (document.get(name) or {} for name in ("metadata", "spec", "status"))
     ailments: list[Ailment] = []
     well = set()
+    stale = set()
     is_cut = False
-    for condition in status.get("conditions") or ():
+    conditions = list(status.get("conditions") or ())
+    newest = max([0.0, *map(_beat, conditions)])
+    for condition in conditions:
         kind, state = str(condition.get("type", "")), condition.get("status")
         message = str(condition.get("message", ""))
         bad = policy.bad_status(kind)
         boot = _BOOT.search(message)
         if bad is None or state not in ("True", "False") or (boot and boot[1] != boot_id):
+            continue
+        if state == bad and policy.is_stale(kind, _beat(condition), newest, tested):
+            stale.add(kind)
             continue
         reasons = _reasons(kind, str(condition.get("reason") or kind), message)
         is_cut |= state == bad and kind in reasons and len(reasons) > 1
@@ -97,7 +112,16 @@ def health_of(document: Mapping[str, Any], boot_id: str, pool: str, policy: Poli
         host=hosts.host_of(document),
         is_left=is_at_work or (pool in policy.nvsentinel and is_managed),
         is_cut=is_cut,
+        stale=frozenset(stale),
+        barred_by=next(
+            (str(t.get("value") or "roll-") for t in spec.get("taints") or () if t.get("key") == taint.TAINT),
+            "",
+        ),
     )
+
+
+def _beat(condition: Mapping[str, Any]) -> float:
+    return moment(condition.get("lastHeartbeatTime")) or 0.0
 
 
 def _reasons(kind: str, reason: str, message: str) -> list[str]:

@@ -99,23 +99,24 @@ def node_from(document: Mapping[str, Any], rules: Rules) -> Node:
     pool = str((meta.get("labels") or {}).get(rules.pool, ""))
     admission = str(annotations.get(ADMITTED, ""))
     admitted_boot, admitted_at, admitted = _admission(admission)
+    tested_boot, reported = boot_of(message), _time(str(condition.get("lastHeartbeatTime") or ""))
     return Node(
         name=meta["name"],
         boot_id=boot_id,
         status=str(condition.get("status", "")),
-        tested_boot=boot_of(message),
+        tested_boot=tested_boot,
         message=message,
         admitted_boot=admitted_boot,
         taints=tuple(spec.get("taints") or ()),
         retested=retest_of(message),
-        reported=_time(str(condition.get("lastHeartbeatTime") or "")),
+        reported=reported,
         wish=_wish(str(annotations.get(WISH, ""))),
         answer=_answer(str(annotations.get(ANSWER, ""))),
         pool=pool,
         admitted_at=admitted_at,
         admitted=admitted,
         admission=admission,
-        health=health_of(document, boot_id, pool, rules.health),
+        health=health_of(document, boot_id, pool, rules.health, reported if tested_boot == boot_id else 0.0),
     )
 
 

@@ -18,11 +18,15 @@ Status = Literal["True", "False"]
 HOST_CONDITION, HOST_REASON = "PhysicalHost", "HostKnownBad"
 # Our agent's conditions.
 OURS = ("NodeHealthy", "image-builder/NodeHealthy")
+NVSENTINEL = (
+    *("Gpu*Watch", "SysLogs*", "InfiniBand*Check", "Ethernet*Check", "NVSwitchFatalError", "NVSwitchDown"),
+)
 # Conditions that mark a node as bad, as patterns, and the status that does. Ours; node-problem-detector's (its
 # config/, August 2026; not NTPProblem) and what AKS adds to it (https://learn.microsoft.com/azure/aks/node-problem-detector);
 # and those of NVSentinel's monitors (its docs/INTEGRATIONS.md and docs/configuration/nic-health-monitor.md).
 CONDITIONS: Mapping[str, Status] = {
     **dict.fromkeys(OURS, "False"),
+    **dict.fromkeys(NVSENTINEL, "True"),
     **dict.fromkeys(
         (
             *(
@@ -37,14 +41,6 @@ CONDITIONS: Mapping[str, Status] = {
             *("KubeletUnhealthy", "ContainerRuntimeUnhealthy", "KubeProxyUnhealthy"),
             *("FilesystemCorruptionProblem", "KubeletProblem", "ContainerRuntimeProblem", "VMEventScheduled"),
             *("GPUMissing", "NVLinkStatusInactive", "XIDErrors", "IBLinkFlapping"),
-            *(
-                "Gpu*Watch",
-                "SysLogs*",
-                "InfiniBand*Check",
-                "Ethernet*Check",
-                "NVSwitchFatalError",
-                "NVSwitchDown",
-            ),
         ),
         "True",
     ),
@@ -89,8 +85,19 @@ class Policy(Strict):
         default=0.02,
         ge=0,
         le=1,
-        description="Largest share of the fleet out at once for its health, at least one node; hosts cordoned by our"
-        " own drains and rollouts count. 0: nothing is taken out.",
+        description="Largest share of the fleet out at once for its health, at least one node. 0: none is taken out.",
+    )
+    unavailable: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="No node is taken out while this share of the fleet, at least one node, is out for its health or"
+        " emptied by a roll. Hosts that a roll only cordoned, and that still work, don't count. At least `share`.",
+    )
+    stale_seconds: Seconds = Field(
+        default=1800.0,
+        description="A condition without a heartbeat for this long, or since the boot, is no longer maintained by"
+        " anybody, and doesn't count. Ours and NVSentinel's have no heartbeat, and always count. 0: all do.",
     )
     rules: tuple[Rule, ...] = Field(
         default=(), description="The remedy for each class of findings; without a rule, the taint."
@@ -128,6 +135,15 @@ class Policy(Strict):
                 if fnmatchcase(condition, pattern):
                     return status
         return None
+
+    def is_stale(self, condition: str, beat: float, newest: float, tested: float) -> bool:
+        """Return whether nobody maintains a condition any more, by the times of its last heartbeat, of the node's
+        newest one, and of the report on this boot's preflight (Unix times of the node's clock, 0: unknown).
+        """
+        has_none = any(fnmatchcase(condition, pattern) for pattern in (*OURS, *NVSENTINEL))
+        if has_none or not beat or not self.stale_seconds:
+            return False
+        return beat < max(newest - self.stale_seconds, tested)
 
     def rule(self, condition: str, reason: str) -> Rule:
         """Return what is to be done about a finding."""

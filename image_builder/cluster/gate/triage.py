@@ -67,8 +67,9 @@ def is_back(node: Node, record: Record, policy: Policy) -> bool:
         return True
     has_passed = node.status == "True" and node.tested_boot == node.boot_id and not node.is_under_test
     is_new = (node.boot_id, node.reported) != (record.boot_id, record.tested)
-    # A condition that the policy no longer names is never reported as well.
-    is_known = record.condition == HOST_CONDITION or policy.bad_status(record.condition) is not None
+    # A condition that the policy no longer names, or that nobody maintains, is never reported as well.
+    is_named = policy.bad_status(record.condition) is not None and record.condition not in node.health.stale
+    is_known = record.condition == HOST_CONDITION or is_named
     is_well = not node.health.ailments and (record.condition in node.health.well or not is_known)
     return bool(node.boot_id) and has_passed and is_new and is_well
 
@@ -132,8 +133,13 @@ def plan(
         )
     steps.sort(key=lambda item: (item[1] is not Step.GIVE_BACK, item[0].name))
     fresh.sort(key=_urgency)
-    away = sum(node.health.record is not None or bool(node.health.cordon) for node in nodes)
-    return steps + fresh[: max(0, cap(len(nodes), policy.share) - away)]
+    out = sum(node.health.record is not None for node in nodes)
+    # A host that a roll has only cordoned may be at work for days.
+    away = sum(node.health.record is not None or bool(node.health.barred_by) for node in nodes)
+    room = min(
+        cap(len(nodes), policy.share) - out, cap(len(nodes), max(policy.unavailable, policy.share)) - away
+    )
+    return steps + fresh[: max(0, room)]
 
 
 def _urgency(item: tuple[Node, Step, Record | None]) -> tuple[bool, float, str]:

@@ -39,11 +39,15 @@ class GateLimits(_Limits):
         default=60.0, description="Age of the oldest pending certificate request of a joining node."
     )
     not_ready: Share = Field(
-        default="1%", description="Nodes that became NotReady since the wave began; more stop the run."
+        default="1%",
+        description="Hosts that were fine in this run and are NotReady now: more stop it. Of all other nodes, as many"
+        " may become NotReady within `patience_seconds`: more hold it.",
     )
     interval_seconds: Positive = Field(default=30.0, description="How often the control plane is read.")
     patience_seconds: Seconds = Field(
-        default=600.0, description="How long the gate may stay red before the run stops."
+        default=600.0,
+        description="How long the gate may stay red before the run stops. A roll waits instead, and frees the hosts"
+        " that it has fenced by then. Nodes that fell and requests that are pending for longer don't count.",
     )
 
 

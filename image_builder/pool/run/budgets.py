@@ -118,22 +118,6 @@ def proven(progress: Progress, names: Iterable[str]) -> list[str]:
     return chosen
 
 
-def away(progress: Progress) -> int:
-    """Return how many hosts may be NotReady because of a roll: they are getting the new image, or failed with it."""
-    begun = [wave for wave in progress.waves[: progress.began] if wave.unfinished or wave.failed]
-    broken = [
-        name
-        for wave in begun
-        # A host that has finished but is still unavailable has failed.
-        for name in (
-            *wave.names("waiting", "probing", "broken"),
-            *(wave.names("ended") if wave.failed else ()),
-        )
-        if progress.hosts[name].touched and progress.hosts[name].unavailable
-    ]
-    return len(broken) + sum(wave.count("reimaging", "restoring", "joined", "verifying") for wave in begun)
-
-
 def in_work(progress: Progress) -> int:
     """Return how many hosts are in progress: a step has begun, or must follow before anything is known about them."""
     count = sum(w.count(*IN_WORK) for w in progress.open_waves)
@@ -142,7 +126,7 @@ def in_work(progress: Progress) -> int:
     )
 
 
-def stop_reason(progress: Progress, now: float) -> str:
+def stop_reason(progress: Progress) -> str:
     """Return why nothing more may be started; an empty string if it may."""
     plan = progress.plan
     if progress.failed > plan.budget:
@@ -159,14 +143,21 @@ def stop_reason(progress: Progress, now: float) -> str:
                 return f"{_hosts(count)} of {wave.name} failed alike: {signature}"
     if progress.verdict == "stop":
         return "; ".join(progress.reasons)
-    red = progress.red_since
-    if red is not None and now - red > (patience := plan.policy.gate.patience_seconds):
+    # A roll waits: its hosts work meanwhile, and a stop would turn good images back.
+    if plan.policy.rolls is None and is_red_for_long(progress):
+        patience = plan.policy.gate.patience_seconds
         return f"the control plane has been red for more than {patience:.0f} s: {'; '.join(progress.reasons)}"
     if not in_work(progress) and _to_start(progress) and not _can_start(progress):
         missing = sum(status.missing for status in progress.hosts.values())
         before = f", {missing} of them before the run" if missing else ""
         return f"{_hosts(progress.unavailable)} unavailable{before}, which is the maximum: nothing can be started"
     return ""
+
+
+def is_red_for_long(progress: Progress) -> bool:
+    """Return whether the control plane has been red for longer than the policy's patience, from reading to reading."""
+    since, at = progress.red_since, progress.red_at
+    return since is not None and at is not None and at - since > progress.plan.policy.gate.patience_seconds
 
 
 def _can_start(progress: Progress) -> bool:

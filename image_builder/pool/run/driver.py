@@ -32,7 +32,7 @@ from image_builder.pool.run.records import (
     Turned,
     Unplanned,
 )
-from image_builder.pool.run.state import RUNNING, Progress, WaveStatus
+from image_builder.pool.run.state import RUNNING, HostStatus, Progress, WaveStatus
 
 # Hosts that are retried, or for which there was no room, are started once they make up one in this many hosts of a
 # slice, or when nothing else is in progress: each slice costs an Ansible process.
@@ -164,7 +164,7 @@ def run(
         _survey(r, now)
         if not progress.stopped:
             asked = stop_asked()
-            if reason := "a stop was requested" if asked else budgets.stop_reason(progress, now):
+            if reason := "a stop was requested" if asked else budgets.stop_reason(progress):
                 r.note(Stopped(at=now, reason=reason, asked=asked))
         if progress.stopped:
             _turn(r, now)
@@ -210,10 +210,24 @@ def _expire(r: _Run, now: float) -> None:
             continue
         status = r.progress.hosts[name]
         if status.state == RUNNING[step] and status.tries[step] == attempt:
+            if (until := _after_outage(r, status, step)) > now:
+                heapq.heappush(r.alarms, (until, name, step, attempt))
+                continue
             seconds = now - status.since - status.delay
             r.steps.give_up(name, step, attempt)
             outcome = ended("timeout", f"{step} did not end within {seconds:.0f} s")
             _observe(r, Event(name, step, attempt, outcome, "unknown", seconds), now)
+
+
+def _after_outage(r: _Run, status: HostStatus, step: Step) -> float:
+    """Return until when a step may take that began before the control plane was last away: as long as one that begins
+    when it is back. A run that stopped waits for nothing beyond its deadlines.
+    """
+    progress = r.progress
+    away_at = progress.unread_at
+    if progress.stopped or step in ("probe", "await") or away_at is None or away_at < status.since:
+        return 0.0
+    return away_at + progress.plan.policy.deadline(step)
 
 
 def _read_gate(r: _Run, now: float) -> None:
@@ -228,15 +242,10 @@ def _read_gate(r: _Run, now: float) -> None:
         if now < asked_at + _READING_SECONDS:
             return  # hosts and their deadlines don't wait for it
         reading = Reading(unread=f"no answer for {now - asked_at:.0f} s")
-    current = progress.current
-    verdict, reasons = gates.judge(
-        reading,
-        limits,
-        # Before the first wave there is nothing to compare with: this reading is the baseline.
-        not_ready_before=current.not_ready_before if current else reading.not_ready,
-        hosts=len(progress.plan.hosts),
-        away=budgets.away(progress) if progress.plan.policy.rolls else 0,
-    )
+    reading = gates.count(reading, limits, progress.role)
+    # Without earlier readings there is nothing to compare with: this one is the baseline.
+    before = min([count for at, count in progress.elsewhere] or [reading.elsewhere])
+    verdict, reasons = gates.judge(reading, limits, hosts=len(progress.plan.hosts), elsewhere_before=before)
     r.note(Gated(at=now, reading=reading, verdict=verdict, reasons=reasons))
 
 
@@ -299,15 +308,20 @@ def _canaries_chosen(r: _Run, now: float) -> bool:
 
 def _dispatch(r: _Run, now: float) -> None:
     """Begin every step that may begin; in a stopped run, only those that finish what is in progress."""
+    is_away = r.progress.is_unread and not r.progress.stopped
     for wave in r.progress.open_waves:
         _begin(r, "probe", _fitting(r, "probe", wave.names("waiting"), now), now)
-        _begin(r, "verify", _fitting(r, "verify", wave.names("joined"), now), now)
+        # Without its API server a node can't be what its checks want it to be.
+        if not is_away:
+            _begin(r, "verify", _fitting(r, "verify", wave.names("joined"), now), now)
         _begin(r, "free", _fitting(r, "free", wave.names("settled"), now), now)
         _begin(r, "restore", _fitting(r, "restore", wave.names("broken"), now), now)
         may_start = not r.progress.stopped and r.progress.verdict == "go"
         if r.progress.plan.policy.mode == "roll":
             if may_start and r.progress.surveyed:
                 _roll(r, wave, now)
+            elif not is_away and budgets.is_red_for_long(r.progress):
+                _let_work(r, wave, now)
             if wave.wave.is_rest and not r.progress.stopped:
                 # An idle host that can't be taken now may work until it can.
                 awaited = [name for name in wave.names("ready") if r.progress.hosts[name].awaited]
@@ -323,6 +337,17 @@ def _roll(r: _Run, wave: WaveStatus, now: float) -> None:
     _begin(r, "reimage", _fitting(r, "reimage", budgets.proven(progress, wave.names("drained")), now), now)
     _begin(r, "drain", budgets.admitted(progress, _fitting(r, "drain", wave.names("ready"), now)), now)
     _begin(r, "await", _fitting(r, "await", wave.names("resting"), now), now)
+
+
+def _let_work(r: _Run, wave: WaveStatus, now: float) -> None:
+    """Free the hosts that are or become empty: nothing is sent for them as long as the control plane is red."""
+    names = _fitting(r, "free", wave.names("drained", "draining", "awaiting"), now)
+    for name in names:
+        status = r.progress.hosts[name]
+        for step in _WAITING_FOR_JOBS:
+            if status.state == RUNNING[step]:
+                r.steps.give_up(name, step, status.tries[step])
+    _begin(r, "free", names, now)
 
 
 def _turn(r: _Run, now: float) -> None:

@@ -86,9 +86,6 @@ def apply(progress: Progress, record: Record) -> None:
         case Began():
             progress.began = record.wave + 1
             progress.waves[record.wave].began = record.at
-            progress.waves[record.wave].not_ready_before = (
-                progress.reading.not_ready if progress.reading else 0
-            )
         case Intent():
             _intend(progress, record)
         case Result():
@@ -132,7 +129,8 @@ def _open(progress: Progress, record: Opened) -> None:
     progress.stopped, progress.stop_asked, progress.finished = "", False, False
     progress.surveyed = False
     progress.reading, progress.read_at, progress.verdict, progress.reasons = None, None, "hold", ()
-    progress.red_at = progress.red_since = None
+    progress.red_at = progress.red_since = progress.unread_at = None
+    progress.elsewhere = []
     # If the clock was set back, recorded times may be far in the future: don't wait for them.
     window = progress.plan.policy.slice_hosts / progress.plan.policy.join_rate
     progress.next_join = min(progress.next_join, record.at + window)
@@ -196,6 +194,12 @@ def _intend(progress: Progress, record: Intent) -> None:
             status.idle_by = record.at + progress.plan.policy.deadline("await")
         if status.started is None:
             status.started = record.at
+        if record.step == "free" and status.state in ("drained", "draining", "awaiting"):
+            # The control plane is red: until it isn't, the host works. One that waits for its jobs starts over.
+            if progress.waves[status.wave].wave.is_rest:
+                status.last = ended("busy", "the control plane was red")
+            else:
+                status.awaited = True
         move(progress, name, RUNNING[record.step])
     if record.step == "bootstrap":
         first = max(progress.next_join, record.at)
@@ -205,6 +209,12 @@ def _intend(progress: Progress, record: Intent) -> None:
 def _gate(progress: Progress, record: Gated) -> None:
     progress.reading, progress.verdict, progress.reasons = record.reading, record.verdict, record.reasons
     progress.read_at = record.at
+    if record.reading.unread:
+        progress.unread_at = record.at
+    else:
+        since = record.at - progress.plan.policy.gate.patience_seconds
+        progress.elsewhere = [(at, count) for at, count in progress.elsewhere if at >= since]
+        progress.elsewhere.append((record.at, record.reading.elsewhere))
     if record.verdict == "go":
         progress.red_since = None
     else:

@@ -116,6 +116,7 @@ def after_free(progress: Progress, status: HostStatus, record: Result) -> None:
     if outcome.ok and status.awaited:
         # It worked on until it could be taken.
         status.awaited = False
+        set_empty(progress, status, empty=False)
         if progress.stopped:
             end(progress, status, ended("skipped", STOPPED), record.at)
         else:

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 from image_builder.pool.plan.model import Cell, Host, Outcome, Step
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.waves import Wave
-from image_builder.pool.run.gates import Reading, Verdict
+from image_builder.pool.run.gates import Reading, Role, Verdict
 
 State = Literal[
     "waiting",
@@ -131,7 +131,7 @@ class HostStatus:
 class WaveStatus:
     """One wave. ``at`` has its hosts by state, in the order in which they entered it; ``unfinished`` counts open ones.
 
-    ``sample`` are the hosts to verify, ``not_ready_before`` is the number of NotReady nodes when it began.
+    ``sample`` are the hosts to verify.
     """
 
     wave: Wave
@@ -141,7 +141,6 @@ class WaveStatus:
     passed: float | None = None
     failed: int = 0
     signatures: Counter[str] = field(default_factory=Counter)
-    not_ready_before: int = 0
     unfinished: int = 0
 
     def add(self, name: str, state: State) -> None:
@@ -191,9 +190,26 @@ class Progress:
     read_at: float | None = None
     red_at: float | None = None
     red_since: float | None = None
+    # When the control plane last couldn't be read, and other nodes that weren't Ready within the gate's patience.
+    unread_at: float | None = None
+    elsewhere: list[tuple[float, int]] = field(default_factory=list)
     stopped: str = ""
     stop_asked: bool = False
     finished: bool = False
+
+    @property
+    def is_unread(self) -> bool:
+        """Return whether the control plane can't be read."""
+        return bool(self.reading and self.reading.unread)
+
+    def role(self, node: str) -> Role:
+        """Return what a node is to this run."""
+        status = self.hosts.get(node)
+        if status is None or status.state == "gone":
+            return "other"
+        if status.outcome is not None and status.outcome.ok:
+            return "fine"
+        return "changing" if status.touched else "other"
 
     @property
     def open_waves(self) -> list[WaveStatus]:

@@ -137,8 +137,9 @@ class Kubernetes:
             requests=answered.all,
             throttled=answered.throttled,
             errors=answered.errors,
-            csr_seconds=oldest_pending(certificates, now),
-            not_ready=count_not_ready(nodes, self._joining_seconds),
+            pending=pending_ages(certificates, now),
+            fallen=not_ready(nodes, self._joining_seconds),
+            nodes=len(shown_nodes(nodes)),
         )
 
     def close(self) -> None:
@@ -205,22 +206,23 @@ def since(before: Mapping[str, float] | None, now: Mapping[str, float]) -> Answe
     return Answered(round(sum(new.values())), round(new.get("429", 0.0)), round(errors))
 
 
-def oldest_pending(requests: list[dict[str, Any]], now: float) -> float:
-    """Return the age in seconds of the oldest undecided request of a joining node; 0 without one."""
-    ages = [
-        now - _moment(request["created"])
+def pending_ages(requests: list[dict[str, Any]], now: float) -> tuple[float, ...]:
+    """Return the ages in seconds of all undecided requests of joining nodes."""
+    return tuple(
+        max(0.0, now - _moment(request["created"]))
         for request in requests
         if request["signer"] == SIGNER and not request["conditions"]
-    ]
-    return max([0.0, *ages])
+    )
 
 
-def count_not_ready(table: Mapping[str, Any], joining_seconds: float = JOINING_SECONDS) -> int:
-    """Return how many nodes of a table aren't Ready, except those that registered only just now.
+def not_ready(table: Mapping[str, Any], joining_seconds: float = JOINING_SECONDS) -> tuple[str, ...]:
+    """Return the nodes of a table that aren't Ready, except those that registered only just now.
 
     Raises ValueError and the like for anything but such a table.
     """
-    return sum(not node.is_ready and _age(node.age) > joining_seconds for node in shown_nodes(table))
+    return tuple(
+        node.name for node in shown_nodes(table) if not node.is_ready and _age(node.age) > joining_seconds
+    )
 
 
 class Shown(NamedTuple):

@@ -85,30 +85,30 @@ def slow(progress: Progress, unfinished: int, *, durations: Sequence[float], sec
 @pytest.mark.parametrize(("failed", "stops"), [(10, False), (11, True)])
 def test_the_runs_budget(progress: Progress, failed: int, stops: bool) -> None:
     progress.failed = failed
-    assert (f"{failed} hosts failed, the run's budget is 10" == budgets.stop_reason(progress, NOW)) is stops
+    assert (f"{failed} hosts failed, the run's budget is 10" == budgets.stop_reason(progress)) is stops
 
 
 @pytest.mark.parametrize(("failed", "stops"), [(8, False), (9, True)])
 def test_a_waves_budget(progress: Progress, failed: int, stops: bool) -> None:
     progress.waves[0].failed = failed
-    assert ("budget is 8" in budgets.stop_reason(progress, NOW)) is stops
+    assert ("budget is 8" in budgets.stop_reason(progress)) is stops
 
 
 @pytest.mark.parametrize(("alike", "stops"), [(8, False), (9, True)])
 def test_identical_failures_of_the_run(progress: Progress, alike: int, stops: bool) -> None:
     progress.signatures[BROKEN.signature] = alike
-    assert ("hosts failed alike: failed disk 31" in budgets.stop_reason(progress, NOW)) is stops
+    assert ("hosts failed alike: failed disk 31" in budgets.stop_reason(progress)) is stops
 
 
 @pytest.mark.parametrize(("alike", "stops"), [(5, False), (6, True)])
 def test_identical_failures_of_a_wave(progress: Progress, alike: int, stops: bool) -> None:
     progress.waves[0].signatures[BROKEN.signature] = alike
-    assert ("hosts of wave-1 failed alike: failed disk 31" in budgets.stop_reason(progress, NOW)) is stops
+    assert ("hosts of wave-1 failed alike: failed disk 31" in budgets.stop_reason(progress)) is stops
 
 
 def test_a_wave_that_has_not_begun_stops_nothing(progress: Progress) -> None:
     progress.waves[1].failed = 99
-    assert budgets.stop_reason(progress, NOW) == ""
+    assert budgets.stop_reason(progress) == ""
 
 
 # -- a wave is over without its stragglers ---------------------------------------------------------------------

@@ -16,9 +16,9 @@ from image_builder.pool.steps.control_plane import (
     SIGNER,
     Answered,
     Kubernetes,
-    count_not_ready,
     count_requests,
-    oldest_pending,
+    not_ready,
+    pending_ages,
     since,
 )
 
@@ -65,21 +65,21 @@ def item(created: str, signer: str = SIGNER, **conditions: str) -> dict[str, Any
     return {"created": created, "signer": signer, "conditions": conditions}
 
 
-def test_the_oldest_request_that_nobody_decided_on() -> None:
+def test_requests_that_nobody_decided_on() -> None:
     requests = [
         item("2026-01-02T03:04:00Z"),
         item("2026-01-02T03:03:05Z"),
         item("2026-01-01T00:00:00Z", Approved="True"),
         item("2026-01-01T00:00:00Z", Denied="True"),
     ]
-    assert oldest_pending(requests, NOW) == 60.0
-    assert oldest_pending([], NOW) == 0.0
-    assert oldest_pending([item("2026-01-02T03:05:00Z")], NOW) == 0.0, "its clock is ahead of ours"
+    assert pending_ages(requests, NOW) == (5.0, 60.0)
+    assert pending_ages([], NOW) == ()
+    assert pending_ages([item("2026-01-02T03:05:00Z")], NOW) == (0.0,), "its clock is ahead of ours"
 
 
 @pytest.mark.parametrize("signer", ["kubernetes.io/kubelet-serving", "kubernetes.io/kube-apiserver-client"])
 def test_requests_that_wait_for_a_person_hold_up_nobody(signer: str) -> None:
-    assert oldest_pending([item("2026-01-01T00:00:00Z", signer)], NOW) == 0.0
+    assert pending_ages([item("2026-01-01T00:00:00Z", signer)], NOW) == ()
 
 
 def table(*rows: tuple[str, str]) -> dict[str, Any]:
@@ -108,10 +108,9 @@ def test_nodes_that_just_join_are_no_alarm() -> None:
         ("Unknown", "3h"),
         ("NotReady,SchedulingDisabled", "2d4h"),
     )
-    assert count_not_ready(nodes) == 3
-    assert count_not_ready(nodes, joining_seconds=100.0) == 5
-    assert count_not_ready(table()) == 0
-    assert count_not_ready(table() | {"rows": None}) == 0
+    assert not_ready(nodes) == ("n5", "n6", "n7")
+    assert len(not_ready(nodes, joining_seconds=100.0)) == 5
+    assert not_ready(table()) == () == not_ready(table() | {"rows": None})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_what_is_no_table_of_nodes_is_no_reading(
     monkeypatch.setattr(kube.Client, "text", lambda _, path, *_accept: answers[path])
     assert "not understood" in plane.read().unread
     answers[SHOWN_NODES] = json.dumps(table(("NotReady", "9m")))
-    assert plane.read().not_ready == 1
+    assert (plane.read().fallen, plane.read().nodes) == (("n0",), 1)
 
 
 @pytest.mark.parametrize(

@@ -194,8 +194,11 @@ MATRIX = (
     Row(
         19,
         "the API server is away for ever",
-        "the gate is red until its patience ends, and the run stops",
-        ("tests/unit/pool/test_simulation.py::test_a_control_plane_that_stays_red_stops_the_run",),
+        "nothing starts; what is fenced is freed, and the roll goes on, once it answers again",
+        (
+            f"{_WAVES}::test_trouble_elsewhere_turns_no_image_back",
+            f"{_WAVES}::test_a_control_plane_that_stays_red_keeps_no_host_from_work",
+        ),
         "that the hosts which are left cordoned then are freed by `resume`, on a real control plane",
     ),
     Row(20, "Azure is away", "waited for; goes on", (f"{_STEPS}::test_azure_that_is_away_is_waited_for",)),
@@ -309,8 +312,10 @@ MATRIX = (
     Row(
         34,
         "a third of the nodes falls for another reason",
-        "the gate stops the run at once; who was so before is left alone, and counts as unavailable",
+        "its own hosts stop the run, others hold it; who was so before is left alone, and counts as unavailable",
         (
+            f"{_WAVES}::test_hosts_that_fall_with_their_new_image_turn_it_back",
+            f"{_WAVES}::test_trouble_elsewhere_turns_no_image_back",
             "tests/unit/pool/test_simulation.py::test_nodes_that_fall_stop_the_run_at_once",
             f"{_WAVES}::test_nothing_begins_where_more_are_missing_than_may_be_away",
             f"{_WAVES}::test_who_is_missing_before_a_roll_is_left_alone_and_counts",

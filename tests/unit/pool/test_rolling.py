@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from image_builder.pool.run.records import (
     Began,
     Chosen,
     Finished,
+    Gated,
     Intent,
     Opened,
     Passed,
@@ -304,11 +306,10 @@ def test_half_of_a_zone_stays_whatever_may_be_unavailable() -> None:
 
 
 def test_hosts_that_were_emptied_before_a_stop_are_freed() -> None:
-    """The control plane turns red while jobs are awaited: emptied hosts keep their image, and the run stops."""
+    """The control plane turns red while jobs are awaited: emptied hosts keep their image, and somebody stops."""
     world = World(plan(300, max_unavailable="20%"), jobs=lambda _: 500.0)
     world.is_red = lambda: world.time > START + 400
-    progress, records = roll(world)
-    assert "red for more than" in progress.stopped
+    progress, records = roll(world, lambda: world.time > START + 900)
     stopped = next(r.at for r in records if isinstance(r, Stopped))
     freed = [name for at, step, name in world.log if step == "free" and at >= stopped]
     assert freed and all(world.nodes[name].build == OLD for name in freed)
@@ -548,3 +549,71 @@ def test_who_is_back_after_a_stop_counts_no_more() -> None:
     assert progress.finished and progress.unavailable == 0
     assert reports.counts(progress.hosts.values())["ok"] == 300
     check_end(world, progress)
+
+
+# Troubles of the cluster that aren't the roll's, by when they begin after its start.
+TROUBLES: dict[str, Callable[[World], None]] = {
+    "nodes of others fall, and stay so": lambda w: setattr(w, "foreign", lambda: 5 * (w.time > START + 600)),
+    "a request that nobody decides on": lambda w: setattr(
+        w, "pending", lambda: [w.time - START - 600] if w.time > START + 600 else []
+    ),
+    "no API server": lambda w: setattr(w, "outage", (START + 1200, START + 2400)),
+    "no API server for hours": lambda w: setattr(w, "outage", (START + 1200, START + 6 * 3600)),
+    "429 for an hour": lambda w: setattr(w, "is_red", lambda: START + 1200 < w.time < START + 4800),
+    "others fall again and again": lambda w: setattr(w, "foreign", lambda: 3 * int((w.time - START) // 3600)),
+}
+
+
+@pytest.mark.parametrize("hours", [0.0, 4.0], ids=["idle", "busy"])
+@pytest.mark.parametrize("troubles", [*([name] for name in TROUBLES), [*TROUBLES][:3]], ids="; ".join)
+def test_trouble_elsewhere_turns_no_image_back(troubles: list[str], hours: float) -> None:
+    """Hundred well hosts: whatever happens to the cluster around them, each one has the new image in the end."""
+    world = World(plan(100), jobs=mixed_jobs(1, hours * 3600.0))
+    for name in troubles:
+        TROUBLES[name](world)
+    progress, records = roll(world)
+    assert progress.finished and not progress.failed and world.turned_at is None
+    assert reports.counts(progress.hosts.values())["ok"] == 100
+    # Each of them was noticed.
+    assert any(isinstance(record, Gated) and record.verdict == "hold" for record in records)
+    check_end(world, progress)
+    assert replay(world.plan, records).hosts == progress.hosts
+
+
+@pytest.mark.parametrize("hours", [0.0, 4.0], ids=["idle", "busy"])
+def test_a_control_plane_that_stays_red_keeps_no_host_from_work(hours: float) -> None:
+    """No host is empty and fenced, or fenced at all, once the policy's patience is over."""
+    rolled = plan(300, gate=GateLimits(patience_seconds=300.0))
+    world = World(rolled, jobs=mixed_jobs(1, hours * 3600.0))
+    red = (START + 7200, START + 7200 + 7200) if hours else (START + 30, START + 7230)
+    fenced: dict[float, int] = {}
+
+    def look() -> bool:
+        fenced[world.time] = sum(
+            n.cordoned == "us" and not n.away and not n.reimages for n in world.nodes.values()
+        )
+        return red[0] <= world.time < red[1]
+
+    world.is_red = look
+    progress, records = roll(world)
+    late = [number for at, number in fenced.items() if red[0] + 300 + 120 < at < red[1]]
+    assert max(fenced.values()) and len(late) > 100 and not any(late)
+    assert progress.finished and world.turned_at is None
+    check_end(world, progress)
+    assert replay(world.plan, records).hosts == progress.hosts
+
+
+def test_hosts_that_fall_with_their_new_image_turn_it_back() -> None:
+    world = World(plan(300))
+
+    def fall() -> bool:
+        fine = [name for name, status in progress.hosts.items() if status.outcome and status.outcome.ok]
+        world.not_ready.update(fine if len(fine) > 20 else ())
+        return False
+
+    progress = begin(world.plan)
+    world.is_red = fall
+    records: list[Record] = [Opened(at=world.time, plan=world.plan.digest)]
+    apply(progress, records[0])
+    run(progress, world, records.append)
+    assert "that were fine are NotReady, limit 3" in progress.stopped and set(world.models.values()) == {OLD}

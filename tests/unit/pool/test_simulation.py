@@ -282,16 +282,16 @@ def test_a_red_reading_makes_the_soak_begin_anew() -> None:
 
 def test_nodes_that_fall_stop_the_run_at_once() -> None:
     world = World(make(300), Faults())
-    canaries = set(world.plan.waves[0].hosts)
+    waves = [{*wave.hosts} for wave in world.plan.waves[:3]]
 
     def fall() -> None:
-        if world.fine >= canaries:
-            world.reading = Reading(not_ready=100)
+        if world.fine >= waves[0] | waves[1]:
+            world.reading = Reading(fallen=tuple(world.fine), nodes=300)
 
     world.check = fall
     progress, _, _ = simulate(world.plan, world.faults, world=world)
-    assert "100 more nodes are NotReady than before, limit 3" in progress.stopped
-    assert world.touched == canaries
+    assert "6 hosts of this run that were fine are NotReady, limit 3" in progress.stopped
+    assert world.touched == waves[0] | waves[1]
 
 
 def test_of_a_bring_up_the_sample_is_verified_and_whoever_was_a_member_before() -> None:

@@ -79,6 +79,10 @@ class World:
     void: set[int] = field(default_factory=set)
     order: Iterator[int] = field(default_factory=count)
     is_red: Callable[[], bool] = lambda: False
+    # When the API server is away, which nodes of others aren't Ready, and how long requests have been pending.
+    outage: tuple[float, float] = (0.0, 0.0)
+    foreign: Callable[[], int] = lambda: 0
+    pending: Callable[[], Sequence[float]] = lambda: ()
     not_ready: set[str] = field(default_factory=set)
     cordoned_before: set[str] = field(default_factory=set)
     missing_before: set[str] = field(default_factory=set)
@@ -127,8 +131,22 @@ class World:
         return 10**6
 
     def gate(self) -> Reading:
+        if self._returns_at(self.time) > self.time:
+            return Reading(unread="connection refused")
         throttled = 3_000 if self.is_red() else 0
-        return Reading(requests=30_000, throttled=throttled, not_ready=len(self.not_ready))
+        foreign = [f"other-{number}" for number in range(self.foreign())]
+        return Reading(
+            requests=30_000,
+            throttled=throttled,
+            fallen=(*self.not_ready, *foreign),
+            nodes=len(self.nodes) + len(foreign),
+            pending=tuple(self.pending()),
+        )
+
+    def _returns_at(self, at: float) -> float:
+        """Return when the API server answers, asked at this time."""
+        begins, ends = self.outage
+        return ends if begins <= at < ends else at
 
     def wait(self, until: float) -> Sequence[Event]:
         self._check()
@@ -179,7 +197,11 @@ class World:
         emptied: Emptied = Emptied(),  # noqa: B008 (it never changes)
     ) -> None:
         event = Event(w.host.name, step, w.attempt, outcome, joined, seconds, emptied=emptied)
-        self.last = (self.time + seconds, next(self.order), event)
+        ends = self.time + seconds
+        if step != "probe":
+            # Nothing is drained, joins or takes pods again without an API server.
+            ends = max(ends, self._returns_at(ends) + 1.0) if self._returns_at(ends) > ends else ends
+        self.last = (ends, next(self.order), event)
         heapq.heappush(self.events, self.last)
 
     def _happen(self, event: Event) -> None:

@@ -63,13 +63,19 @@ class Fleet:
         for node, step, record in plan(judged, self.holds, (), POLICY, RULES, self.now):
             self.steps.append((node.name, step))
             self._do(node, step, record)
-        rolled = sum(bool(node.health.cordon) for node in nodes)
-        assert len(self.out() - before) <= max(0, cap(len(nodes), POLICY.share) - len(before) - rolled)
+        away = len(before | {node.name for node in nodes if node.health.barred_by})
+        room = min(
+            cap(len(nodes), POLICY.share) - len(before),
+            cap(len(nodes), max(POLICY.unavailable, POLICY.share)) - away,
+        )
+        assert len(self.out() - before) <= max(0, room)
 
     def _do(self, node: Node, step: Step, record: Record | None) -> None:
         if step is Step.GIVE_BACK:
             assert record and node.status == "True" and node.tested_boot == node.boot_id
-            assert node.reported > record.since, "it came back without its preflight"
+            assert node.reported >= record.since and node.reported > record.tested, (
+                "it came back without its preflight"
+            )
             assert not node.health.ailments
             self.change(node.name, record=None, is_tainted=False)
             return
@@ -140,7 +146,11 @@ def _lived(chance: random.Random) -> Fleet:
                 chance.choice((state.heal, state.boot))(name)
                 state.boot(name, chance.choice(("True", "False")))
         if chance.random() < 0.2:
-            state.change(chance.choice(names), cordon=chance.choice(("", "roll-7")))
+            state.change(
+                chance.choice(names),
+                cordon=chance.choice(("", "roll-7")),
+                barred_by=chance.choice(("", "roll-7")),
+            )
         if chance.random() < 0.2:
             # Its machine is replaced by one on another node's host.
             state.change(chance.choice(names), host=f"H{chance.choice(names)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 
 from image_builder.cluster.gate.admit import why
 from image_builder.cluster.gate.health import health_of
-from image_builder.cluster.gate.model import Node, Rules
+from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.cluster.gate.policy import Policy, Rule
 from image_builder.cluster.gate.triage import Step, step_of
-from image_builder.drain.quarantine import Remedy
+from image_builder.drain.quarantine import Record, Remedy
 from image_builder.node.finding import kubernetes_reason
 from image_builder.node.health import maintenance, report
 from image_builder.node.health.alarms import Alarm
@@ -173,3 +174,62 @@ def test_scheduled_events_are_acted_on_at_once(kind: str, step: Step | None) -> 
         if need and need[1]:
             assert need[1].is_drained is is_drained
             assert "not before 2026-11-26T18:00:00Z" in need[1].words
+
+
+def at(minutes: float) -> str:
+    return datetime.fromtimestamp(NOTICED + 60 * minutes, UTC).isoformat()
+
+
+ALIVE = {"type": "Ready", "status": "True", "lastHeartbeatTime": at(0)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "beat", "policy", "counts"),
+    [
+        ("KubeletUnhealthy", at(-5), Policy(), True),
+        ("KubeletUnhealthy", at(-29), Policy(), True),
+        ("KubeletUnhealthy", at(-31), Policy(), False),
+        ("KubeletUnhealthy", "2026-06-01T00:00:00Z", Policy(), False),
+        ("KubeletUnhealthy", "2026-06-01T00:00:00Z", Policy(stale_seconds=0), True),
+        ("KubeletUnhealthy", None, Policy(), True),
+        ("example.com/Disk", "2026-06-01T00:00:00Z", Policy(conditions={"example.com/*": "True"}), False),
+        # NVSentinel's have no heartbeat: they report what changes.
+        ("GpuXidWatch", "2026-06-01T00:00:00Z", Policy(), True),
+    ],
+)
+def test_a_condition_that_nobody_maintains_says_nothing(
+    kind: str, beat: str | None, policy: Policy, *, counts: bool
+) -> None:
+    document = node(condition(kind, "True", lastHeartbeatTime=beat), ALIVE)
+    health = health_of(document, BOOT, "", policy)
+    assert (len(health.ailments), health.stale) == (counts, frozenset() if counts else {kind})
+    # A node whose clock is off, or that is down, is judged by its own clock.
+    assert health_of(node(condition(kind, "True", lastHeartbeatTime=beat)), BOOT, "", policy).ailments
+
+
+@pytest.mark.parametrize(("tested_boot", "counts"), [(BOOT, 0), (OTHER, 1)])
+def test_a_condition_from_before_the_boot_says_nothing(tested_boot: str, counts: int) -> None:
+    """node-problem-detector starts after the preflight has been reported, and renews it then."""
+    passed = condition(
+        Rules().condition, "True", f"boot={tested_boot} passed in 212 s", lastHeartbeatTime=at(-2)
+    )
+    document = node(passed, condition("KernelDeadlock", "True", lastHeartbeatTime=at(-9)), ALIVE)
+    document["status"]["nodeInfo"] = {"bootID": BOOT}
+    assert len(node_from(document, Rules()).health.ailments) == counts
+
+
+def test_a_node_that_is_out_for_such_a_condition_returns_by_its_preflight() -> None:
+    stale = condition("KernelDeadlock", "True", lastHeartbeatTime="2026-06-01T00:00:00Z")
+    health = health_of(node(stale, ALIVE), BOOT, "", Policy())
+    record = Record("KernelDeadlock", "R", "", "taint", NOTICED - 60, BOOT, NOTICED - 9000)
+    gate = Node("n", boot_id=BOOT, status="True", tested_boot=BOOT, reported=NOTICED - 9000)
+    out = replace(gate, health=replace(health, record=record, is_tainted=True))
+    assert step_of(out, {}, Policy(), Rules(), NOTICED) is None
+    assert step_of(replace(out, reported=NOTICED), {}, Policy(), Rules(), NOTICED) == (Step.GIVE_BACK, record)
+
+
+@pytest.mark.parametrize(("key", "run"), [("image-builder/roll", "roll-7"), ("image-builder/quarantine", "")])
+def test_a_host_that_a_roll_has_emptied_is_known_by_its_taint(key: str, run: str) -> None:
+    document = node()
+    document["spec"]["taints"] = [{"key": key, "value": "roll-7", "effect": "NoExecute"}]
+    assert health_of(document, BOOT, "", Policy()).barred_by == run

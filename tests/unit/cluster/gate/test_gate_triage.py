@@ -142,12 +142,28 @@ def test_no_more_than_the_budget_is_out(sick: int, of: int, share: float, most: 
     assert [(n.name, step) for n, step, _ in steps] == [(f"n{n:03}", Step.TAKE_OUT) for n in range(most)]
 
 
-def test_hosts_of_a_rollout_and_those_that_are_out_are_in_the_budget() -> None:
-    policy = Policy(share=0.03)
+def taken_out(nodes: list[Node], policy: Policy) -> int:
+    return len([step for _, step, _ in plan(nodes, {}, (), policy, RULES, NOW) if step is Step.TAKE_OUT])
+
+
+def test_those_that_are_out_are_in_the_budget() -> None:
     nodes = fleet(5, 100)
-    nodes[90] = node("n090", cordon="roll-7")
     nodes[91] = replace(out(SICK), name="n091")
-    assert len([step for _, step, _ in plan(nodes, {}, (), policy, RULES, NOW) if step is Step.TAKE_OUT]) == 1
+    assert taken_out(nodes, Policy(share=0.03)) == 2
+
+
+@pytest.mark.parametrize(
+    ("fenced", "emptied", "most"),
+    [(0, 0, 150), (150, 0, 150), (3750, 0, 150), (3750, 150, 150), (0, 300, 75), (9, 375, 0)],
+)
+def test_hosts_that_a_roll_has_fenced_use_up_nothing(fenced: int, emptied: int, most: int) -> None:
+    """Only those that it has emptied count, against the share of the fleet that may be unavailable."""
+    nodes = fleet(200, 7500)
+    for n in range(fenced):
+        nodes[1000 + n] = node(f"n{1000 + n}", cordon="roll-7")
+    for n in range(emptied):
+        nodes[5000 + n] = node(f"n{5000 + n}", cordon="roll-7", barred_by="roll-7")
+    assert taken_out(nodes, Policy()) == most
 
 
 def test_the_longest_ill_goes_first() -> None:
