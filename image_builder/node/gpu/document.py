@@ -197,7 +197,7 @@ def _xids(evidence: Evidence, node: Seen) -> list[dict[str, Any]]:
 def _class(evidence: Evidence, xid: Xid) -> str:
     if xid.switch:
         return "SXID_FATAL" if xid.fatal else "SXID"
-    return evidence.catalogue.classify(xid.number).name
+    return evidence.catalogue.class_of(xid).name
 
 
 def _coverage(workers: Sequence[Worker]) -> dict[str, Any]:

@@ -221,7 +221,9 @@ def _xid(evidence: Evidence, xid: Xid, gpu: str) -> Check | None:
         # The driver itself says which ones are fatal; the others occur on every boot.
         detail = f"{xid.switch}, SXid {xid.number}: {xid.raw}"
         return bad("reboot", f"sxid.{xid.number}", detail, measured=xid.number)
-    xid_class = evidence.catalogue.classify(xid.number)
+    xid_class = evidence.catalogue.class_of(xid)
+    if xids.is_unreadable(xid):
+        return broken("xid.unreadable", xid.raw)
     level = xid_class.during if xids.is_during(xid, evidence.began_us) else xid_class.before
     code, detail = f"xid.{xid.number}", f"Xid {xid.number} ({xid_class.name}: {xid_class.means}): {xid.raw}"
     if level == "fail":

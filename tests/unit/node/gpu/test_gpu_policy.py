@@ -32,7 +32,7 @@ from tests.support.gpu_stand_in.recordings import (
     worker,
     xid,
 )
-from tests.unit.node.gpu.broken import CASES, XID_79
+from tests.unit.node.gpu.broken import CASES, XID_79, XID_95_MIG, XID_GARBLED
 
 ALL = range(8)
 UUID = "GPU-12345678-9abc-def0-1234-56789abcdef0"
@@ -218,6 +218,7 @@ ALWAYS: dict[str, tuple[Change, str]] = {
     "Xid 79": (xid(XID_79), "replace"),
     "ECC": (gpu(4, ecc_volatile_uncorrected=1), "reboot"),
     "driver": (machine(driver_loaded=""), "reimage"),
+    "Xid of an instance": (xid(XID_95_MIG), "reboot"),
     "unkillable": (worker(3, ended="hung: unkillable"), "reboot"),
 }
 
@@ -228,6 +229,12 @@ def test_what_holds_a_node_in_any_mode(name: str) -> None:
     for mode in ("observe", "enforce"):
         result = outcome(change(node("H100", settings=Settings(mode=mode), calibrated=False)))
         assert (result.status, result.action) == ("fail", action)
+
+
+def test_an_xid_that_cant_be_read_passes_in_no_mode() -> None:
+    for mode in ("observe", "enforce"):
+        result = outcome(xid(XID_GARBLED)(node("H100", settings=Settings(mode=mode), calibrated=False)))
+        assert (result.exit_code, result.code) == (3, "xid.unreadable")
 
 
 @pytest.mark.parametrize(
