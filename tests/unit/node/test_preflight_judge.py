@@ -180,6 +180,7 @@ def document(
         (2, document("fail", 2), FAILED, "gpu.reboot", "reboot"),
         (3, document("inconclusive", 3), INCONCLUSIVE, "gpu.inconclusive", "none"),
         (3, document("inconclusive", 3, action="reimage"), INCONCLUSIVE, "gpu.inconclusive", "reimage"),
+        (3, document("inconclusive", 3, action="inspect"), INCONCLUSIVE, "gpu.inconclusive", "inspect"),
         (3, document("inconclusive", 3, action="replace"), INCONCLUSIVE, "gpu.inconclusive", "none"),
         (4, document("fail", 4), FAILED, "gpu.config", "config"),
         (5, document("fail", 5), FAILED, "gpu.image", "reimage"),

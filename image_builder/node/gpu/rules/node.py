@@ -35,6 +35,8 @@ def sku_known(evidence: Evidence) -> Iterator[Check]:
         yield good(detail=f"{expected.size.name}, by the {machine.vm_size_from or 'configuration'}")
         if expected.size.retired:
             yield doubtful("sku.retired", f"{expected.size.name} was retired on {expected.size.retired}")
+        if expected.stale:
+            yield doubtful("calibration.stale", "the calibration on record is of another driver or program")
     elif expected.settings.allow_unknown_size:
         reason = machine.vm_size or "the size can't be found"
         yield doubtful("sku.unknown", f"{reason}: allowed by the configuration, without floors")
