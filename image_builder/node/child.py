@@ -8,6 +8,7 @@ is stuck on a dead disk or in a driver.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess  # noqa: TID251 (the node's door, as image_builder.system.process is the bake's)
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from image_builder.node import errors
 from image_builder.node.errors import ProgramError
 
 _TAIL_LINES = 20
@@ -226,7 +228,9 @@ def watch(
 
 def cannot_start(argv: Sequence[str], error: OSError) -> ProgramError:
     """Return the error for a program that could not be started."""
-    return ProgramError(f"`{' '.join(argv)}`: {error.strerror}", ABSENT, "")
+    is_absent = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
+    code = errors.ABSENT if is_absent else "program"
+    return ProgramError(f"`{' '.join(argv)}`: {error.strerror}", ABSENT, "", code)
 
 
 def failed(argv: Sequence[str], status: int, output: str) -> ProgramError:

@@ -16,10 +16,14 @@ class NodeError(Exception):
         self.message = message
 
 
+ABSENT = "program.absent"
+"""The code of a program that this image lacks."""
+
+
 class ProgramError(NodeError):
     """A program ended with a status that its caller did not expect. ``tail`` is the end of its output."""
 
-    def __init__(self, message: str, status: int, tail: str) -> None:
-        super().__init__("program", message)
+    def __init__(self, message: str, status: int, tail: str, code: str = "program") -> None:
+        super().__init__(code, message)
         self.status = status
         self.tail = tail

@@ -29,8 +29,12 @@ FORMAT = 1
 BLOCK = 4096
 _CHUNK = 1 << 20
 MAPPING = "image-builder-preload"
-# Errors that say that the disk below the store failed for now: the store itself may be intact.
-_FOR_NOW = frozenset([errno.EIO, errno.ENOMEM, errno.EBUSY, errno.ENOSPC, errno.EAGAIN, errno.EINTR])
+# Errors that prove that the store itself is damaged, or lacks a file. After any other it may be intact: the disk below
+# it failed, the kernel lacks a module or a feature, a program timed out.
+_CORRUPT = frozenset([errno.EUCLEAN, errno.EBADMSG])
+_LOST = _CORRUPT | {errno.ENOENT}
+# The superblock begins with this number (fs/erofs/erofs_fs.h), in bytes from the start of the file.
+_MAGIC, _MAGIC_AT = bytes.fromhex("e2e1f5e0"), 1024
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,7 @@ def _mount_mapping(file: Path, at: Path) -> None:
         mounts.mount(f"/dev/mapper/{MAPPING}", at, "erofs", mounts.RDONLY | mounts.NODEV)
     except OSError as error:
         run(["dmsetup", "remove", "--retry", MAPPING], ok=range(256))
-        raise unreadable(error, "store.mount", f"{file} can't be mounted: {error.strerror}") from error
+        raise _unmountable(error, file) from error
 
 
 def _mount_file(file: Path, at: Path) -> None:
@@ -255,7 +259,7 @@ def _mount_file(file: Path, at: Path) -> None:
             with _loop_device(file) as device:
                 mounts.mount(device, at, "erofs", mounts.RDONLY | mounts.NODEV)
     except OSError as error:
-        raise unreadable(error, "store.mount", f"{file} can't be mounted: {error.strerror}") from error
+        raise _unmountable(error, file) from error
 
 
 def _compare(store: Store, at: Path) -> None:
@@ -272,15 +276,34 @@ def _compare(store: Store, at: Path) -> None:
 
 
 def unreadable(error: OSError, code: str, message: str) -> NodeError:
-    """Return the error for a store that can't be read: ``code``, or ``store.io`` if a retry may succeed."""
-    return NodeError("store.io" if error.errno in _FOR_NOW else code, message)
+    """Return the error for a store that can't be read: ``code`` if it is lost for good, otherwise ``store.io``."""
+    return NodeError(code if error.errno in _LOST else "store.io", message)
+
+
+def _unmountable(error: OSError, file: Path) -> NodeError:
+    """Return the error for a store that can't be mounted: ``store.mount`` if that proves damage, else ``store.io``.
+
+    The kernel says EINVAL for a file that isn't EROFS, and for EROFS with a feature that it lacks.
+    """
+    is_damaged = error.errno in _CORRUPT or (error.errno == errno.EINVAL and not _may_be_erofs(file))
+    code = "store.mount" if is_damaged else "store.io"
+    return NodeError(code, f"{file} can't be mounted: {error.strerror}")
+
+
+def _may_be_erofs(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(_MAGIC_AT)
+            return stream.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return True
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn an error while reading the store into one that can't be mistaken for the local disk's.
 
-    Raises NodeError: ``store.io`` if a retry may succeed, otherwise ``store.damaged``.
+    Raises NodeError: ``store.damaged`` if the store is lost for good, otherwise ``store.io``.
     """
     try:
         yield

@@ -251,7 +251,7 @@ def refused(node: Node) -> Result:
     found = {}
     node.tell_disk({"state": "degraded", "code": "disk.foreign", "reason": "somebody else's"})
     found["no disk"] = node.promote()
-    node.tell_disk({"state": "ok"})
+    node.tell_disk({"state": "ok", "action": "mount"})
     node.tell(["one"], enabled=False)
     found["disabled"] = node.promote()
     node.tell(["one"])

@@ -102,10 +102,10 @@ def identities(survey: Survey) -> list[list[str | int]]:
     )
 
 
-def is_absence_old(survey: Survey, boot_id: str, note: Path, reboot: Path) -> bool:
+def is_absence_old(survey: Survey, boot_id: str, note: Path, reboot: Path | None) -> bool:
     """Return whether an earlier boot saw the same disks and was not ended by the node itself; otherwise note them.
 
-    Raises OSError.
+    ``reboot`` is the record of the boot that the node ended, None if that counts as well. Raises OSError.
     """
     now = identities(survey)
     try:
@@ -113,7 +113,7 @@ def is_absence_old(survey: Survey, boot_id: str, note: Path, reboot: Path) -> bo
         boot = before["boot_id"] if before["members"] == now else ""
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         boot = ""
-    if boot not in ("", boot_id) and not status.is_reboot_own(boot, reboot):
+    if boot not in ("", boot_id) and not (reboot and status.is_reboot_own(boot, reboot)):
         return True
     note.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     files.write_json(note, {"members": now, "boot_id": boot_id})

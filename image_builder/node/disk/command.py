@@ -38,7 +38,7 @@ def run(
         # Another agent may be at work, for as long as it takes to make a filesystem.
         with files.lock(places.run / "disk.lock"):
             waited = find.wait(settings, places, look, of_size)
-            value = _settle(settings, waited, look, places)
+            value = _settle(settings, waited, look, places, of_size)
     except (NodeError, OSError) as error:
         value = _failed(error)
     value["seconds"] = round(time.monotonic() - began, 3)
@@ -53,13 +53,17 @@ def _settle(
     disks: Sequence[Disk],
     look: Callable[[], Sequence[Disk]],
     places: Places,
+    of_size: int = 0,
 ) -> dict[str, Any]:
     """Decide, carry the decision out, and return the status."""
     survey = probe.observe_all(disks, settings, places)
     build = settings_files.build_id(places.release)
-    decision = decide(settings, build, survey)
-    if decision.row == "incomplete":
-        if arrays.is_absence_old(survey, status.boot_id(places.boot_id), places.absence, places.reboot):
+    decision = decide(settings, build, survey, of_size)
+    # Disks that this size has by the table hold nothing yet, and the table may be wrong: any second boot gives them up.
+    is_late = decision.row == "missing" and not settings.expected_disks
+    if is_late or decision.row == "incomplete":
+        reboot = None if is_late else places.reboot
+        if arrays.is_absence_old(survey, status.boot_id(places.boot_id), places.absence, reboot):
             decision = decide(replace(settings, incomplete_array="rebuild"), build, survey)
     elif decision.action != "none":
         places.absence.unlink(missing_ok=True)

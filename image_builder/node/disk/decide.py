@@ -154,8 +154,12 @@ def _content(observation: Observation) -> str:
     return text
 
 
-def decide(settings: Settings, build: str, survey: Survey) -> Decision:
-    """Return what to do. ``build`` is the id of the image that the node was booted from."""
+def decide(settings: Settings, build: str, survey: Survey, of_size: int = 0) -> Decision:
+    """Return what to do. ``build`` is the id of the image that the node was booted from.
+
+    ``of_size`` is how many disks this VM size has, 0 if unknown: no filesystem is made of fewer, since the others may
+    only be late.
+    """
     usable = [observation for observation in survey.observations if not observation.disk.system]
     names = _names([observation.disk for observation in usable])
     if not survey.observations:
@@ -177,6 +181,14 @@ def decide(settings: Settings, build: str, survey: Survey) -> Decision:
     mounted = [observation.disk for observation in usable if observation.mounts]
     if TABLE[row].action == "none":
         return _made(row, reason)
+    is_made = TABLE[row].action in ("format", "rebuild")
+    if (
+        is_made
+        and not settings.expected_disks
+        and settings.incomplete_array == "keep"
+        and len(usable) < of_size
+    ):
+        return _made("missing", f"this VM size has {of_size}, {len(usable)} found: {names}")
     if mounted and volume is None:
         return _made("busy", f"{_names(mounted)}: mounted, and would have to be reformatted: {reason}")
     return _made(row, reason, tuple(observation.disk for observation in members), volume)
@@ -242,8 +254,11 @@ def _accepted(
         return row, TABLE[row].when, None, usable
     groups = _groups(usable, kinds, arrays)
     lacking = [group.lacks for group in groups if group.lacks]
-    # Disks that we were erasing or formatting when the power failed no longer held any data.
-    is_begun = any(observation.erasing or observation.making for observation in usable)
+    # Disks that we were erasing or formatting when the power failed no longer held any data. The last MiB of a disk
+    # with a signature belongs to its content: a file may have our words in it.
+    is_begun = any(
+        observation.erasing or (observation.making and not observation.signatures) for observation in usable
+    )
     begun = is_begun and len(lacking) == len(groups)
     if begun or not groups:
         return "unfinished", TABLE["unfinished"].when, None, usable

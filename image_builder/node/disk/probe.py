@@ -29,11 +29,11 @@ from image_builder.node.disk.model import (
     Volume,
 )
 from image_builder.node.disk.settings import LABEL_BYTES, Settings
-from image_builder.node.errors import NodeError, ProgramError
+from image_builder.node.errors import ABSENT, NodeError, ProgramError
 
 MARKER = ".node/disk.json"
-# Errors of mount(2) for a filesystem that exists but is broken; EIO is the disk's error.
-_BROKEN = frozenset({errno.EINVAL, errno.EUCLEAN, errno.EBADMSG, errno.EFBIG, errno.ENODATA, errno.EFAULT})
+# Errors of mount(2) for a filesystem that exists but is broken; EIO and ENODATA (a medium error) are the disk's.
+_BROKEN = frozenset({errno.EINVAL, errno.EUCLEAN, errno.EBADMSG, errno.EFBIG, errno.EFAULT})
 
 
 def observe_all(disks: Sequence[Disk], settings: Settings, places: Places) -> Survey:
@@ -62,6 +62,8 @@ def observe(disks: Sequence[Disk], places: Places, mounted: Sequence[mounts.Moun
     try:
         signed = signatures(readable)
     except ProgramError as error:
+        if error.code == ABSENT:
+            raise
         return [
             replace(observation, error=observation.error or error.message) for observation in observations
         ]

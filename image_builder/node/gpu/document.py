@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from image_builder.node.finding import Action
+from image_builder.node.finding import ACTIONS, Action
 from image_builder.node.gpu import xids
 from image_builder.node.gpu.evidence import NOT_APPLICABLE, NOT_RUN, Evidence
 from image_builder.node.gpu.model import (
@@ -26,6 +26,7 @@ from image_builder.node.gpu.model import (
     Xid,
 )
 from image_builder.node.gpu.rules.checks import missing
+from image_builder.node.gpu.rules.policy import UNANSWERED
 
 SCHEMA_VERSION = "1.0"
 _REPORTED = ("fail", "error", "warn", "skip")
@@ -47,14 +48,17 @@ def verdict(checks: Sequence[Check], tier: Tier) -> Verdict:
     # Causes first, then the checks that were not run because of them.
     gaps = sorted(missing(checks, tier), key=lambda check: check.code == NOT_RUN)
     if gaps:
-        # A test that is itself in doubt points to the image, and comes before checks that merely couldn't be made.
-        gaps.sort(key=lambda check: check.action != "reimage")
+        # A test or a GPU that is itself in doubt comes before checks that merely couldn't be made.
+        gaps.sort(key=lambda check: -ACTIONS.index(check.action))
         return _about(gaps, INCONCLUSIVE, gaps[0].action, len(gaps))
     if not checks:
         return Verdict(INCONCLUSIVE, "none", "nothing was checked", "not-run")
-    warned = sum(check.status == "warn" for check in checks)
-    summary = f"{len(checks)} checks" + (f", {warned} of them warn" if warned else "")
-    return Verdict(PASS, "none", summary)
+    warned = [check for check in checks if check.status == "warn"]
+    summary = f"{len(checks)} checks" + (f", {len(warned)} of them warn" if warned else "")
+    doubt = next((check for check in warned if check.code in UNANSWERED), None)
+    if doubt:
+        summary += f": {doubt.id} {doubt.gpu}: {doubt.detail}"
+    return Verdict(PASS, "none", summary[:_SUMMARY_CHARACTERS])
 
 
 def _about(checks: Sequence[Check], exit_code: int, action: Action, count: int) -> Verdict:
@@ -197,7 +201,7 @@ def _xids(evidence: Evidence, node: Seen) -> list[dict[str, Any]]:
 def _class(evidence: Evidence, xid: Xid) -> str:
     if xid.switch:
         return "SXID_FATAL" if xid.fatal else "SXID"
-    return evidence.catalogue.classify(xid.number).name
+    return evidence.catalogue.class_of(xid).name
 
 
 def _coverage(workers: Sequence[Worker]) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class Expected:
     """The expectations for this node. ``size`` and ``gpu`` are None for a size that the table doesn't have.
 
     ``count`` is None if unknown. ``overridden`` names the floors that the pool overrides. ``calibrated``: the
-    test was tried on healthy machines like this one. ``observes``: failures under load only warn.
+    test was tried on healthy machines like this one; ``stale``: it was, but with another driver or program.
+    ``observes``: failures under load condemn no machine.
     """
 
     settings: Settings
@@ -42,6 +43,7 @@ class Expected:
     count: int | None = None
     overridden: tuple[str, ...] = ()
     calibrated: bool = False
+    stale: bool = False
     observes: bool = True
 
 

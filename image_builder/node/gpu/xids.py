@@ -18,14 +18,20 @@ from image_builder.node.finding import Action
 from image_builder.node.gpu.model import Xid
 
 FORMAT = 1
-UNKNOWN = "UNKNOWN"
+UNKNOWN, UNREADABLE, NONFATAL = "UNKNOWN", "UNREADABLE", "NVLINK_NONFATAL"
 # Messages in the kernel's ring buffer have the domain with four digits or eight, with or without the function.
-_XID = re.compile(r"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F:.]+)\).*?: (\d+)")
+# With MIG, the GPU and compute instances follow (" GPU-I:01 GPU-CI:02").
+_XID = re.compile(r"NVRM:\s*Xid\s*\((?:((?:PCI:)?[0-9a-fA-F:.]+)\b)?[^)]*\)\s*:\s*(\d+)\b")
+_ANY_XID = re.compile(r"NVRM:\s*Xid\s*\(")
+_UNREADABLE_NUMBER = 0
+# NVLink 5 (Blackwell) rates its errors itself: "145, RLW_RXPIPE Nonfatal XC0 i0 Link 05 (0x...)".
+_NONFATAL = re.compile(r"\)\s*:\s*\d+,\s*(?:pid=.*?,\s*name=.*?,\s*)?\w+\s+non-?fatal\b", re.IGNORECASE)
 _OFF_THE_BUS = re.compile(r"NVRM: (?:GPU (?:at )?((?:PCI:)?[0-9a-fA-F:.]+):? )?.*fallen off the bus")
 _FELL_OFF = 79
 _SXID = re.compile(
     r"(nvidia-nvswitch\d+): SXid \(((?:PCI:)?[0-9a-fA-F:.]+)\): (\d+), (Fatal|Non-fatal)\b", re.IGNORECASE
 )
+_NVLINK_5 = range(144, 151)
 _RECOVERY_CHANGED = 154
 _NO_RECOVERY = re.compile(r"recovery action changed from .+ to 0x0 \(None\)")
 # ``unsettled``: not clearly a fault of the GPU, since our own program may have caused it.
@@ -57,7 +63,7 @@ class Catalogue:
         """Yield missing classes, and numbers that are in several classes."""
         if self.format != FORMAT:
             yield f"format must be {FORMAT}, not {self.format}"
-        for name in sorted({UNKNOWN, *self.xids} - set(self.classes)):
+        for name in sorted({UNKNOWN, UNREADABLE, NONFATAL, *self.xids} - set(self.classes)):
             yield f"classes.{name} is missing"
         counted = Counter(number for numbers in self.xids.values() for number in numbers)
         yield from (f"xids must have {number} only once" for number, count in counted.items() if count > 1)
@@ -65,6 +71,12 @@ class Catalogue:
     def classify(self, number: int) -> XidClass:
         """Return the class of an Xid, UNKNOWN for one that isn't in the catalogue."""
         return self.classes[next((name for name, numbers in self.xids.items() if number in numbers), UNKNOWN)]
+
+    def class_of(self, xid: Xid) -> XidClass:
+        """Return the class of an Xid by its number and, for NVLink errors, by the driver's own rating."""
+        if is_unreadable(xid):
+            return self.classes[UNREADABLE]
+        return self.classes[NONFATAL] if is_nonfatal(xid) else self.classify(xid.number)
 
 
 def load() -> Catalogue:
@@ -104,6 +116,7 @@ def parse_message(text: str, monotonic_us: int) -> Xid | None:
     """Return the Xid or SXid in a kernel message, None if it has none.
 
     A GPU that fell off the bus counts as Xid 79. Of an SXid's several lines, only the one with its severity counts.
+    A line that begins like an Xid but can't be parsed is one whose number is unknown (``is_unreadable``).
     """
     sxid = _SXID.search(text)
     if sxid:
@@ -111,9 +124,20 @@ def parse_message(text: str, monotonic_us: int) -> Xid | None:
         return Xid(int(sxid[3]), address(sxid[2]), monotonic_us, text, sxid[1], is_fatal)
     xid = _XID.search(text)
     if xid:
-        return Xid(int(xid[2]), address(xid[1]), monotonic_us, text)
+        return Xid(int(xid[2]), address(xid[1] or ""), monotonic_us, text)
     off = _OFF_THE_BUS.search(text)
-    return Xid(_FELL_OFF, address(off[1] or ""), monotonic_us, text) if off else None
+    if off:
+        return Xid(_FELL_OFF, address(off[1] or ""), monotonic_us, text)
+    return Xid(_UNREADABLE_NUMBER, "", monotonic_us, text) if _ANY_XID.search(text) else None
+
+
+def is_unreadable(xid: Xid) -> bool:
+    return not xid.switch and xid.number == _UNREADABLE_NUMBER
+
+
+def is_nonfatal(xid: Xid) -> bool:
+    """Return whether the driver itself rates an NVLink error as not fatal."""
+    return not xid.switch and xid.number in _NVLINK_5 and bool(_NONFATAL.search(xid.raw))
 
 
 def needs_nothing(xid: Xid) -> bool:

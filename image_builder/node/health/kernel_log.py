@@ -33,11 +33,19 @@ _HOLD_SECONDS: Mapping[str, float] = {
 _HARMLESS = re.compile(r"(?:fd|sr|loop|nbd|zram)\d+")
 _DEVICE = r"([a-z][\w-]*)"
 _TROUBLES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("drive.io-errors", re.compile(rf"(?:I/O|critical \w+|critical space allocation) error, dev {_DEVICE},")),
+    (
+        "drive.io-errors",
+        re.compile(
+            rf"(?:I/O|critical \w+|critical space allocation) error, dev {_DEVICE},"
+            # Drives and hypervisors refuse a DISCARD or WRITE_ZEROES that they announced, and the filesystem goes on:
+            # only what moves data says anything about the drive. Old kernels don't name the operation.
+            r"(?!.* op 0x\w+:\((?!READ\)|WRITE\)|FLUSH\)))"
+        ),
+    ),
     ("drive.io-errors", re.compile(rf"Buffer I/O error on (?:dev|device) {_DEVICE},")),
     ("drive.io-errors", re.compile(r"nvme (nvme\d+): (?:Device not ready|Removing after)")),
     ("drive.timeouts", re.compile(r"nvme (nvme\d+): I/O .*timeout")),
-    ("drive.io-errors", re.compile(rf"md/raid[^:]*: Disk failure on {_DEVICE},")),
+    ("drive.io-errors", re.compile(rf"md/raid[^:]*: Disk failure on {_DEVICE}[, ]")),
     ("filesystem.error", re.compile(rf"EXT4-fs error \(device {_DEVICE}\)")),
     (
         "filesystem.error",
@@ -78,9 +86,9 @@ class Trouble:
 
 Verdict = tuple[Severity | None, Action]
 # The catalogue's levels for an Xid that wasn't provoked by our test.
-_LEVELS: Mapping[str, Severity | None] = {"info": None, "warn": "warn", "fail": "fail"}
-Judge = Callable[[int], Verdict]
-"""What an Xid means: None is nothing to worry about."""
+_LEVELS: Mapping[str, Severity | None] = {"info": None, "warn": "warn", "unsettled": "warn", "fail": "fail"}
+Judge = Callable[[str], Verdict]
+"""What the Xid in a line means: None is nothing to worry about."""
 
 
 def check(look: Look, judge: Judge) -> Outcome:
@@ -156,6 +164,8 @@ def find(records: Iterable[Record]) -> list[Trouble]:
 def trouble(text: str) -> tuple[str, str] | None:
     """Return code and subject of a line; for ``gpu.xid`` and ``gpu.sxid`` the subject is number and PCI address.
 
+    A nonfatal error of NVLink has a subject of its own, and so has a line whose number can't be read.
+
     SXids that aren't fatal are no trouble: they occur on every boot of a machine with NVSwitches. Neither is an Xid 154
     that says that no recovery is needed any more.
     """
@@ -163,7 +173,10 @@ def trouble(text: str) -> tuple[str, str] | None:
         xid = xids.parse_message(text, 0)
         if xid is None or xids.needs_nothing(xid):
             return None
-        return ("gpu.sxid" if xid.switch else "gpu.xid", f"{xid.number} {xid.pci}".rstrip())
+        if xids.is_unreadable(xid):
+            return "gpu.xid", "unreadable"
+        number = f"{xid.number}-nonfatal" if xids.is_nonfatal(xid) else str(xid.number)
+        return ("gpu.sxid" if xid.switch else "gpu.xid", f"{number} {xid.pci}".rstrip())
     if not any(word in text for word in ("rror", "Remount", "abort", "Abort", "XFS", "nvme", "failure")):
         return None
     for code, pattern in _TROUBLES:
@@ -192,8 +205,7 @@ def rule(troubles: Iterable[Trouble], now: float, own: frozenset[str], judge: Ju
         severity: Severity | None
         action: Action
         if trouble.code == "gpu.xid":
-            number = int(trouble.subject.partition(" ")[0])
-            severity, action = judge(number)
+            severity, action = judge(trouble.detail)
         elif trouble.code == "gpu.sxid":
             severity, action = "fail", "reboot"
         elif now - trouble.last > _HOLD_SECONDS[trouble.code]:
@@ -236,8 +248,9 @@ def catalogue() -> Judge:
     """Return a judge of Xids that uses NVIDIA's catalogue. Raises NodeError (``gpu.xids``)."""
     entries = xids.load()
 
-    def judge(number: int) -> Verdict:
-        entry = entries.classify(number)
+    def judge(line: str) -> Verdict:
+        xid = xids.parse_message(line, 0)
+        entry = entries.class_of(xid) if xid else entries.classes[xids.UNREADABLE]
         return _LEVELS[entry.before], entry.action
 
     return judge

@@ -43,19 +43,25 @@ def check(look: Look) -> Outcome:
     address = look.settings.imds
     if not address:
         return Outcome()
-    name = str(look.memory.get("name", ""))
-    if not name:
-        response = imds.ask(_NAME, address=address, seconds=_TIMEOUT)
-        name = response.body.decode(errors="replace").strip() if response.status == 200 else ""
+    name = str(look.memory.get("name", "")) or _name(address)
     response = imds.ask(_EVENTS, address=address, seconds=_TIMEOUT)
     if response.status in (429, 503):
         # Rate limited: the last events still count, and the service is left alone for a while.
         return _resting(look, name, response)
-    events = [event for event in parse(response) if not name or name in event.resources]
+    events = [event for event in parse(response) if name in event.resources]
     findings = rule(events)
     return Outcome(
         tuple(findings), tuple(samples(events)), {"name": name, "events": [asdict(event) for event in events]}
     )
+
+
+def _name(address: str) -> str:
+    """Return this machine's name. Raises NodeError: the events are those of many machines, and could be anybody's."""
+    response = imds.ask(_NAME, address=address, seconds=_TIMEOUT)
+    name = response.body.decode(errors="replace").strip()
+    if response.status != 200 or not name:
+        raise NodeError("health.imds", f"the metadata service answered {response.status}, without a name")
+    return name
 
 
 def _resting(look: Look, name: str, response: Response) -> Outcome:

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from image_builder.node import child, status
-from image_builder.node.errors import ProgramError
+from image_builder.node.errors import ABSENT, ProgramError
+from image_builder.node.finding import Action
 from image_builder.node.net import reach
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, SKIPPED, Check
 from image_builder.node.preflight.settings import Settings
@@ -19,8 +20,17 @@ _ENGINES: Mapping[str, list[str]] = {
 }
 # The timeout of one attempt, and the pause between two (seconds).
 _ATTEMPT, _PAUSE = 10.0, 2.0
-# The action for a section that failed. A missing disk is the machine's fault, missing images are the node image's.
-_HELP: Mapping[str, str] = {"disk": "replace", "seed": "reimage", "preload": "reimage"}
+# The action for a section that failed. Missing images are the node image's fault. Without a disk, only a reboot that
+# doesn't help (`judge.settle`) proves that the machine is to blame.
+_HELP: Mapping[str, Action] = {"disk": "reboot", "seed": "reimage", "preload": "reimage"}
+
+# Codes that say nothing about the machine: the settings are wrong, or somebody else's data or devices are there; the
+# image lacks a program, or its kernel a feature.
+_HELP_BY_CODE: Mapping[str, Action] = {
+    **dict.fromkeys(("settings", "disk.system", "disk.ambiguous", "disk.paths"), "config"),
+    **dict.fromkeys(("disk.busy", "disk.foreign", "disk.mixed", "disk.several"), "config"),
+    **dict.fromkeys((ABSENT, "disk.newer", "disk.quota"), "reimage"),
+}
 
 Probe = Callable[[], str]
 
@@ -35,7 +45,8 @@ def prepared(sections: Mapping[str, Any], names: Sequence[str]) -> list[Check]:
             checks.append(Check(name, INCONCLUSIVE, f"{name}.missing", reason, "reboot"))
         elif section["state"] == status.FAILED:
             code, reason = str(section.get("code") or f"{name}.failed"), str(section.get("reason", ""))
-            checks.append(Check(name, FAILED, code, reason, _HELP.get(name, "reboot")))
+            action = _HELP_BY_CODE.get(code, _HELP.get(name, "reboot"))
+            checks.append(Check(name, FAILED, code, reason, action))
         else:
             checks.append(Check(name, PASSED, reason=str(section.get("reason", ""))))
     return checks

@@ -68,8 +68,8 @@ def judge(status: int | None, output: bytes, tail: str, boot_id: str) -> Check:
     if ending is None or ending.status not in _STATES:
         return _without_document(status, tail)
     state, code, action = _STATES[ending.status], ending.code, ending.action
-    if state == INCONCLUSIVE and verdict.get("action") == "reimage":
-        action = "reimage"
+    if state == INCONCLUSIVE and verdict.get("action") in ("inspect", "reimage"):
+        action = verdict["action"]
     failed = [check for check in _checks(document) if check.get("status") == "fail"]
     wrong = [check for check in failed if str(check.get("id", "")).startswith(_KNOWN_ANSWERS)]
     speaking: Mapping[str, Any] = verdict

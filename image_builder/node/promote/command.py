@@ -97,7 +97,7 @@ def _no_promotion(settings: Settings, places: Places) -> Section:
     if not settings.promotion.enabled:
         return {"state": status.OK, "enabled": False, "layers_left": _left(settings, places)}
     disk = status.read(places.run).get("disk", {})
-    if disk.get("state") != status.OK:
+    if disk.get("action", "none") == "none":
         why = disk.get("reason") or disk.get("code") or "node-agent disk reported nothing"
         return _degraded("promote.no-disk", f"the data root is not on a local disk: {why}")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -153,10 +154,14 @@ def _open(settings: Preload, store: Store) -> None:
     try:
         read_through(Path(str(damage.get("path") or layer_path(str(damage.get("layer"))))))
     except OSError as error:
-        reason = damage.get("reason", "damaged")
+        message = f"{damage.get('reason', 'damaged')}; read again: {error.strerror}"
+        failure = unreadable(error, "store.damaged", message)
+        # EIO is dm-verity's answer for a block that isn't what was baked, and this is the second time.
+        if failure.code == "store.io" and error.errno != errno.EIO:
+            raise failure from error
         if not data_root.user(settings.engine, settings.data_root):
             close_store()
-        raise NodeError("store.damaged", f"{reason}; read again: {error.strerror}") from error
+        raise NodeError("store.damaged", message) from error
     mark.unlink()
 
 

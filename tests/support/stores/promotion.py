@@ -164,7 +164,7 @@ class Node:
         settings["engine"] = "docker" if self.root.name == "docker" else "containerd"
         (self.base / "preload.json").write_text(json.dumps(settings | {"promote": wanted}))
         places.run.mkdir(exist_ok=True)
-        self.tell_disk({"state": "ok"})
+        self.tell_disk({"state": "ok", "action": "mount"})
 
     def tell_disk(self, section: Result) -> None:
         (self.places.run / "status.json").write_text(json.dumps({"format": 1, "disk": section}))

@@ -66,7 +66,7 @@ def test_a_damaged_note_is_no_earlier_boot(node: Node, text: str) -> None:
     assert [node.boot("a", 0), node.boot("b", 0)] == [False, True]
 
 
-def _boots(seen: Survey, base: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def _boots(seen: Survey, base: Path, monkeypatch: pytest.MonkeyPatch, of_size: int = 0) -> list[str]:
     """Return the actions of three consecutive boots with the same disks; nothing is ever formatted."""
     places = Places(
         etc=base,
@@ -82,7 +82,7 @@ def _boots(seen: Survey, base: Path, monkeypatch: pytest.MonkeyPatch) -> list[st
     actions = []
     for boot in "abc":
         places.boot_id.write_text(boot)
-        actions.append(_settle(settings, [], list, places)["action"])
+        actions.append(_settle(settings, [], list, places, of_size)["action"])
     return actions
 
 
@@ -92,6 +92,19 @@ def test_members_that_stay_away_are_given_up_at_the_second_boot(
     for seen in (Survey((member(0),)), Survey((member(0), member(1, uuid=OTHER)))):
         assert _boots(seen, tmp_path, monkeypatch)[:2] == ["none", "rebuild"]
         (tmp_path / "absence.json").unlink()
+
+
+def test_disks_that_a_size_should_have_are_waited_for_until_the_second_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three, eight = (Survey(tuple(map(blank, range(number)))) for number in (3, 8))
+    assert _boots(three, tmp_path, monkeypatch, 8) == ["none", "format", "format"]
+    (tmp_path / "absence.json").unlink()
+    status.record_reboot("a", tmp_path / "reboot.json")
+    assert _boots(three, tmp_path, monkeypatch, 8)[1] == "format", (
+        "also if the node ended the first one itself"
+    )
+    assert _boots(eight, tmp_path, monkeypatch, 8) == ["format"] * 3
 
 
 def test_no_boot_gives_up_a_whole_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

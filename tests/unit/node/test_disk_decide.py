@@ -274,6 +274,16 @@ CASES: dict[str, tuple[Settings, Survey, str]] = {
         Survey((replace(member(0), making=True), replace(blank(1), making=True, ends_zero=False))),
         "unfinished",
     ),
+    "a file with our words in it, in an array that lacks a member": (
+        SETTINGS,
+        Survey((replace(member(0), making=True),)),
+        "incomplete",
+    ),
+    "the same beside a blank disk": (
+        SETTINGS,
+        Survey((replace(member(0), making=True), blank(1))),
+        "incomplete",
+    ),
     "larger": (SETTINGS, Survey((resized(),)), "current"),
     "called otherwise": (
         SETTINGS,
@@ -297,6 +307,30 @@ def test_row(settings: Settings, seen: Survey, row: str) -> None:
     else:
         assert found.disks == (() if found.code else usable)
     assert (found.volume is not None) == (found.action in ("mount", "reuse"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen", "of_size", "row"),
+    [
+        (SETTINGS, tuple(map(blank, range(3))), 8, "missing"),
+        (SETTINGS, tuple(map(blank, range(8))), 8, "blank"),
+        (SETTINGS, tuple(map(blank, range(9))), 8, "blank"),
+        (SETTINGS, tuple(map(blank, range(3))), 0, "blank"),
+        (SETTINGS, (PLATFORM,), 8, "missing"),
+        (WIPE, (signed("crypto_LUKS"),), 8, "missing"),
+        (SETTINGS, (ours("damaged"),), 8, "missing"),
+        (SETTINGS, (ours(),), 8, "current"),
+        (SETTINGS, (member(0),), 8, "incomplete"),
+        (SETTINGS, (signed("xfs"), blank(1)), 8, "foreign"),
+        (replace(SETTINGS, expected_disks=3), tuple(map(blank, range(3))), 8, "blank"),
+        (REBUILD, tuple(map(blank, range(3))), 8, "blank"),
+    ],
+)
+def test_no_filesystem_is_made_of_fewer_disks_than_the_size_has(
+    settings: Settings, seen: tuple[Observation, ...], of_size: int, row: str
+) -> None:
+    found = decide(settings, "one", Survey(seen), of_size)
+    assert (found.row, found.code) == (row, TABLE[row].code)
 
 
 def test_every_row_is_reached() -> None:

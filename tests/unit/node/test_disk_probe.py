@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -194,14 +195,39 @@ def test_what_the_kernel_refuses_is_damaged_or_newer(
     assert (found.state, found.reason) == (state, os.strerror(code))
 
 
-def test_a_disk_that_fails_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENODATA, errno.ETIMEDOUT, errno.EREMOTEIO])
+def test_a_disk_that_fails_is_not_damaged(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(mounts, "mount", refuse)
     (tmp_path / "disk").write_bytes(xfs())
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
         probe._volume(tmp_path / "disk", OURS, Places(run=tmp_path), [])
+
+
+@pytest.mark.parametrize(
+    ("number", "is_absent"), [(errno.ENOENT, True), (errno.EACCES, True), (errno.ENOMEM, False)]
+)
+def test_a_program_that_the_image_lacks_is_not_the_disks_error(
+    number: int, is_absent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(argv: list[str], **_: object) -> None:
+        raise child.cannot_start(argv, OSError(number, os.strerror(number)))
+
+    (tmp_path / "disk").write_bytes(bytes(4 * MIB))
+    places = Places(sys=tmp_path, proc=tmp_path)
+    monkeypatch.setattr(child, "run", run)
+    looked_at = Disk("disk", tmp_path / "disk", 4 * MIB)
+    if is_absent:
+        with pytest.raises(NodeError) as caught:
+            probe.observe([looked_at], places, [])
+        assert caught.value.code == "program.absent"
+    else:
+        [seen] = probe.observe([looked_at], places, [])
+        assert seen.error
 
 
 class PowerCutError(Exception):

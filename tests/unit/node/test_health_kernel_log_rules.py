@@ -37,11 +37,28 @@ LINES = {
         "gpu.xid",
         "154 0008:01:00",
     ),
+    "NVRM: Xid (PCI:0000:01:00 GPU-I:05): 95, pid=7062, Uncontained: LTC TAG": ("gpu.xid", "95 0000:01:00"),
+    "NVRM: Xid (PCI:0000:01:00): 145, RLW_RXPIPE Nonfatal XC0": ("gpu.xid", "145-nonfatal 0000:01:00"),
+    "NVRM: Xid (PCI:0000:01:00): ?": ("gpu.xid", "unreadable"),
+    "md/raid0md127: Disk failure on nvme1n1 detected, failing array.": ("drive.io-errors", "nvme1n1"),
+    "critical medium error, dev nvme0n1, sector 8 op 0x1:(WRITE) flags 0x0 phys_seg 1": (
+        "drive.io-errors",
+        "nvme0n1",
+    ),
+    "I/O error, dev sdb, sector 0 op 0x2:(FLUSH) flags 0x0 phys_seg 0 prio class 0": (
+        "drive.io-errors",
+        "sdb",
+    ),
     "NVRM: Xid (PCI:0000:01:00): 32, Channel ID 00000000 intr 00004000": ("gpu.xid", "32 0000:01:00"),
 }
 HARMLESS = (
     "I/O error, dev fd0, sector 0 op 0x0:(READ) flags 0x0 phys_seg 1 prio class 0",
     "I/O error, dev loop3, sector 0 op 0x0:(READ) flags 0x80700 phys_seg 1 prio class 2",
+    # What a drive refuses says nothing about it.
+    "critical target error, dev nvme0n1, sector 2048 op 0x3:(DISCARD) flags 0x800 phys_seg 1 prio class 2",
+    "I/O error, dev nvme0n1, sector 0 op 0x9:(WRITE_ZEROES) flags 0x0 phys_seg 0 prio class 2",
+    "blk_update_request: I/O error, dev sda, sector 8 op 0x5:(SECURE_ERASE) flags 0x0 phys_seg 1",
+    "I/O error, dev sdb, sector 0 op 0x23:(DRV_OUT) flags 0x0 phys_seg 0 prio class 0",
     "EXT4-fs (vda2): mounted filesystem with ordered data mode. Opts: . Quota mode: disabled.",
     "XFS (nvme0n1): Mounting V5 Filesystem 6a2c9b57-7f1c-4f5c-8e0f-0f9d1c2f4a11",
     "XFS (nvme0n1): Ending clean mount",
@@ -109,9 +126,17 @@ def test_errors_of_the_node_s_own_drive_fail_it_and_others_are_warnings() -> Non
 
 
 @pytest.mark.parametrize(
-    ("xid", "severity", "action"), [(79, "fail", "replace"), (48, "fail", "reboot"), (31, "warn", None)]
+    ("xid", "severity", "action"),
+    [
+        ("79", "fail", "replace"),
+        ("48", "fail", "reboot"),
+        ("31", "warn", None),
+        ("145, RLW_RXPIPE Nonfatal XC0", "warn", "none"),
+        ("145, RLW_RXPIPE Fatal XC0", "fail", "reboot"),
+        ("?", "warn", "none"),
+    ],
 )
-def test_xids_are_judged_by_the_catalogue(xid: int, severity: str, action: str | None) -> None:
+def test_xids_are_judged_by_the_catalogue(xid: str, severity: str, action: str | None) -> None:
     line = f"NVRM: Xid (PCI:0001:00:00): {xid}, pid=1234, name=python3"
     records, _ = kernel_log.collect([raw(1, line)], -1)
     troubles = kernel_log.merge([], kernel_log.find(records))

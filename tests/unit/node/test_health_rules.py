@@ -60,7 +60,7 @@ def test_maintenance() -> None:
     assert maintenance.parse(fetch.Response(200, b'{"DocumentIncarnation":1,"Events":[]}')) == []
 
 
-@pytest.mark.parametrize(("name", "count"), [("myspotvm", 1), ("another", 0), ("", 1)])
+@pytest.mark.parametrize(("name", "count"), [("myspotvm", 1), ("another", 0)])
 def test_maintenance_of_another_machine_of_the_set_is_not_ours(
     monkeypatch: pytest.MonkeyPatch, name: str, count: int
 ) -> None:
@@ -70,6 +70,21 @@ def test_maintenance_of_another_machine_of_the_set_is_not_ours(
     monkeypatch.setattr(imds, "ask", ask)
     outcome = maintenance.check(Look(SETTINGS, Places(), 0.0))
     assert (len(outcome.findings), len(outcome.samples), outcome.memory["name"]) == (count, count, name)
+
+
+@pytest.mark.parametrize(
+    ("status", "name"), [(429, b"slow down"), (503, b""), (404, b"myspotvm"), (200, b" ")]
+)
+def test_events_are_nobodys_while_the_machine_does_not_know_its_name(
+    monkeypatch: pytest.MonkeyPatch, status: int, name: bytes
+) -> None:
+    def ask(path: str, **_: object) -> fetch.Response:
+        return fetch.Response(200, PREEMPT) if "scheduledevents" in path else fetch.Response(status, name)
+
+    monkeypatch.setattr(imds, "ask", ask)
+    with pytest.raises(NodeError) as caught:
+        maintenance.check(Look(SETTINGS, Places(), 0.0))
+    assert caught.value.code == "health.imds"
 
 
 @pytest.mark.parametrize(("born", "hangs"), [("4711", True), ("4712", False), ("", False)])

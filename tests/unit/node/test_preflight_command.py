@@ -228,6 +228,15 @@ def test_gpus_of_a_node_that_has_not_joined_are_tested_again(
     assert tests and verdict_of(places) == (PASSED, "")
 
 
+def test_a_gpu_that_a_person_must_look_at_is_not_acquitted_by_a_second_try(
+    places: command.Places, tests: list[str]
+) -> None:
+    (places.etc / "preflight.json").write_text(json.dumps({"kubeconfig": "/nonexistent/kubelet.conf"}))
+    unsettled(places, Check(smoke.ID, INCONCLUSIVE, "answer.wrong", "kat.mma", "inspect"))
+    assert command.again(places) == 0
+    assert not tests and verdict_of(places) == (INCONCLUSIVE, "answer.wrong")
+
+
 def test_gpus_that_were_never_tested_let_no_admitted_node_pass(
     places: command.Places, monkeypatch: pytest.MonkeyPatch, tests: list[str]
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from image_builder.node.disk import decide
 from image_builder.node.preflight import checks, model, smoke
 from image_builder.node.preflight.judge import Attempts, Reboot, judge, parse_attempts, settle
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, SKIPPED, Check, Verdict
@@ -180,6 +181,7 @@ def document(
         (2, document("fail", 2), FAILED, "gpu.reboot", "reboot"),
         (3, document("inconclusive", 3), INCONCLUSIVE, "gpu.inconclusive", "none"),
         (3, document("inconclusive", 3, action="reimage"), INCONCLUSIVE, "gpu.inconclusive", "reimage"),
+        (3, document("inconclusive", 3, action="inspect"), INCONCLUSIVE, "gpu.inconclusive", "inspect"),
         (3, document("inconclusive", 3, action="replace"), INCONCLUSIVE, "gpu.inconclusive", "none"),
         (4, document("fail", 4), FAILED, "gpu.config", "config"),
         (5, document("fail", 5), FAILED, "gpu.image", "reimage"),
@@ -224,12 +226,36 @@ def test_a_wrong_answer_is_final_whatever_the_status(status: int) -> None:
         (None, INCONCLUSIVE, "reboot"),
         ({"state": "ok"}, PASSED, "none"),
         ({"state": "degraded", "code": "disk.none", "reason": "r"}, PASSED, "none"),
-        ({"state": "failed", "code": "disk.foreign", "reason": "r"}, FAILED, "replace"),
+        *(
+            ({"state": "failed", "code": code, "reason": "r"}, FAILED, action)
+            for code, action in {
+                **dict.fromkeys(("settings", "disk.ambiguous", "disk.system", "disk.paths"), "config"),
+                **dict.fromkeys(("disk.busy", "disk.foreign", "disk.mixed", "disk.several"), "config"),
+                **dict.fromkeys(("program.absent", "disk.newer", "disk.quota"), "reimage"),
+                **dict.fromkeys(("disk.none", "disk.missing", "disk.error", "disk.incomplete"), "reboot"),
+                **dict.fromkeys(("disk.failed", "disk.changed", "disk.array", "program", ""), "reboot"),
+            }.items()
+        ),
     ],
 )
 def test_what_the_boot_has_prepared(section: dict[str, Any] | None, state: str, action: str) -> None:
     [found] = checks.prepared({"disk": section} if section else {}, ["disk"])
     assert (found.state, found.action) == (state, action)
+
+
+def test_no_code_of_a_disk_condemns_a_machine_at_its_first_boot() -> None:
+    rows = {row.code for row in decide.TABLE.values() if row.action == "none"}
+    for code in rows:
+        [found] = checks.prepared({"disk": {"state": "failed", "code": code, "reason": "r"}}, ["disk"])
+        assert found.action in ("config", "reimage", "reboot"), code
+
+
+@pytest.mark.parametrize(("code", "action"), [("disk.missing", "replace"), ("disk.foreign", "config")])
+def test_only_a_reboot_that_did_not_help_condemns_a_machine_without_a_disk(code: str, action: str) -> None:
+    found = checks.prepared({"disk": {"state": "failed", "code": code, "reason": "r"}}, ["disk"])
+    attempts = Attempts((Reboot(code, "image", "before", 0.0),))
+    settled = settle(judge(found), found, attempts, build="image", boot_id="now", may_reboot=True, now=1.0)
+    assert (settled.action, settled.reboot) == (action, False)
 
 
 def test_the_message_begins_with_the_boot_that_it_speaks_of() -> None:

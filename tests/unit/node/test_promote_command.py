@@ -13,7 +13,7 @@ from image_builder.node import status
 from image_builder.node.data_root import Link
 from image_builder.node.preload_settings import load_all
 from image_builder.node.promote import command
-from image_builder.node.promote.command import Places, _mark_damaged, run
+from image_builder.node.promote.command import Places, _mark_damaged, _no_promotion, run
 from image_builder.node.promote.plan import Item
 from image_builder.node.promote.workers import ItemResult
 
@@ -43,9 +43,14 @@ def _node(tmp_path: Path, disk: dict[str, Any], **promote: Any) -> Places:
     ("disk", "promote", "code"),
     [
         ({"state": "ok"}, {"enabled": False}, None),
-        ({"state": "degraded", "code": "disk.none", "reason": "none"}, {}, "promote.no-disk"),
+        (
+            {"state": "degraded", "code": "disk.none", "reason": "none", "action": "none"},
+            {},
+            "promote.no-disk",
+        ),
+        ({"state": "failed", "code": "program", "reason": "none"}, {}, "promote.no-disk"),
     ],
-    ids=["switched off", "no local disk"],
+    ids=["switched off", "no local disk", "no decision"],
 )
 def test_what_was_set_aside_goes_also_where_nothing_is_promoted(
     disk: dict[str, Any], promote: dict[str, Any], code: str | None, tmp_path: Path
@@ -56,6 +61,12 @@ def test_what_was_set_aside_goes_also_where_nothing_is_promoted(
     assert (tmp_path / "disk/docker/overlay2/one/diff").is_symlink()
     section = status.read(places.run)["promotion"]
     assert section.get("code") == code and "trash" not in section
+
+
+def test_a_disk_that_is_used_beside_others_is_one_to_promote_to(tmp_path: Path) -> None:
+    disk = {"state": "degraded", "code": "disk.more", "reason": "nvme7n1: not used", "action": "reuse"}
+    places = _node(tmp_path, disk)
+    assert _no_promotion(load_all(places.etc), places) == {}
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["it stalled once", "it is damaged"])

@@ -21,7 +21,7 @@ from image_builder.node.preload_settings import Preload
 from image_builder.node.promote import copy
 from image_builder.node.seed import command, containerd, docker, lost, records
 from image_builder.node.seed.command import Places, _marker, check_version, describe, leave, run
-from image_builder.node.store import Store, chain, parse_manifest
+from image_builder.node.store import Store, chain, open_store, parse_manifest
 from tests.unit.node.stores import docker_store, manifest, stored
 
 
@@ -251,7 +251,11 @@ def test_a_file_of_a_record_is_kept_in_it_up_to_a_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "expected", "exit_status"),
-    [(errno.EIO, "store.io", 1), (errno.ENOMEM, "store.io", 1), (errno.EUCLEAN, "store.damaged", 0)],
+    [
+        *((number, "store.io", 1) for number in (errno.EIO, errno.ENOMEM, errno.ETIMEDOUT, errno.ENODATA)),
+        (errno.EUCLEAN, "store.damaged", 0),
+        (errno.EBADMSG, "store.damaged", 0),
+    ],
 )
 def test_of_a_store_that_stays_unreadable_nothing_is_made(
     number: int, expected: str, exit_status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -346,6 +350,45 @@ def test_a_store_that_is_damaged_for_good_is_closed_and_its_layers_are_taken_out
     assert not store.exists()
     assert os.listdir(settings.data_root / "image/overlay2/layerdb/sha256") == ["pulled"]
     assert (settings.data_root / "volumes/mine/_data/precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_status", "code"),
+    [(errno.EIO, 0, "store.damaged"), (errno.EBADMSG, 0, "store.damaged"), (errno.ENOMEM, 1, "store.io")],
+)
+def test_only_a_block_that_is_wrong_twice_is_lost(
+    number: int, exit_status: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    settings, store = _settings(tmp_path), _mounted(tmp_path, monkeypatch)
+    _used(settings, store)
+    monkeypatch.setattr(command, "read_through", fail)
+    found, section = _run(settings, tmp_path / "store.json")
+    assert (found, section["code"]) == (exit_status, code)
+    assert section["action"] == ("lost layers taken out" if code == "store.damaged" else "none")
+
+
+@pytest.mark.parametrize("number", [errno.ENODEV, errno.EOPNOTSUPP, errno.ETIMEDOUT])
+def test_what_this_boot_cant_mount_is_not_lost(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mount(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    settings = _settings(tmp_path)
+    _used(settings)
+    file = tmp_path / "store.erofs"
+    file.write_bytes(bytes(8192))
+    (tmp_path / "store.json").write_text(json.dumps(manifest(file=os.fspath(file), bytes=8192, verity=None)))
+    monkeypatch.setattr(mounts, "mount", mount)
+    unchecked = functools.partial(open_store, verity=False, at=tmp_path / "at")
+    monkeypatch.setattr(command, "open_store", lambda store, **_: unchecked(store))
+    before = _tree(settings.data_root)
+    code, section = _run(settings, tmp_path / "store.json")
+    assert (code, section["code"], section["action"]) == (1, "store.io", "none")
+    assert _tree(settings.data_root) == before
 
 
 def test_containerds_links_into_a_damaged_store_lead_nowhere_when_it_starts(

@@ -191,9 +191,17 @@ def test_a_kernel_that_mounts_no_file_gets_a_loop_device(kernel: Kernel) -> None
 @pytest.mark.parametrize(
     ("losetup", "on_file", "on_loop", "code"),
     [
-        (0, errno.EINVAL, 0, "store.mount"),
+        (0, errno.EUCLEAN, 0, "store.mount"),
         (0, errno.EIO, 0, "store.io"),
-        (0, errno.ENOTBLK, errno.EINVAL, "store.mount"),
+        (0, errno.ENOTBLK, errno.EBADMSG, "store.mount"),
+        # A kernel without EROFS, or without one of its features; a file that isn't visible yet; a timeout; a policy.
+        *(
+            (0, errno.ENOTBLK, number, "store.io")
+            for number in (errno.ENODEV, errno.EOPNOTSUPP, errno.ETIMEDOUT, errno.EPERM, errno.EREMOTEIO)
+        ),
+        (0, errno.ENODEV, 0, "store.io"),
+        (0, errno.ENODATA, 0, "store.io"),
+        (0, errno.ENOENT, 0, "store.io"),
         (0, errno.ENOTBLK, errno.EIO, "store.io"),
         (0, errno.ENOTBLK, errno.EBUSY, "store.io"),
         (1, errno.ENOTBLK, 0, "store.io"),
@@ -209,6 +217,28 @@ def test_only_what_a_file_holds_keeps_it_from_being_mounted_for_good(
         _mount_file(FILE, AT)
     assert caught.value.code == code and str(FILE) in caught.value.message
     assert kernel.mounted == "" and kernel.loops == []
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (bytes(1024) + bytes.fromhex("e2e1f5e0") + bytes(100), "store.io"),
+        (bytes(4096), "store.mount"),
+        (b"short", "store.mount"),
+        (None, "store.io"),
+    ],
+    ids=["EROFS", "zeros", "short", "unreadable"],
+)
+def test_a_file_that_the_kernel_finds_invalid_is_damaged_if_it_is_not_erofs(
+    data: bytes | None, code: str, kernel: Kernel, tmp_path: Path
+) -> None:
+    file = tmp_path / "store.erofs"
+    if data is not None:
+        file.write_bytes(data)
+    kernel.mounting = {os.fspath(file): errno.EINVAL}
+    with pytest.raises(NodeError) as caught:
+        _mount_file(file, AT)
+    assert caught.value.code == code
 
 
 def test_a_store_that_containers_still_use_after_a_release_is_used_on(kernel: Kernel) -> None:

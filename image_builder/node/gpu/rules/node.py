@@ -35,6 +35,8 @@ def sku_known(evidence: Evidence) -> Iterator[Check]:
         yield good(detail=f"{expected.size.name}, by the {machine.vm_size_from or 'configuration'}")
         if expected.size.retired:
             yield doubtful("sku.retired", f"{expected.size.name} was retired on {expected.size.retired}")
+        if expected.stale:
+            yield doubtful("calibration.stale", "the calibration on record is of another driver or program")
     elif expected.settings.allow_unknown_size:
         reason = machine.vm_size or "the size can't be found"
         yield doubtful("sku.unknown", f"{reason}: allowed by the configuration, without floors")
@@ -221,7 +223,9 @@ def _xid(evidence: Evidence, xid: Xid, gpu: str) -> Check | None:
         # The driver itself says which ones are fatal; the others occur on every boot.
         detail = f"{xid.switch}, SXid {xid.number}: {xid.raw}"
         return bad("reboot", f"sxid.{xid.number}", detail, measured=xid.number)
-    xid_class = evidence.catalogue.classify(xid.number)
+    xid_class = evidence.catalogue.class_of(xid)
+    if xids.is_unreadable(xid):
+        return broken("xid.unreadable", xid.raw)
     level = xid_class.during if xids.is_during(xid, evidence.began_us) else xid_class.before
     code, detail = f"xid.{xid.number}", f"Xid {xid.number} ({xid_class.name}: {xid_class.means}): {xid.raw}"
     if level == "fail":

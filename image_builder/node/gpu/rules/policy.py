@@ -1,7 +1,8 @@
 """The policy on failures: which condemn a node, and which only warn. Pure: checks in, checks out.
 
 The same finding on several GPUs says more about the test than about the GPUs; anything that was never tried on healthy
-machines of this size only warns; and a pool can downgrade individual checks to warnings.
+machines of this size only warns, unless most of the node's own GPUs show what a healthy one answers; and a pool can
+downgrade individual checks to warnings.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ _FLOORS: Mapping[str, str] = {
     "perf.mma": "mma_reference_tflops",
 }
 _UNCALIBRATED = ("bandwidth.low", "compute.slow", "below.median", "nvme.count")
+# A GPU that answered wrongly, or not at all.
+UNANSWERED = (
+    *("answer.wrong", "answer.common", "worker.absent", "worker.common", "worker.crashed"),
+    *("worker.error", "worker.late", "worker.silent"),
+)
 _LATE = ("killed", "hung")
 # The values in a wrong answer's detail, as known_answer, memory and bandwidth write them.
 _VALUES = re.compile(r"(?:expected|checksum|found|bits|compared) (0x[0-9a-f]+|\d+ of \d+)")
@@ -30,7 +36,11 @@ _VALUES = re.compile(r"(?:expected|checksum|found|bits|compared) (0x[0-9a-f]+|\d
 def applied(evidence: Evidence, checks: Sequence[Check], is_active: Callable[[str], bool]) -> list[Check]:
     """Return the checks as they count for the verdict. ``is_active`` says whether a check id is about the load."""
     results = _without_load(evidence, _shared_lateness(evidence, _shared_answers(evidence, checks)))
-    return [_waived(_measured(evidence, check, is_active(check.id)), evidence) for check in results]
+    odd = _odd(results)
+    return [
+        _waived(_measured(evidence, check, is_active(check.id), (check.id, check.gpu) in odd), evidence)
+        for check in results
+    ]
 
 
 # -- one finding on several GPUs -------------------------------------------------------------------------------
@@ -107,8 +117,29 @@ def _without_load(evidence: Evidence, checks: Sequence[Check]) -> list[Check]:
     return [replace(check, code=NOT_APPLICABLE) if check.code == NOT_RUN else check for check in checks]
 
 
-def _measured(evidence: Evidence, check: Check, is_active: bool) -> Check:
-    """Return a check, downgraded to a warning if this test, or the number it compares with, was never tried."""
+def _odd(checks: Sequence[Check]) -> set[tuple[str, str]]:
+    """Return the checks, by id and GPU, in which a GPU did not answer rightly while at least as many others did."""
+    wrong: dict[str, set[str]] = {}
+    right: dict[str, set[str]] = {}
+    for check in checks:
+        if check.code in UNANSWERED:
+            wrong.setdefault(check.id, set()).add(check.gpu)
+        elif check.gpu and check.status != "skip":
+            right.setdefault(check.id, set()).add(check.gpu)
+    return {
+        (name, gpu)
+        for name, gpus in wrong.items()
+        for gpu in gpus
+        if len(right.get(name, set()) - gpus) >= len(gpus)
+    }
+
+
+def _measured(evidence: Evidence, check: Check, is_active: bool, is_odd: bool) -> Check:
+    """Return a check, downgraded to a warning if this test, or the number it compares with, was never tried.
+
+    A GPU that is ``is_odd`` isn't given away either, but a person has to look at it: the others of this node gave the
+    right answer to the same program.
+    """
     expected = evidence.expected
     is_open = check.status in ("fail", "error") or (
         check.status == "skip" and check.code not in (NOT_APPLICABLE, NOT_RUN)
@@ -118,6 +149,8 @@ def _measured(evidence: Evidence, check: Check, is_active: bool) -> Check:
     of_the_load = (is_active and check.code != "worker.unkillable") or (
         check.id == "xid.boot" and check.status == "error" and check.measured
     )
+    if expected.observes and of_the_load and is_open and is_odd and check.code in UNANSWERED:
+        return _doubted(check, check.code, "inspect", "other GPUs of this node answered rightly")
     if expected.observes and of_the_load and is_open:
         return _warning(check, "observed")
     is_floor = check.status == "fail" and check.code in _UNCALIBRATED

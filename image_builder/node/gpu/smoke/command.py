@@ -192,7 +192,8 @@ def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:
         return Expected(settings, table.version, count=count, observes=settings.mode != "enforce")
     size, gpu = sizes.overridden(*row, settings.overrides)
     agent = program.digest()
-    is_known = any(record.is_about(size.name, driver, agent) for record in settings.calibrations)
+    records = [record for record in settings.calibrations if record.size.lower() == size.name.lower()]
+    is_known = any(record.is_about(size.name, driver, agent) for record in records)
     return Expected(
         settings,
         table.version,
@@ -201,6 +202,7 @@ def expectation(settings: Settings, vm_size: str, driver: str = "") -> Expected:
         size.count,
         tuple(sorted(settings.overrides)),
         calibrated=size.calibrated or is_known,
+        stale=bool(records) and not is_known,
         observes=settings.mode != "enforce" and not is_known,
     )
 

@@ -69,6 +69,9 @@ SXID_FATAL = "nvidia-nvswitch0: SXid (PCI:0000:00:00.0): 20034, Fatal, Link 30 L
 SXID = "nvidia-nvswitch3: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32 egress non-posted PRIV error (First)"
 XID_31 = "NVRM: Xid (PCI:0001:00:00): 31, pid=7, name=python3, MMU Fault"
 XID_999 = "NVRM: Xid (PCI:0001:00:00): 999, pid=7"
+XID_95_MIG = "NVRM: Xid (PCI:0001:00:00 GPU-I:05): 95, pid=7062, Uncontained: LTC TAG (0x2,0x1). RST: Yes"
+XID_145 = "NVRM: Xid (PCI:0008:01:00): 145, RLW_RXPIPE Nonfatal XC0 i0 Link 05 (0x004505c6)"
+XID_GARBLED = "NVRM: Xid (PCI:0001:00:00): ?, pid=7"
 OFF = "NVRM: GPU 0000:09:00.0: GPU has fallen off the bus."
 MIG = recorded("a100-sxm4-80gb-mig")[0]
 A100_BUSY = recorded("a100-sxm4-80gb-busy")[0]
@@ -416,6 +419,9 @@ FIELDS: dict[str, tuple[str, Change, str, str, str, int]] = {
     "fatal SXid": ("H100", xid(SXID_FATAL), "xid.boot", "fail", "sxid.20034", 2),
     "recovered": ("H200", xid(XID_154_OVER), "xid.boot", "pass", "", 0),
     "SXid": ("H100", xid(SXID), "xid.boot", "pass", "", 0),
+    "Xid of an instance": ("H100", xid(XID_95_MIG), "xid.boot", "fail", "xid.95", 2),
+    "nonfatal NVLink": ("H200", xid(XID_145), "xid.boot", "warn", "xid.145", 0),
+    "unreadable Xid": ("H100", xid(XID_GARBLED), "xid.boot", "error", "xid.unreadable", 3),
     "our own Xid": ("H100", xid(XID_31, BEGAN_US), "xid.boot", "error", "xid.31", 3),
     "an Xid of tomorrow": ("H100", xid(XID_999, BEGAN_US), "xid.boot", "error", "xid.999", 3),
     "NVMe": ("H100", machine(local_nvme=7), "nvme.local", "fail", "nvme.count", 1),

@@ -13,11 +13,12 @@ from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.gpu.document import verdict
 from image_builder.node.gpu.evidence import Evidence
 from image_builder.node.gpu.model import Verdict
+from image_builder.node.gpu.rules import policy
 from image_builder.node.gpu.rules.checks import RULES, judge
-from image_builder.node.gpu.settings import Settings
+from image_builder.node.gpu.settings import Calibration, Settings
 from image_builder.node.gpu.sizes import Floor
 from image_builder.node.gpu.smoke import bandwidth, known_answer, memory, program, reference
-from image_builder.node.gpu.smoke.command import idle_reason
+from image_builder.node.gpu.smoke.command import expectation, idle_reason
 from image_builder.node.gpu.smoke.known_answer import Wrong
 from image_builder.node.gpu.smoke.memory import Chunk, Memory, Tally
 from tests.support.gpu_stand_in import libcuda
@@ -32,7 +33,7 @@ from tests.support.gpu_stand_in.recordings import (
     worker,
     xid,
 )
-from tests.unit.node.gpu.broken import CASES, XID_79
+from tests.unit.node.gpu.broken import CASES, XID_79, XID_95_MIG, XID_GARBLED
 
 ALL = range(8)
 UUID = "GPU-12345678-9abc-def0-1234-56789abcdef0"
@@ -218,6 +219,7 @@ ALWAYS: dict[str, tuple[Change, str]] = {
     "Xid 79": (xid(XID_79), "replace"),
     "ECC": (gpu(4, ecc_volatile_uncorrected=1), "reboot"),
     "driver": (machine(driver_loaded=""), "reimage"),
+    "Xid of an instance": (xid(XID_95_MIG), "reboot"),
     "unkillable": (worker(3, ended="hung: unkillable"), "reboot"),
 }
 
@@ -230,15 +232,77 @@ def test_what_holds_a_node_in_any_mode(name: str) -> None:
         assert (result.status, result.action) == ("fail", action)
 
 
+def test_an_xid_that_cant_be_read_passes_in_no_mode() -> None:
+    for mode in ("observe", "enforce"):
+        result = outcome(xid(XID_GARBLED)(node("H100", settings=Settings(mode=mode), calibrated=False)))
+        assert (result.exit_code, result.code) == (3, "xid.unreadable")
+
+
 @pytest.mark.parametrize(
     "name", [name for name, case in CASES.items() if RULES[case[2]].active and name != "hung"]
 )
 def test_what_is_computed_and_measured_is_only_observed(name: str) -> None:
+    """But for a GPU that didn't answer like the node's others: it condemns no machine, and doesn't pass."""
     model, change, check, _, code, _ = CASES[name]
     evidence = change(node(model, settings=Settings(), calibrated=False))
     checks = [row for row in judge(evidence) if row.id == check and row.code == code]
-    assert {(row.status, row.action) for row in checks} == {("warn", "none")}
-    assert outcome(evidence).exit_code == 0
+    is_odd = code in policy.UNANSWERED and len(evidence.gpus) > 1
+    assert {(row.status, row.action) for row in checks} == {
+        ("error", "inspect") if is_odd else ("warn", "none")
+    }
+    result = outcome(evidence)
+    assert (result.exit_code, result.action) == ((3, "inspect") if is_odd else (0, "none"))
+
+
+ODD: dict[str, Change] = {
+    "one": wrong([4]),
+    "one, by two checks": together(wrong([4]), wrong([4], "value")),
+    "two in their own ways": wrong([2, 5], bits=own),
+    "two in one way": wrong([2, 5]),
+    "half": wrong(range(4), bits=own),
+    "crashed": ended([1], "crashed: signal 11"),
+    "late": together(worker(1, ended="killed: deadline", measurements=())),
+    "peers of one": together(wrong([4]), wrong(ALL, "peer", own)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_gpu_unlike_the_others_is_taken_out_before_any_calibration(name: str) -> None:
+    result = outcome(ODD[name](node("H100", settings=Settings(), calibrated=False)))
+    assert (result.exit_code, result.action) == (3, "inspect")
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        ("H100", wrong(range(5), bits=own)),
+        ("H100", wrong(ALL)),
+        ("H100", ended(ALL, "crashed: signal 11")),
+        ("T4", wrong([0])),
+    ],
+)
+def test_an_answer_that_nothing_confirms_warns_and_says_so(model: str, change: Change) -> None:
+    result = outcome(change(node(model, settings=Settings(), calibrated=False)))
+    assert result.exit_code == 0
+    assert "kat.mma GPU-" in result.summary or "worker GPU-" in result.summary
+
+
+@pytest.mark.parametrize(
+    ("records", "codes"),
+    [
+        ((), set()),
+        (("580.159.04",), set()),
+        (("570.1",), {"calibration.stale"}),
+        (("570.1", "580.159.04"), set()),
+    ],
+)
+def test_a_calibration_of_another_driver_is_reported(records: Sequence[str], codes: set[str]) -> None:
+    size, agent = "Standard_ND96isr_H100_v5", program.digest()
+    found = Settings(calibrations=tuple(Calibration(size, driver, agent, "16 nodes") for driver in records))
+    evidence = node("H100")
+    expected = expectation(found, size, "580.159.04")
+    checks = [check for check in judge(replace(evidence, expected=expected)) if check.id == "sku.known"]
+    assert {check.code for check in checks if check.status == "warn"} == codes
 
 
 FLOORS = ["slow HBM", "HBM below the median", "slow h2d", "slow d2h", "slow p2p", "slow tensors", "NVMe"]

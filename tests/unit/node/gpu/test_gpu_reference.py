@@ -26,7 +26,8 @@ Its decisions are tested against recorded answers from real GPUs, and the whole 
 no size has been calibrated with this test's kernels yet. By default, the test therefore observes: what the GPUs
 compute, and how fast, only causes warnings until [a calibration is on record](#settings) for the size, driver and
 program. Missing GPUs, a fabric that isn't up, remapping failures, uncorrected errors and fatal Xids hold the node back
-in any mode.
+in any mode, and so does a GPU that gives a wrong answer, or none, where at least as many others of the node give the
+right one: then a person has to look at it (`inspect`).
 
 The result is one JSON document ([schema](gpu-smoke.schema.json)) in `/run/node/gpu.json`. Standard output gets the same
 result as text, or with `--json` the document itself. While a test runs, the file doesn't exist.

@@ -300,7 +300,21 @@ MESSAGES = {
         "0008:01:00",
     ),
     "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.95.05": None,
-    "NVRM: Xid (PCI:0000:66:00): abc, pid=2280636": None,
+    # With MIG: the GPU instance, the compute instance.
+    "NVRM: Xid (PCI:0000:01:00 GPU-I:05): 95, pid=7062, Uncontained: LTC TAG (0x2,0x1). RST: Yes": (
+        95,
+        "0000:01:00",
+    ),
+    "NVRM: Xid (PCI:0001:00:00 GPU-I:01 GPU-CI:02): 13, pid=9, Graphics SM Warp Exception": (
+        13,
+        "0001:00:00",
+    ),
+    "NVRM: Xid (PCI:00000002:00:00.0, GPU-I:11): 94, Contained": (94, "0002:00:00"),
+    "NVRM: Xid (GPU-I:05): 94, Contained": (94, ""),
+    # What can't be read may be anything: it has no number, and is never nothing.
+    "NVRM: Xid (PCI:0000:66:00): abc, pid=2280636": (0, ""),
+    "NVRM: Xid (PCI:0000:66:00): pid=7: 31, Channel": (0, ""),
+    "NVRM: Xid (PCI:0000:66:00": (0, ""),
 }
 
 
@@ -308,6 +322,23 @@ MESSAGES = {
 def test_a_message(message: str) -> None:
     xid = xids.parse_message(message, 7)
     assert ((xid.number, xid.pci) if xid else None) == MESSAGES[message]
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("145, RLW_RXPIPE Nonfatal XC0 i0 Link 05 (0x004505c6 0x00000000)", "NVLINK_NONFATAL"),
+        ("149, NETIR_LINK_EVT  Non-Fatal   XC0 i0 Link 09 (0x0)", "NVLINK_NONFATAL"),
+        ("150, pid=7, name=a, b, MSE  Nonfatal XC0 i0 Link 00 (0x0)", "NVLINK_NONFATAL"),
+        ("145, RLW_RXPIPE Fatal   XC0 i0 Link 05 (0x0)", "WORKFLOW_NVLINK"),
+        ("145, pid=7, name=job Nonfatal, RLW_RXPIPE Fatal XC0 (0x0)", "WORKFLOW_NVLINK"),
+        ("144, SAW_MVB XC0 i0", "WORKFLOW_NVLINK"),
+        ("74, NVLink Nonfatal error", "WORKFLOW_NVLINK"),
+    ],
+)
+def test_an_nvlink_error_by_the_drivers_own_rating(line: str, name: str) -> None:
+    xid = xids.parse_message(f"NVRM: Xid (PCI:0008:01:00): {line}", 7)
+    assert xid and xids.load().class_of(xid).name == name
 
 
 @pytest.mark.parametrize("text", ["00000001:00:00.0", "0001:00:00.0", "PCI:0001:00:00", "0001:00:00"])
