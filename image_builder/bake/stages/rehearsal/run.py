@@ -167,7 +167,7 @@ def resident(layers: Path) -> set[str]:
     ``layers`` must be in a filesystem that was mounted for this purpose and that nothing else reads.
     """
     return {
-        f"sha256:{layer.name}"
+        layout.diff_id_of(layer.name)
         for layer in layers.iterdir()
         if any(_is_resident(path) for path in _regular(layer))
     }
