@@ -11,13 +11,11 @@ from itertools import zip_longest
 from pathlib import Path
 
 from image_builder.bake import tree_manifest
+from image_builder.bake.stages.kind import FIXED_EPOCH
 
 # Overlayfs writes them into the upper directory of a mount, as Docker makes one of a layer when it saves an image. A
 # layer itself can have other marks: opaque directories, and whatever label its author gave a file.
 _OF_A_MOUNT = tree_manifest.ATTRIBUTES_OF_PLACE - {"security.selinux"}
-# The time (2001-09-09) of what has none of its own: a whiteout, or a directory without an entry in the layer. Not 0,
-# since a zip archive can't hold times before 1980.
-NO_TIME = 1_000_000_000
 # How far the time that a kernel gives a file may lie behind the clock (two ticks of the slowest).
 _TICK_NS = 20_000_000
 _CHUNK = 1 << 20
@@ -98,12 +96,13 @@ def _same_content(one: Path, other: Path) -> bool:
 def settle(tree: Path, since: int) -> None:
     """Remove what the unpacking machine has left in a layer that was unpacked after ``since`` (ns): times and marks.
 
-    What has no time of its own got the clock's: two bakes would differ.
+    What has no time of its own, a whiteout or a directory without an entry in the layer, got the clock's: two bakes
+    would differ.
     """
     since, until = since - _TICK_NS, time.time_ns() + _TICK_NS
     for name, info in _entries(tree):
         path = tree / name
         if since <= info.st_mtime_ns <= until:
-            os.utime(path, (NO_TIME, NO_TIME), follow_symlinks=False)
+            os.utime(path, (FIXED_EPOCH, FIXED_EPOCH), follow_symlinks=False)
         for key in _OF_A_MOUNT.intersection(os.listxattr(path, follow_symlinks=False)):
             os.removexattr(path, key, follow_symlinks=False)
