@@ -68,7 +68,7 @@ def _resident(lab: Lab, baked: Baked) -> list[list[str]]:
 
 def _rehearsed(lab: Lab, baked: Baked) -> Result:
     options = {"images": baked.options, "engines": [lab.engine]}
-    inputs = {"preload_store": baked.opt.parent.parent}
+    inputs = {"preload_store": baked.opt.parent.parent, lab.engine: baked.state.parent}
     ctx = stage(lab, lab.folder("rehearsal"), "rehearsal", options, inputs)
     rehearsal.run(ctx)
     told: Result = json.loads((ctx.product / "tree/opt/preload/rehearsal.json").read_bytes())
