@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=BaseModel)
 class Strict(BaseModel):
     """Frozen data with strict types and no unknown keys. In JSON, its tuples are lists."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def load(path: Path, model: type[Model], subject: str) -> Model:

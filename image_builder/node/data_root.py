@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from image_builder.node import files, mounts
-from image_builder.node.layout import LAYERS, MOUNT_POINT
+from image_builder.node.layout import LAYERS, MOUNT_POINT, diff_id_of
 
 # containerd's snapshots by number and blobs by digest; Docker's layer records by chain id.
 SNAPSHOTS = Path("io.containerd.snapshotter.v1.overlayfs/snapshots")
@@ -113,7 +113,7 @@ def _link(path: Path, directory: bool, store: Path) -> Link | None:
 
 def _diff_id(path: Path, target: Path, store: Path) -> str:
     if target.parent == store / LAYERS:
-        return f"sha256:{target.name}"
+        return diff_id_of(target.name)
     try:  # next to Docker's tar-split.json.gz is a file with the diff id
         return (path.parent / "diff").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -158,13 +158,13 @@ def scan(data_root: Path, engine: str) -> Links:
         layers = []
     for place in (layer / name for layer in layers):
         try:
-            layer = os.readlink(place)
+            layer = diff_id_of(os.path.basename(os.readlink(place))).removeprefix("sha256:")
         except OSError:  # not a link, or no longer one: the promotion may be running at the same time
             directories += os.path.isdir(place)
             continue
-        served.add(os.path.basename(layer))
+        served.add(layer)
         if not os.path.isdir(place):
-            broken.add(os.path.basename(layer))
+            broken.add(layer)
     local = _docker_chains(data_root) if engine == "docker" else None
     return Links(frozenset(served), frozenset(broken), directories, local)
 

@@ -22,3 +22,8 @@ LAYERS = "layers"
 def layer_path(diff_id: str, mount_point: Path = MOUNT_POINT) -> Path:
     """Return the directory with a layer's files in the store. ``diff_id`` begins with ``sha256:``."""
     return mount_point / LAYERS / diff_id.removeprefix("sha256:")
+
+
+def diff_id_of(directory: str) -> str:
+    """Return the diff id of a layer's directory in the store: ``<hex>``, or ``<hex>.<n>`` for a further one."""
+    return f"sha256:{directory.partition('.')[0]}"

@@ -1,6 +1,8 @@
 """The preload store: one read-only EROFS image with every layer that a node was baked with, and its manifest.
 
     /layers/<hex of a diff id>/     a layer's files, in overlay's format
+    /layers/<hex>.<n>/              the same files for chains that can't use the first directory: directories without
+                                    an entry in the layer differ there, or the chain has this layer more than once
     /docker/, /containerd/          the engine's metadata: ``records.json`` for small items, and files
 
 The file has its dm-verity hash tree appended to the filesystem. The kernel checks each block when it is read, so a
@@ -112,7 +114,10 @@ class BakedEngine:
 
 @dataclass(frozen=True)
 class Store:
-    """The contents of ``store.json``. ``layers`` maps diff ids to the total size of their files in bytes."""
+    """The contents of ``store.json``.
+
+    ``layers`` maps diff ids to the total size of their files in bytes; ``directories`` are the names below ``layers``.
+    """
 
     id: str
     file: Path
@@ -121,6 +126,7 @@ class Store:
     engines: Mapping[str, BakedEngine]
     images: tuple[Image, ...]
     layers: Mapping[str, int]
+    directories: frozenset[str]
 
 
 def chain(diff_ids: Iterable[str]) -> Iterator[Layer]:
@@ -164,6 +170,10 @@ def parse_manifest(document: Mapping[str, Any]) -> Store:
         },
         images=tuple(map(parse_image, document["images"])),
         layers={str(layer["diff_id"]): int(layer["bytes"]) for layer in document["layers"]},
+        # Manifests from before a layer could have several directories lack this key.
+        directories=frozenset(
+            str(layer.get("directory") or layer["diff_id"][len("sha256:") :]) for layer in document["layers"]
+        ),
     )
 
 
@@ -265,13 +275,13 @@ def _mount_file(file: Path, at: Path) -> None:
 def _compare(store: Store, at: Path) -> None:
     """Raise NodeError unless the store has exactly the layers and engines of the manifest."""
     try:
-        layers = {f"sha256:{name}" for name in os.listdir(at / LAYERS)}
+        directories = set(os.listdir(at / LAYERS))
         engines = {name for name in os.listdir(at) if name != LAYERS}
     except OSError as error:
         raise unreadable(error, "store.damaged", f"{error.filename}: {error.strerror}") from error
     # Images that nodes load from the archive are listed, but aren't in the store.
     needed = {diff_id for image in store.images if image.mode != "archive" for diff_id in image.diff_ids}
-    if layers != set(store.layers) or not needed <= layers or engines != set(store.engines):
+    if directories != store.directories or not needed <= set(store.layers) or engines != set(store.engines):
         raise NodeError("store.disagrees", f"{store.file} does not hold what its manifest lists")
 
 

@@ -68,7 +68,7 @@ def _resident(lab: Lab, baked: Baked) -> list[list[str]]:
 
 def _rehearsed(lab: Lab, baked: Baked) -> Result:
     options = {"images": baked.options, "engines": [lab.engine]}
-    inputs = {"preload_store": baked.opt.parent.parent}
+    inputs = {"preload_store": baked.opt.parent.parent, lab.engine: baked.state.parent}
     ctx = stage(lab, lab.folder("rehearsal"), "rehearsal", options, inputs)
     rehearsal.run(ctx)
     told: Result = json.loads((ctx.product / "tree/opt/preload/rehearsal.json").read_bytes())
@@ -108,10 +108,11 @@ def pack(lab: Lab) -> Result:
     pulled = baked.state.parent
     where = _mounted(lab, baked)
     folders = json.loads((pulled / "layers.json").read_bytes())
-    found: Result = {"layers": len(folders), "manifest": baked.manifest()}
+    found: Result = {"manifest": baked.manifest()}
     found["exact"] = {
-        diff_id: differences(exact(baked.state / path), exact(where / "layers" / diff_id[7:]))
-        for path, diff_id in folders.items()
+        layer.diff_id: differences(exact(baked.state / path), exact(where / "layers" / layer.diff_id[7:]))
+        for image in (one, two)
+        for path, layer in zip(folders[image.ref], image.layers, strict=True)
     }
     found["kinds"] = sorted({oct(path.lstat().st_mode >> 12) for path in (where / "layers").rglob("*")})
     found["opaque"] = [

@@ -62,6 +62,9 @@ def push_contents(lab: Lab) -> dict[str, str]:
         "attested": [(_attestation(place), "unknown/unknown"), (arm, "linux/arm64"), (plain, PLATFORM)],
         "variants": [(newer, f"{PLATFORM}/v3"), (plain, PLATFORM), (arm, "linux/arm64/v8")],
         "oldest": [(newer, f"{PLATFORM}/v3"), (plain, f"{PLATFORM}/v1")],
+        # The platform is optional: the configuration says it, too.
+        "bare": [(plain, ""), (arm, "")],
+        "bare-attested": [(_attestation(place), "unknown/unknown"), (plain, "")],
         "newest": [(newer, f"{PLATFORM}/v3"), (newer, f"{PLATFORM}/v4")],
     }
     for tag, entries in shapes.items():

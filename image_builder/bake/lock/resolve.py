@@ -15,6 +15,7 @@ from image_builder.bake.lock.apt import Apt, Source, debian_sources
 from image_builder.bake.lock.model import DEBIAN, SECURITY, Lock, LockedGroup, LockedPackage, LockedSource
 from image_builder.bake.lock.requirements import Group, Requirements, keyring, node_network
 from image_builder.bake.pull.credentials import credentials_for
+from image_builder.bake.pull.model import MOST_LAYERS, too_deep
 from image_builder.bake.pull.network import Endpoints, Mirrors
 from image_builder.bake.pull.registry import locate
 from image_builder.bake.store import Store
@@ -52,18 +53,21 @@ def resolve_lock(
 def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, monitor: Monitor) -> Lock:
     """Return ``lock`` with each preloaded image's tag resolved; images that it already has stay as they are.
 
-    Raises PullError if a required image isn't available; any other is left out with a note.
+    Raises PullError if a required image isn't available, or an engine can't use it; any other is left out with a note.
     """
     images, left_out = [], []
     network = node_network(definition)
+    variables = resolved_variables(definition) if definition.preload else {}
+    engine, others = variables.get("container_runtime_engine"), variables.get("container_runtime_install")
+    engines = [name for name in MOST_LAYERS if name == engine or name in (others or ())]  # type: ignore[operator]
     with shown_stage(monitor, "lock"):
-        if definition.preload and resolved_variables(definition).get("container_runtime_engine") == "docker":
+        if engine == "docker":
             _note_logins(network.mirrors, monitor)
         for image in definition.preload:
             locked = lock.locked_image(image.ref)
-            if locked is None or locked.platform != image.platform:
-                monitor.stage_doing("lock", f"asking for {image.ref}")
-                try:
+            try:
+                if locked is None or locked.platform != image.platform:
+                    monitor.stage_doing("lock", f"asking for {image.ref}")
                     locked = locate(
                         image.ref,
                         image.platform,
@@ -72,12 +76,15 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
                         network.outbound,
                         on_wait=partial(_note_wait, monitor, image.ref),
                     )
-                except PullError as error:
-                    if image.required:
-                        raise
-                    left_out.append(image.ref)
-                    monitor.note(f"left out, it is not required: {error.message}")
-                    continue
+                for name in engines:
+                    if reason := too_deep(name, locked):
+                        raise PullError(f"{image.ref}: {reason}", hint="build it with fewer layers")
+            except PullError as error:
+                if image.required:
+                    raise
+                left_out.append(image.ref)
+                monitor.note(f"left out, it is not required: {error.message}")
+                continue
             images.append(locked)
     return lock.model_copy(update={"images": images, "left_out": left_out})
 

@@ -23,7 +23,7 @@ from image_builder.bake.lock.model import LockedImage
 from image_builder.bake.pull import outbound, retry
 from image_builder.bake.pull.attempt import Attempt, now
 from image_builder.bake.pull.gateway import Gateway, gateway
-from image_builder.bake.pull.model import CANT_START, Event
+from image_builder.bake.pull.model import CANT_START, Event, too_deep
 from image_builder.bake.pull.network import NOTHING_SPECIAL, Endpoints, Mirror, Network
 from image_builder.bake.pull.reference import Reference, names_of
 from image_builder.bake.pull.reference import parse as parse_reference
@@ -152,6 +152,8 @@ class ContainerdEngine:
 
     def pull(self, image: LockedImage, attempt: Attempt) -> None:
         """Pull an image by digest and tag it. Raises PullError with ctr's message."""
+        if reason := too_deep(self.name, image):
+            raise PullError(reason)
         reference = parse_reference(image.ref)
         name = reference.at(image.digest)
         log = self.log.with_name(f"{self.log.stem}-{_label(image)}.log")

@@ -29,7 +29,7 @@ from image_builder.bake.pull import outbound
 from image_builder.bake.pull.attempt import Attempt
 from image_builder.bake.pull.credentials import credentials_for, docker_header
 from image_builder.bake.pull.docker_events import Failed, parse
-from image_builder.bake.pull.model import CANT_START, Event
+from image_builder.bake.pull.model import CANT_START, Event, too_deep
 from image_builder.bake.pull.network import NOTHING_SPECIAL, Endpoints, Network
 from image_builder.bake.pull.reference import familiar, names_of
 from image_builder.bake.pull.reference import parse as parse_reference
@@ -175,6 +175,8 @@ class DockerEngine:
 
     def pull(self, image: LockedImage, attempt: Attempt) -> None:
         """Pull an image by digest and tag it. Raises PullError with the daemon's message."""
+        if reason := too_deep(self.name, image):
+            raise PullError(reason)
         reference = parse_reference(image.ref)
         try:
             with _connected(self.url) as client:

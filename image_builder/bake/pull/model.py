@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from image_builder.bake.lock.model import LockedImage
+
 CANT_START = (
     "one that needs a mount or a GPU's library to start can't be rehearsed: give it `mode: archive` in image_preload,"
     " and nodes load it from the archive"
 )
+
+# The most layers of an image that an engine can use: moby's layer store (maxLayerDepth), and overlayfs itself
+# (OVL_MAX_STACK), which containerd leaves it to.
+MOST_LAYERS = {"docker": 125, "containerd": 500}
 
 Phase = Literal["waiting", "downloading", "downloaded", "extracting", "done", "retrying"]
 
@@ -43,6 +49,12 @@ class Limits:
     min_rate: float = 16384.0
     rate_seconds: float = 300.0
     overall_seconds: float = 4 * 3600.0
+
+
+def too_deep(engine: str, image: LockedImage) -> str:
+    """Return why an engine can't use an image with so many layers; empty if it can."""
+    count, most = len(image.layers), MOST_LAYERS[engine]
+    return f"has {count} layers, and {engine} takes at most {most} layers" if count > most else ""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,10 @@ _MANIFESTS = (
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
+_CONFIGS = (
+    "application/vnd.oci.image.config.v1+json",
+    "application/vnd.docker.container.image.v1+json",
+)
 _TIMEOUT = urllib3.Timeout(connect=20, read=30)
 # A layer of which nothing arrives for this long is requested again from where it broke off.
 STREAM = urllib3.Timeout(connect=20, read=60)
@@ -134,24 +138,30 @@ def _locate(ref: str, platform: str, client: RegistryClient) -> LockedImage:
     try:
         top, digest = client.manifest(image.tag)
         manifest, of_platform = top, digest
-        if top.get("mediaType") in _INDEXES or "manifests" in top:
-            of_platform = _choose(ref, top, platform)
-            manifest, _ = client.manifest(of_platform)
+        if _is_index(top):
+            of_platform, manifest = _choose(ref, client, top, platform)
         if "layers" not in manifest or "config" not in manifest:
             raise PullError(f"{ref}: {manifest.get('mediaType', 'its manifest')} has an obsolete format")
         config_digest = str(manifest["config"]["digest"])
         config = client.blob(config_digest)
+        own_platform = f"{config.get('os')}/{config.get('architecture')}"
+        if platform.split("/")[:2] != own_platform.split("/"):
+            raise PullError(
+                f"{ref}: is for {own_platform}, not for {platform}", hint="choose a tag for this platform"
+            )
+        layers = _layers(ref, manifest, config)
+        return LockedImage(
+            ref=ref,
+            platform=platform,
+            digest=digest,
+            manifest=of_platform,
+            config=config_digest,
+            layers=layers,
+        )
     except urllib3.exceptions.HTTPError as error:
         raise PullError(f"{ref}: {client.unreachable(error)}") from error
-    own_platform = f"{config.get('os')}/{config.get('architecture')}"
-    if platform.split("/")[:2] != own_platform.split("/"):
-        raise PullError(
-            f"{ref}: is for {own_platform}, not for {platform}", hint="choose a tag for this platform"
-        )
-    layers = _layers(ref, manifest, config)
-    return LockedImage(
-        ref=ref, platform=platform, digest=digest, manifest=of_platform, config=config_digest, layers=layers
-    )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PullError(f"{ref}: its manifest is malformed: {error!r}") from error
 
 
 def _layers(ref: str, manifest: Mapping[str, Any], config: Mapping[str, Any]) -> list[LockedLayer]:
@@ -186,19 +196,53 @@ def _wish(answer: urllib3.BaseHTTPResponse) -> str:
     return f"; it asks for a pause of {seconds:.0f} s" if seconds else ""
 
 
-def _choose(ref: str, index: Mapping[str, Any], platform: str) -> str:
-    """Return the digest of the manifest for ``platform``: the one that the runtimes take, whatever the order."""
-    offered: dict[str, str] = {}
-    for entry in index.get("manifests", []):
-        of = entry.get("platform", {})
-        name = "/".join(p for p in (of.get("os"), of.get("architecture"), of.get("variant")) if p)
-        if "unknown" not in name:
-            offered.setdefault(name, str(entry["digest"]))
+def _is_index(document: Mapping[str, Any]) -> bool:
+    return document.get("mediaType") in _INDEXES or "manifests" in document
+
+
+def _choose(
+    ref: str, client: RegistryClient, index: Mapping[str, Any], platform: str
+) -> tuple[str, dict[str, Any]]:
+    """Return the manifest for ``platform``, with its digest: the one that the runtimes take, whatever the order.
+
+    An entry's platform is optional. The runtimes take those that name it first; of the others, an image's configuration
+    says what it is for. Raises PullError if there is none.
+    """
     # A processor's plain name and that of its oldest variant mean the same (containerd's platforms.Normalize).
-    for name in (platform, *(same for pair in _SAME for same in pair if platform in pair)):
-        if name in offered:
-            return offered[name]
-    raise PullError(f"{ref}: none for {platform}; the registry has {', '.join(sorted(offered)) or 'none'}")
+    wanted = (platform, *(same for pair in _SAME for same in pair if platform in pair))
+    offered: dict[str, str] = {}
+    unnamed = []
+    for entry in index.get("manifests") or ():
+        if name := _platform_name(entry.get("platform") or {}):
+            offered.setdefault(name, str(entry["digest"]))
+        else:
+            unnamed.append(str(entry["digest"]))
+    for digest in (offered[name] for name in wanted if name in offered):
+        manifest, _ = client.manifest(digest)
+        return _choose(ref, client, manifest, platform) if _is_index(manifest) else (digest, manifest)
+    for digest in unnamed:
+        manifest, _ = client.manifest(digest)
+        if _is_index(manifest):
+            with suppress(PullError):
+                return _choose(ref, client, manifest, platform)
+        elif _platform_of(client, manifest) in wanted:
+            return digest, manifest
+    names = sorted(name for name in offered if "unknown" not in name)
+    if unnamed:
+        names.append(f"{len(unnamed)} without a platform, none of them for {platform}")
+    raise PullError(f"{ref}: none for {platform}; the registry has {', '.join(names) or 'none'}")
+
+
+def _platform_name(platform: Mapping[str, Any]) -> str:
+    return "/".join(str(platform[key]) for key in ("os", "architecture", "variant") if platform.get(key))
+
+
+def _platform_of(client: RegistryClient, manifest: Mapping[str, Any]) -> str:
+    """Return the platform in an image's configuration; empty for what isn't an image."""
+    config = manifest.get("config") or {}
+    if "layers" not in manifest or config.get("mediaType") not in _CONFIGS:
+        return ""
+    return _platform_name(client.blob(str(config["digest"])))
 
 
 def _reason(error: urllib3.exceptions.HTTPError) -> str:

@@ -40,6 +40,13 @@ _CLASSES: tuple[tuple[Class, str], ...] = (
         r"no matching manifest|does not match the specified platform|unsupported media type|schema version",
     ),
     ("permanent", r"x509:|certificate (has expired|is not|signed by)|tls: (bad|unknown) certificate"),
+    # The files of a layer don't fit what is below them, in any attempt.
+    (
+        "permanent",
+        r"takes at most \d+ layers|max depth exceeded|failed to (register|extract) layer.*(no such file or directory"
+        r"|not a directory|is a directory|file exists|file name too long|invalid argument|operation not permitted"
+        r"|too many levels of symbolic links|invalid hardlink|invalid symlink|unhandled tar header)",
+    ),
     ("permanent", r"stopped after \d+ redirects|invalid reference"),
 )
 _FIRST_SECONDS, _LONGEST_SECONDS = 1.0, 60.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +154,46 @@ def _result(value: Any) -> JSON:
 
 
 def argument_faults(name: str, option: Mapping[str, Any], value: JSON) -> list[str]:
-    """Return what an argument spec rejects in a value, as Ansible checks it before a role runs."""
-    result = ArgumentSpecValidator({name: dict(option)}).validate({name: value})
+    """Return what an argument spec rejects in a value, as Ansible checks it before a role runs.
+
+    Ansible itself fails with a traceback for some values, such as an infinite number or a mapping whose keys are not
+    strings.
+    """
+    if odd := list(_odd_values(option, value)):
+        return odd
+    try:
+        result = ArgumentSpecValidator({name: dict(option)}).validate({name: value})
+    except Exception as error:  # whatever Ansible's conversions raise, the value is wrong
+        return [
+            f"argument '{name}' can't be read as {option.get('type', 'str')}: {error or type(error).__name__}"
+        ]
     # Ansible lists valid booleans in the order of a set, which differs from run to run.
     return [str(e).partition(" Valid booleans include")[0] for e in result.error_messages]
+
+
+def _odd_values(option: Mapping[str, Any], value: JSON) -> Iterator[str]:
+    """Yield why Ansible can't convert a value, or parts of it, for what its validator doesn't expect at all."""
+    kind, inner = option.get("type", "str"), option.get("options")
+    if kind == "list" and isinstance(value, list):
+        for element in value:
+            yield from _odd_values({**option, "type": option.get("elements", "raw")}, element)
+    elif kind in ("int", "float") and not _is_finite(value):
+        yield f"{value} is not {'an integer' if kind == 'int' else 'a number'}"
+    elif kind == "dict" and isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            yield f"the key {odd[0]!r} is not a string"
+        for key, of_key in (inner or {}).items():
+            if value.get(key) is not None:
+                yield from (f"{key}: {reason}" for reason in _odd_values(of_key, value[key]))
+    elif kind == "dict" and inner and not isinstance(value, str) and value is not None:
+        yield f"{value!r} is not a mapping"
+
+
+def _is_finite(value: JSON) -> bool:
+    """Return whether a value is a finite number, or no number at all, which the validator reports."""
+    try:
+        return math.isfinite(float(value))  # type: ignore[arg-type]
+    except OverflowError:
+        return False
+    except (TypeError, ValueError):
+        return True

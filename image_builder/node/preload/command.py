@@ -21,10 +21,14 @@ _INTERVAL = 3.0
 
 @dataclass(frozen=True)
 class Done:
-    """What was found and done, by reference. ``lacking`` has the faults from before anything was loaded."""
+    """What was found and done, by reference. ``lacking`` has the faults from before anything was loaded.
+
+    ``unpinned`` says why nothing protects an image that is pinned.
+    """
 
     lacking: Mapping[str, str] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
+    unpinned: Mapping[str, str] = field(default_factory=dict)
     digestless: Mapping[str, str] = field(default_factory=dict)
     named: tuple[str, ...] = ()
 
@@ -98,16 +102,20 @@ def bring(
         engine.forget(images_to_load)
         archive.load(engine.load(source.path), source.path, data_root, tell, interval)
         state = engine.look(preload.images)
-    faults, named = dict(state.faults), dict(state.misnamed)
+    faults, unpinned = dict(state.faults), dict[str, str]()
     sound = [image for image in preload.images if image.ref not in faults]
-    if misnamed := {key: fault for key, fault in named.items() if key not in faults}:
-        engine.name(sound, misnamed)
-        unnamed = {
-            key: fault for key, fault in engine.look(preload.images).misnamed.items() if key in misnamed
+    lacks = {k: fault for k, fault in {**state.misnamed, **state.unpinned}.items() if k not in faults}
+    if lacks:
+        failures = engine.name(sound, lacks)
+        after = engine.look(preload.images)
+        unpinned = {
+            key: ": ".join(filter(None, (fault, failures.get(key))))
+            for key, fault in after.unpinned.items()
+            if key in lacks
         }
-        faults |= unnamed
-        named = {key: fault for key, fault in misnamed.items() if key not in unnamed}
-    return Done(lacking, faults, state.digestless, tuple(named))
+        faults |= {key: fault for key, fault in after.misnamed.items() if key in lacks}
+    named = tuple(key for key in lacks if key not in faults and key not in unpinned)
+    return Done(lacking, faults, unpinned, state.digestless, named)
 
 
 def summary(section: Mapping[str, Any], seconds: float) -> list[str]:
@@ -172,6 +180,9 @@ def _verdict(
     if fell:
         why = f"{len(fell)} required images came from the archive, not from the preload store: {cause(seed)}"
         return _state(status.DEGRADED, "preload.fallback", why, [*fell, *bare])
+    if done.unpinned:
+        why = f"{len(done.unpinned)} pinned images are not protected from the kubelet"
+        return _state(status.DEGRADED, "preload.pin", why, [f"{k} {v}" for k, v in done.unpinned.items()])
     if bare:
         why = f"{len(bare)} images can't be had by their digests"
         return _state(status.DEGRADED, "preload.digest", why, bare)

@@ -10,14 +10,14 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from image_builder.node import child, files
 from image_builder.node.data_root import BLOBS, scan
 from image_builder.node.errors import ProgramError
-from image_builder.node.preload.images import PATIENCE, EngineState, together
+from image_builder.node.preload.images import PATIENCE, EngineState, attempt_each, together
 from image_builder.node.store import Image, chain
 
 MANAGED = "io.cri-containerd.image=managed"
@@ -52,22 +52,28 @@ class Containerd:
         check = ("images", "check", "--snapshotter", self.snapshotter, *filters)
         listed, text = together(self.listed, lambda: self.ctr(*check) if filters else "")
         checked = parse_check(text)
-        faults, misnamed = {}, {}
+        faults: dict[str, str] = {}
+        misnamed: dict[str, str] = {}
+        unpinned: dict[str, str] = {}
         broken = scan(self.data_root, "containerd").broken
         for image in images:
             fault = containerd_fault(image, listed, checked, self._content)
             if fault := fault or lost_fault(image, broken):
                 faults[image.ref] = fault
             elif lacks := list(lacking(image, listed)):
-                misnamed[image.ref] = f"lacks {', '.join(lacks)}"
-        return EngineState(faults, misnamed)
+                is_named = not any(lacking(replace(image, pin=False), listed))
+                (unpinned if is_named else misnamed)[image.ref] = f"lacks {', '.join(lacks)}"
+        return EngineState(faults, misnamed, unpinned)
 
-    def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
-        images = [image for image in images if image.ref in misnamed]
+    def name(self, images: Sequence[Image], lacks: Mapping[str, str]) -> dict[str, str]:
+        images = [image for image in images if image.ref in lacks]
         listed = self.listed()
-        for image in images:
-            if not leads_to(listed, image.by_digest, listed[image.ref].digest):
-                self.ctr("images", "tag", "--force", image.ref, image.by_digest)
+        ctr = ["ctr", "--namespace", self.namespace, "images"]
+        failures = attempt_each(
+            (image.ref, [*ctr, "tag", "--force", image.ref, image.by_digest])
+            for image in images
+            if not leads_to(listed, image.by_digest, listed[image.ref].digest)
+        )
         # The CRI plugin notices new names, labels them, and also names the image by its id. If we added the labels
         # first, it would skip that, so let it go first.
         deadline = time.monotonic() + self.patience
@@ -77,10 +83,12 @@ class Containerd:
             if all(name in listed and MANAGED in listed[name].labels for name in every):
                 break
             time.sleep(0.1)
-        for image in images:
-            for name in names(image):
-                if missing := labels(image) - listed[name].labels:
-                    self.ctr("images", "label", name, *sorted(missing))
+        return failures | attempt_each(
+            (image.ref, [*ctr, "label", name, *sorted(missing)])
+            for image in images
+            for name in names(image)
+            if name in listed and (missing := labels(image) - listed[name].labels)
+        )
 
     def forget(self, images: Sequence[Image]) -> None:
         """Remove lost layers with everything that refers to them, or an import would consider them unpacked.

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from image_builder.node import child
-from image_builder.node.preload.images import PATIENCE, EngineState, together
+from image_builder.node.preload.images import PATIENCE, EngineState, attempt_each, together
 from image_builder.node.store import Image
 
 _ABSENT = "no such image"
@@ -46,18 +47,18 @@ class Docker:
                 faults[image.ref] = fault
             elif details is not None and (fault := digest_fault(image, details)):
                 digestless[image.ref] = fault
-        return EngineState(faults, guard_faults(images, self.pause, guarded), digestless)
+        return EngineState(faults, {}, guard_faults(images, self.pause, guarded), digestless)
 
-    def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
-        for name in misnamed:
-            if name.startswith(GUARD_PREFIX):
-                child.run(["docker", "container", "rm", name], timeout=PATIENCE)
+    def name(self, images: Sequence[Image], lacks: Mapping[str, str]) -> dict[str, str]:
+        surplus = [name for name in lacks if name.startswith(GUARD_PREFIX)]
+        commands = [(name, ["docker", "container", "rm", name]) for name in surplus]
         # Several references to one image share a guard.
-        by_guard = {guard_name(image): image.ref for image in images if image.ref in misnamed}
+        by_guard = {guard_name(image): image.ref for image in images if image.ref in lacks}
         inspected = inspect(list(by_guard.values()))
         for name, ref in by_guard.items():
             volumes = (inspected[familiar(ref)].get("Config") or {}).get("Volumes") or {}
-            child.run(guard_creation(name, ref, volumes), timeout=PATIENCE)
+            commands.append((ref, guard_creation(name, ref, volumes)))
+        return attempt_each(commands)
 
     def forget(self, images: Sequence[Image]) -> None:
         """Do nothing: Docker's records are removed while it is stopped (``seed.lost``)."""
@@ -163,10 +164,20 @@ def guard_creation(guard: str, ref: str, volumes: Iterable[str]) -> list[str]:
     """Return the command that creates a guard.
 
     Docker would fill a volume that the image declares with a copy of the image's files there; a tmpfs in its place
-    exists only while a container runs.
+    exists only while a container runs. A mount's path must be absolute and takes the place of a volume only if that
+    one's is: a relative path gets a volume in any container. The working directory and the signal, which Docker checks,
+    are not the image's.
     """
-    places = [f"--mount=type=tmpfs,destination={volume}" for volume in volumes]
+    absolute = [volume for volume in volumes if volume.startswith("/")]
+    places = sorted({f"/{posixpath.normpath(volume).lstrip('/')}" for volume in absolute})
     return [
         *("docker", "container", "create", "--pull=never", f"--name={guard}", f"--label={GUARD_LABEL}"),
-        *("--network=none", "--log-driver=none", *places, ref, _COMMAND),
+        *("--network=none", "--log-driver=none", "--workdir=/", "--stop-signal=SIGTERM"),
+        *(f"--mount=type=tmpfs,{_quoted(f'destination={place}')}" for place in places),
+        *(ref, _COMMAND),
     ]
+
+
+def _quoted(field: str) -> str:
+    """Return a field of a mount, which the client reads as a line of CSV (RFC 4180)."""
+    return '"{}"'.format(field.replace('"', '""'))

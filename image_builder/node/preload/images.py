@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from image_builder.node.errors import NodeError
+from image_builder.node import child
+from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.store import Image, parse_image, read_manifest
 
 FORMAT = 1
@@ -102,13 +103,14 @@ def read_store(path: Path, images: Iterable[Image]) -> Store:
 class EngineState:
     """An engine's state, with each fault by reference.
 
-    ``faults``: an image is missing or wrong; loading the archive would fix it. ``misnamed``: a name, label or guard is
-    missing (or surplus, then by its own name); ``Engine.name`` would fix it. ``digestless``: an image can't be referred
-    to by its digest, and nothing here would fix that.
+    ``faults``: an image is missing or wrong; loading the archive would fix it. ``misnamed``: a name is missing, and
+    ``unpinned``: a label or guard that protects it is missing (or surplus, then by its own name); ``Engine.name`` would
+    fix both. ``digestless``: an image can't be referred to by its digest, and nothing here would fix that.
     """
 
     faults: Mapping[str, str] = field(default_factory=dict)
     misnamed: Mapping[str, str] = field(default_factory=dict)
+    unpinned: Mapping[str, str] = field(default_factory=dict)
     digestless: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -116,8 +118,11 @@ class Engine(Protocol):
     def look(self, images: Sequence[Image]) -> EngineState:
         """Return the state of all images. Raises ProgramError."""
 
-    def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:
-        """Add what ``misnamed`` says is missing, for images without faults. Raises ProgramError."""
+    def name(self, images: Sequence[Image], lacks: Mapping[str, str]) -> dict[str, str]:
+        """Add what ``lacks`` says is missing, for images without faults; return why that failed, by the same keys.
+
+        Raises ProgramError if the engine doesn't answer.
+        """
 
     def forget(self, images: Sequence[Image]) -> None:
         """Remove the engine's records of images whose layers are lost, so that it loads them again.
@@ -127,6 +132,22 @@ class Engine(Protocol):
 
     def load(self, archive: Path) -> list[str]:
         """Return the command that loads the archive."""
+
+
+def attempt_each(commands: Iterable[tuple[str, Sequence[str]]]) -> dict[str, str]:
+    """Run each command, whatever the others do; return the failures, by the commands' keys.
+
+    Raises ProgramError for one that doesn't end or can't be started: neither would the others.
+    """
+    failures = {}
+    for key, command in commands:
+        try:
+            child.run(command, timeout=PATIENCE)
+        except ProgramError as error:
+            if error.status in (child.LATE, child.ABSENT):
+                raise
+            failures[key] = error.tail or error.message
+    return failures
 
 
 def together(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from image_builder.node.data_root import BLOBS, SNAPSHOTS
 from image_builder.node.files import create, make_directory
-from image_builder.node.layout import LAYERS, MOUNT_POINT
+from image_builder.node.layout import LAYERS, MOUNT_POINT, diff_id_of
 from image_builder.node.seed import records
 from image_builder.node.seed.records import Records
 from image_builder.node.store import copy as copy_file
@@ -61,7 +61,7 @@ def fill(
         place.mkdir(mode=0o700)
         (place / "work").mkdir(mode=0o711)
         target = store / LAYERS / layer
-        if copy and f"sha256:{layer}" in copied:
+        if copy and diff_id_of(layer) in copied:
             copy(target, place / "fs")
         else:
             (place / "fs").symlink_to(target)
@@ -82,7 +82,7 @@ def fill(
 
 
 def _snapshots(baked: Records) -> Iterator[tuple[str, str]]:
-    """Yield each snapshot's number and its layer's diff id (hexadecimal): in the store, ``fs`` is a link to the layer.
+    """Yield each snapshot's number and its directory in ``layers``: in the store, ``fs`` is a link to it.
 
     A snapshot without such a link didn't belong to an image: containerd deletes whatever its database doesn't know.
     Raises NodeError (``store.damaged``).

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.node import files
-from image_builder.node.layout import MOUNT_POINT, layer_path
+from image_builder.node.layout import LAYERS, MOUNT_POINT
 from image_builder.node.seed import records as records_of
 from image_builder.node.seed.records import Records
 from image_builder.node.store import Image, Layer, chain, reading
@@ -201,7 +201,8 @@ def _place_files(work: _Work, layer: Layer, cache: str, copy: Callable[[Path, Pa
     # Docker marks a layer as committed when it puts another layer, or a container, above it. When saving an image, it
     # uses the files of an uncommitted layer as the writable part of a mount, which the store can't be.
     files.create(f"{place}/committed", b"", 0o600)
-    source, target = layer_path(layer.diff_id, work.store), f"{place}/diff"
+    directory = os.path.basename(work.baked.link(f"overlay2/{cache}/diff"))
+    source, target = work.store / LAYERS / directory, f"{place}/diff"
     if copy:
         _copy_layer(source, Path(target), copy)
     else:

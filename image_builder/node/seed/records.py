@@ -59,6 +59,12 @@ class Records:
             raise self.lost(path)
         return self.files[path][1]
 
+    def link(self, path: str) -> str:
+        """Return the target of a link. Raises NodeError (``store.damaged``)."""
+        if path not in self.links:
+            raise self.lost(path)
+        return self.links[path]
+
     def lost(self, path: str) -> NodeError:
         """Return the error for a record that the store lacks."""
         return NodeError("store.damaged", f"{self.source / NAME} lacks {path}")

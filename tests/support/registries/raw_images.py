@@ -80,11 +80,11 @@ def manifest(config: Descriptor, layers: Sequence[Descriptor]) -> dict[str, Any]
 
 
 def index(entries: Sequence[tuple[Descriptor, str]]) -> dict[str, Any]:
-    """Return an index of manifests, each with its platform (``linux/amd64/v3``)."""
+    """Return an index of manifests, each with its platform (``linux/amd64/v3``; empty for none)."""
     manifests = []
     for entry, platform in entries:
         parts = dict(zip(("os", "architecture", "variant"), platform.split("/"), strict=False))
-        manifests.append({**entry, "platform": parts})
+        manifests.append({**entry, **({"platform": parts} if platform else {})})
     return {"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests}
 
 

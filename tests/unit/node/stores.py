@@ -43,8 +43,12 @@ def docker_store(folder: Path, images: Sequence[Image]) -> Path:
         repository = image.ref.partition(":")[0]
         names.setdefault(repository, {})
         names[repository] |= {image.ref: image.id, f"{repository}@{image.digest}": image.id}
+        seen: list[str] = []
         for layer in chain(image.diff_ids):
-            _docker_layer(folder, image_root, layer.chain, layer.diff_id, layer.parent)
+            again = seen.count(layer.diff_id)
+            directory = f"{layer.diff_id[7:]}.{again}" if again else layer.diff_id[7:]
+            _docker_layer(folder, image_root, layer.chain, layer.diff_id, layer.parent, directory)
+            seen.append(layer.diff_id)
     (image_root / "repositories.json").write_text(json.dumps({"Repositories": names}))
     by_digest = image_root / "distribution/diffid-by-digest/sha256"
     by_digest.mkdir(parents=True)
@@ -61,7 +65,9 @@ def edit_records(source: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(found))
 
 
-def _docker_layer(store: Path, image_root: Path, chain_id: str, diff_id: str, parent: str) -> None:
+def _docker_layer(
+    store: Path, image_root: Path, chain_id: str, diff_id: str, parent: str, directory: str
+) -> None:
     record = image_root / "layerdb/sha256" / chain_id[7:]
     if record.exists():
         return
@@ -73,7 +79,8 @@ def _docker_layer(store: Path, image_root: Path, chain_id: str, diff_id: str, pa
     place = store / "docker/overlay2" / cache
     place.mkdir(parents=True)
     (place / "link").write_text(cache[:26].upper())
-    files = store / "layers" / diff_id[7:]
+    (place / "diff").symlink_to(f"../../../layers/{directory}")
+    files = store / "layers" / directory
     files.mkdir(parents=True, exist_ok=True)
     (files / "name").write_text(diff_id)
 

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from image_builder.definition.values import words
+from image_builder.node import child
+from image_builder.node.errors import ProgramError
 from image_builder.node.preload import command
 from image_builder.node.preload.command import Done, Places
-from image_builder.node.preload.images import Archive, EngineState, Preload, Store
+from image_builder.node.preload.images import Archive, EngineState, Preload, Store, attempt_each
 from image_builder.node.status import kubelet_environment
 from image_builder.node.store import Image
 from image_builder.settings import REPO_ROOT
@@ -191,3 +193,44 @@ def test_role_does_not_read_the_list_of_the_inventory() -> None:
         if "image_preload" in words(path.read_text(encoding="utf-8"))
     }
     assert named <= {"meta/main.yml"}  # the role's name
+
+
+def test_a_guard_that_can_not_be_made_keeps_no_kubelet_waiting() -> None:
+    """The image is named with what the engine answered; the other got its guard."""
+
+    class Refusing:
+        """An engine that has both images, and makes only the second one's guard."""
+
+        def __init__(self) -> None:
+            self.unpinned = {TWO: "has no guard", PAUSE: "has no guard"}
+
+        def look(self, _images: object) -> EngineState:
+            return EngineState(unpinned=self.unpinned)
+
+        def name(self, _images: object, lacks: dict[str, str]) -> dict[str, str]:
+            assert list(lacks) == [TWO, PAUSE]
+            self.unpinned = {TWO: "has no guard"}
+            return {TWO: "destination can't be '/'"}
+
+    done = command.bring(BARE, BOTH, Refusing(), Path("/"), lambda _line: None, 0)  # type: ignore[arg-type]
+    section = command.section_of(BARE, BOTH, {"state": "ok"}, done)
+    assert (section["state"], section["code"], section["problems"]) == ("degraded", "preload.pin", [])
+    assert section["reasons"] == [f"{TWO} has no guard: destination can't be '/'"]
+    assert section["named"] == [PAUSE]
+    assert "--register-with-taints" not in kubelet_environment({"preload": section})
+
+
+def test_each_command_is_tried_unless_the_engine_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"bad": 1, "good": 0, "late": child.LATE}
+    ran = []
+
+    def run(argv: list[str], **_: object) -> None:
+        ran.append(argv[0])
+        if answers[argv[0]]:
+            raise ProgramError("it failed", answers[argv[0]], "refused")
+
+    monkeypatch.setattr(child, "run", run)
+    assert attempt_each([("a", ["bad"]), ("b", ["good"])]) == {"a": "refused"}
+    with pytest.raises(ProgramError):
+        attempt_each([("a", ["late"]), ("b", ["good"])])
+    assert ran == ["bad", "good", "late"]

@@ -113,5 +113,20 @@ def test_pause_image_has_no_guard() -> None:
 
 def test_guard_gets_no_copy_of_a_volume() -> None:
     argv = docker.guard_creation(GUARD, TWO, ["/var/lib/data"])
-    assert argv[-3:] == ["--mount=type=tmpfs,destination=/var/lib/data", TWO, "never-started"]
+    assert argv[-3:] == ['--mount=type=tmpfs,"destination=/var/lib/data"', TWO, "never-started"]
     assert "--pull=never" in argv
+
+
+@pytest.mark.parametrize(
+    ("volumes", "places"),
+    [
+        (["data", "./z/", "../up"], []),  # Docker makes a volume of a relative path in any container
+        (["/data", "/data/", "//data/./"], ["/data"]),
+        (["/x/../y", "/a b", "/deep", "/deep/er"], ["/a b", "/deep", "/deep/er", "/y"]),
+        (["/a,b", '/a"b', "/a:b"], ['/a""b', "/a,b", "/a:b"]),
+    ],
+)
+def test_the_paths_of_volumes_are_written_as_docker_reads_them(volumes: list[str], places: list[str]) -> None:
+    argv = docker.guard_creation(GUARD, TWO, volumes)
+    mounts = [word for word in argv if word.startswith("--mount=")]
+    assert mounts == [f'--mount=type=tmpfs,"destination={place}"' for place in places]

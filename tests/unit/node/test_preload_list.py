@@ -116,7 +116,7 @@ def test_damaged_archive_is_refused_before_it_is_loaded(
         def look(self, images: Sequence[Image]) -> EngineState:
             return EngineState({image.ref: "is missing" for image in images})
 
-        def name(self, images: Sequence[Image], misnamed: Mapping[str, str]) -> None:  # noqa: ARG002
+        def name(self, images: Sequence[Image], lacks: Mapping[str, str]) -> dict[str, str]:  # noqa: ARG002
             raise AssertionError
 
         def forget(self, images: Sequence[Image]) -> None:  # noqa: ARG002

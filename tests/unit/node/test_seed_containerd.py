@@ -22,7 +22,7 @@ def store(tmp_path: Path) -> Path:
     for name in DATABASES:
         (source / name).parent.mkdir(parents=True)
         (source / name).touch(0o600)
-    for number, layer in (("1", "aa"), ("7", "bb")):
+    for number, layer in (("1", "aa"), ("7", "bb"), ("8", "aa.1")):
         (tmp_path / "store/layers" / layer).mkdir(parents=True)
         (source / SNAPSHOTS / number).mkdir(parents=True)
         (source / SNAPSHOTS / number / "fs").symlink_to(f"../../../../layers/{layer}")
@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Path:
 def test_a_blank_root_gets_both_databases_and_links(store: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     made = fill(root, store=store)
-    assert (made.snapshots, made.files) == (2, 4)
+    assert (made.snapshots, made.files) == (3, 4)
     for name in DATABASES:
         assert (root / name).read_bytes() == b"\xff" + os.fsencode(name) and (
             root / name
@@ -47,8 +47,9 @@ def test_a_blank_root_gets_both_databases_and_links(store: Path, tmp_path: Path)
     assert {n: os.readlink(root / SNAPSHOTS / n / "fs") for n in os.listdir(root / SNAPSHOTS)} == {
         "1": f"{store}/layers/aa",
         "7": f"{store}/layers/bb",
+        "8": f"{store}/layers/aa.1",
     }
-    for number in ("1", "7"):
+    for number in ("1", "7", "8"):
         assert (root / SNAPSHOTS / number / "work").stat().st_mode & 0o777 == 0o711
     assert (root / BLOBS / "manifest").read_text() == "{}" and not (root / BLOBS / "manifest").is_symlink()
     assert os.readlink(root / BLOBS / "layer") == f"{store}/containerd/{BLOBS}/layer"
@@ -68,7 +69,9 @@ def test_some_layers_are_copied(store: Path, tmp_path: Path) -> None:
 
     root = tmp_path / "root"
     fill(root, store=store, copied=frozenset(["sha256:aa"]), copy=copy)
-    assert (root / SNAPSHOTS / "1/fs").is_dir() and not (root / SNAPSHOTS / "1/fs").is_symlink()
+    for number in ("1", "8"):  # two directories of one layer
+        assert (root / SNAPSHOTS / number / "fs").is_dir()
+        assert not (root / SNAPSHOTS / number / "fs").is_symlink()
     assert (root / SNAPSHOTS / "7/fs").is_symlink()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from image_builder.node import files
+from image_builder.node.data_root import find_links, scan
 from image_builder.node.errors import NodeError
 from image_builder.node.seed.docker import fill, lacking
 from image_builder.node.seed.records import NAME
@@ -218,3 +219,16 @@ def test_names_are_durable_at_once_unless_the_root_is_set_up_aside(
     monkeypatch.setattr(files, "write", note)
     fill([ONE], tmp_path / "root", store=store, aside=aside)
     assert synced[-1] is not aside
+
+
+def test_a_layer_twice_in_one_image_leads_to_two_directories(tmp_path: Path) -> None:
+    image = stored("twice", "base", "empty", "empty")
+    store, root = docker_store(tmp_path / "store", [image]), tmp_path / "root"
+    fill([image], root, store=store)
+    empty = digest("empty")[7:]
+    links = [os.readlink(_place(root, number, image) / "diff") for number in (1, 2)]
+    assert links == [f"{store}/layers/{empty}", f"{store}/layers/{empty}.1"]
+    # For people and for the promotion, both are this layer.
+    assert scan(root, "docker").served == {digest("base")[7:], empty}
+    found = find_links("docker", root, store)
+    assert [link.diff_id for link in found if link.directory].count(digest("empty")) == 2

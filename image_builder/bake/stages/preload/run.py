@@ -5,7 +5,7 @@ The engine is that of the layer ``container_runtime``, run in that layer's tree 
 are taken over, so that one more image in the list means one more pull.
 
 Product: ``tree/opt/preloaded_docker_images.json`` and, if the definition wants an archive, ``.tar``, which go into
-the image; ``state``, the engine's data root with all images unpacked; ``layers.json``, where in it each layer's files
+the image; ``state``, the engine's data root with all images unpacked; ``layers.json``, where in it each image's layers
 are; ``images.json``, the engine and what is known of each image; ``pulls.json``, how each pull went.
 """
 
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from image_builder.bake import layer_tree
 from image_builder.bake.lock.model import Image
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.engines import ENGINES, RunningEngine
@@ -43,6 +45,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Pull, check and pack. Raises PullError naming each required image that can't be pulled, and why."""
     options = ctx.plan.options
     module = ENGINES[options["engine"]]
+    started = time.time_ns()
     images = Image.listed(options["images"])
     state, opt = ctx.product / "state", ctx.product / "tree" / "opt"
     state.mkdir()
@@ -67,11 +70,13 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             for image in pulled:
                 engine.mark(image, pin=image.pin)
             listed = [_entry(engine, image) for image in pulled]
-            _write_layers(ctx, engine, pulled)
+            layers = _write_layers(ctx, engine, pulled)
             archive = _save(ctx, engine, pulled, sum(int(str(entry["bytes"])) for entry in listed))
             binary = _binary(root, engine.binary)
             version = engine.version()
     module.strip(state)
+    for folder in {folder for folders in layers.values() for folder in folders}:
+        layer_tree.settle(state / folder, started)
     facts: dict[str, JSON] = {"name": engine.name, "version": version, **binary}
     record = {"engine": facts, "images": listed}
     (ctx.product / IMAGES).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -163,15 +168,15 @@ def _entry(engine: RunningEngine, image: Image) -> dict[str, JSON]:
     }
 
 
-def _write_layers(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> None:
-    """Write ``layers.json``: {path relative to the data root: diff id}."""
-    diff_ids: dict[str, str] = {}
+def _write_layers(ctx: StageContext, engine: RunningEngine, images: Sequence[Image]) -> dict[str, list[str]]:
+    """Write and return ``layers.json``: {reference: [path of each layer, the lowest first, in the data root]}."""
+    layers: dict[str, list[str]] = {}
     for image in images:
-        folders = engine.layer_folders(image)
+        folders = layers[image.ref] = engine.layer_folders(image)
         if len(folders) != len(image.layers):
             raise PullError(f"{image.ref} has {len(image.layers)} layers, the engine shows {len(folders)}")
-        diff_ids |= zip(folders, (layer.diff_id for layer in image.layers), strict=True)
-    (ctx.product / LAYERS).write_text(json.dumps(diff_ids, indent=1) + "\n", encoding="utf-8")
+    (ctx.product / LAYERS).write_text(json.dumps(layers, indent=1) + "\n", encoding="utf-8")
+    return layers
 
 
 def write_names(root: Path, endpoints: Endpoints) -> None:

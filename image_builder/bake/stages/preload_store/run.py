@@ -1,6 +1,9 @@
 """The preload store: the engines' unpacked layers, as one read-only filesystem that a node mounts (``node/store.py``).
 
-A layer's files are stored once, by diff id, whichever engines and images have them. An engine's other data is packed
+A layer's files are stored once, whichever engines and images have them, as long as their trees are equal: containerd
+gives a directory without an entry in the layer the owner and mode that it has below, so its tree depends on the chain.
+A chain that has one layer several times gets a directory for each, since overlayfs refuses one directory twice. An
+engine's other data is packed
 as it is, with a link in place of these files; what belonged to the daemon that ran has been removed before
 (``pull/*.strip``). EROFS with lz4 and clusters of 4 KiB: every kernel since 5.4 reads it, and one page of a program
 costs one page of disk.
@@ -16,11 +19,12 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from image_builder.bake import identity
+from image_builder.bake import identity, layer_tree
 from image_builder.bake.lock.model import Image
 from image_builder.bake.pull.engines import ENGINES
 from image_builder.bake.stages import StageContext
@@ -49,23 +53,27 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     folder.mkdir(parents=True)
     states = {name: path / "state" for name, path in ctx.inputs.items() if name in ENGINES}
     pack = ctx.work / "pack"
-    layers: dict[str, Path] = {}
     archived = [image.ref for image in images if image.mode == "archive"]
     if archived:
         others = [image for image in images if image.mode != "archive"]
         states = {name: _only(ctx, name, state, others) for name, state in states.items()}
+    folders = {name: json.loads((ctx.inputs[name] / LAYERS).read_bytes()) for name in states}
+    layers: dict[str, Path] = {}
+    links: dict[Path, str] = {}
+    for diff_id, alike in _trees(states, folders, images):
+        for number, trees in enumerate(alike):
+            directory = f"{diff_id[7:]}.{number}" if number else diff_id[7:]
+            layers[directory] = trees[0]
+            links |= dict.fromkeys(trees, directory)
     for name, state in states.items():
-        diff_ids = json.loads((ctx.inputs[name] / LAYERS).read_bytes())
-        for path, diff_id in diff_ids.items():
-            if (state / path).is_dir():
-                layers.setdefault(diff_id, state / path)
-        _metadata(state, diff_ids, pack / name)
+        own = {os.fspath(p.relative_to(state)): d for p, d in links.items() if p.is_relative_to(state)}
+        _metadata(state, own, pack / name)
     require_root(pack)
     for name in states:
         records.pack(pack / name)
     (pack / layout.LAYERS).mkdir()
-    for diff_id in layers:
-        (pack / layout.LAYERS / diff_id[7:]).mkdir()
+    for directory in layers:
+        (pack / layout.LAYERS / directory).mkdir()
     epoch = options["source_date_epoch"]
     for path in (pack, *_all(pack)):
         if (
@@ -74,7 +82,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
             os.utime(path, (epoch, epoch), follow_symlinks=False)
     ctx.doing(f"packing {len(layers)} layers")
     binds = {_PACK: pack}
-    binds |= {f"{_PACK}/{layout.LAYERS}/{diff_id[7:]}": path for diff_id, path in layers.items()}
+    binds |= {f"{_PACK}/{layout.LAYERS}/{directory}": path for directory, path in layers.items()}
     with open_root(
         [ctx.inputs["tools"] / "tree"], ctx.work / "tools", binds=binds, writable_binds={_OUT: folder}
     ) as tools:
@@ -143,8 +151,32 @@ def _only(ctx: StageContext, engine: str, state: Path, images: Sequence[Image]) 
     return copied
 
 
+def _trees(
+    states: Mapping[str, Path], folders: Mapping[str, Mapping[str, Sequence[str]]], images: Sequence[Image]
+) -> Iterator[tuple[str, list[list[Path]]]]:
+    """Yield each diff id and its unpacked trees, in groups: the trees of a group can share one directory.
+
+    ``folders`` has, by engine and reference, the paths of an image's layers. Files have the same content in all trees
+    of a diff id, which the engines have checked; the directories may differ.
+    """
+    places: dict[str, dict[Path, int]] = {}
+    for name, state in states.items():
+        for image in images:
+            times = Counter[str]()
+            for folder, layer in zip(folders[name].get(image.ref, ()), image.layers, strict=False):
+                if (state / folder).is_dir():
+                    places.setdefault(layer.diff_id, {})[state / folder] = times[layer.diff_id]
+                times[layer.diff_id] += 1
+    for diff_id, trees in places.items():
+        groups: dict[tuple[int, str], list[Path]] = {}
+        for tree, occurrence in trees.items():
+            facts = layer_tree.fingerprint(tree) if len(trees) > 1 else ""
+            groups.setdefault((occurrence, facts), []).append(tree)
+        yield diff_id, list(groups.values())
+
+
 def _metadata(state: Path, layers: Mapping[str, str], target: Path) -> None:
-    """Copy an engine's data other than its layers, as hard links; each layer becomes a link to its files."""
+    """Copy an engine's data other than its layers, as hard links; each layer becomes a link to its directory."""
     target.parent.mkdir(exist_ok=True)
     target.mkdir(mode=stat.S_IMODE(state.stat().st_mode))
     for folder, folders, names in os.walk(state):
@@ -153,9 +185,9 @@ def _metadata(state: Path, layers: Mapping[str, str], target: Path) -> None:
             path = here / name
             if os.fspath(path) in layers or (name == "diff" and here.parts[:1] == ("overlay2",)):
                 folders.remove(name)
-                if diff_id := layers.get(os.fspath(path)):
+                if directory := layers.get(os.fspath(path)):
                     up = os.path.relpath("/", Path("/", target.name, path).parent)
-                    (target / path).symlink_to(f"{up}/{layout.LAYERS}/{diff_id[7:]}")
+                    (target / path).symlink_to(f"{up}/{layout.LAYERS}/{directory}")
             elif (state / path).is_symlink():
                 folders.remove(name)
                 (target / path).symlink_to(os.readlink(state / path))
@@ -241,7 +273,10 @@ def _manifest(
             {**entry, "mode": records[ref].mode, "required": records[ref].required}
             for ref, entry in listed.items()
         ],
-        "layers": [{"diff_id": diff_id, "bytes": _bytes(path)} for diff_id, path in layers.items()],
+        "layers": [
+            {"diff_id": layout.diff_id_of(directory), "directory": directory, "bytes": _bytes(path)}
+            for directory, path in layers.items()
+        ],
     }
 
 

@@ -1,8 +1,10 @@
 """The rehearsal: what a node does at boot, done once during the bake with the very program that is shipped.
 
 An empty directory is seeded from the preload store, a second daemon is started on it, and each image must be listed
-with its digests and start a container. What a container reads before it runs tells a node which layers to copy to its
-disk first.
+with its digests and start a container; the agent then checks all of them and guards those that are pinned. What a
+container reads before it runs tells a node which layers to copy to its disk first. Last, the layers that the engine
+mounts for each image must be, in the same order, equal to those that the bake's pull has unpacked: in every file's
+type, owner, mode, time, attributes, links and content.
 
 Product: ``tree/opt/preload/rehearsal.json``.
 """
@@ -18,9 +20,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from image_builder.bake import layer_tree
 from image_builder.bake.lock.model import Image
 from image_builder.bake.pull.engines import ENGINES, RunningEngine
 from image_builder.bake.stages import StageContext
+from image_builder.bake.stages.preload import run as preload
 from image_builder.canonical import JSON
 from image_builder.errors import CommandError, ImageBuilderError
 from image_builder.node import layout, zipapp
@@ -103,7 +107,9 @@ def _rehearse(ctx: StageContext, name: str, images: list[Image]) -> Rehearsed:
                 cgroups.held(),
                 bound(disk / "data", root.path / module.DATA_ROOT.lstrip("/"), read_only=False),
             ):
-                seconds, read = _start_all(ctx, name, root, images)
+                seconds, read, folders = _start_all(ctx, name, root, images)
+            ctx.doing(f"comparing with what {name} pulled")
+            _require_equal(ctx.inputs[name], disk / "data", _store(root), folders)
         finally:
             if os.path.ismount(_store(root)):
                 namespace.unmount(os.fspath(_store(root)))
@@ -116,8 +122,11 @@ def _store(root: Root) -> Path:
 
 def _start_all(
     ctx: StageContext, name: str, root: Root, images: list[Image]
-) -> tuple[dict[str, float | None], dict[str, list[str]]]:
-    """Start a container of each image; return the seconds that each took, and the layers first read for it."""
+) -> tuple[dict[str, float | None], dict[str, list[str]], dict[str, list[str]]]:
+    """Start a container of each image, and make the guards of those that are pinned.
+
+    Return the seconds that each took, the layers first read for it, and the directories of its layers.
+    """
     before: set[str] = set()
     seconds: dict[str, float | None] = {}
     read: dict[str, list[str]] = {}
@@ -129,7 +138,48 @@ def _start_all(
             now = resident(_store(root) / layout.LAYERS)
             read[image.ref] = [layer.diff_id for layer in image.layers if layer.diff_id in now - before]
             before |= now
-    return seconds, read
+        ctx.doing(f"checking and guarding with {name}")
+        _guard(ctx, name, root, images)
+        return seconds, read, {image.ref: engine.layer_folders(image) for image in images}
+
+
+def _guard(ctx: StageContext, engine: str, root: Root, images: list[Image]) -> None:
+    """Run the agent's check of every image, as a node does before its kubelet. Raises ImageBuilderError."""
+    refs = {image.ref for image in images}
+    listed = [i for i in json.loads(_manifest(ctx).read_bytes())["images"] if i["ref"] in refs]
+    document = {"format": preload.FORMAT, "engine": engine, "archive": None, "images": listed}
+    (root.path / layout.LIST.relative_to("/")).write_text(json.dumps(document), encoding="utf-8")
+    root.run([_AGENT, "preload"], ok=(0, 1))
+    status = json.loads((root.path / "run/node/status.json").read_bytes())["preload"]
+    if status.get("code") == "preload.pin":
+        raise ImageBuilderError(
+            "pinned images can't be protected from the kubelet:\n  " + "\n  ".join(status["reasons"]),
+            hint="without `pin` in image_preload, the kubelet may delete them when the disk is full",
+        )
+    if status["state"] != "ok":
+        raise ImageBuilderError(f"the check of {engine}'s images fails: {status['code']}: {status['reason']}")
+
+
+def _require_equal(pulled: Path, data: Path, store: Path, folders: Mapping[str, list[str]]) -> None:
+    """Raise ImageBuilderError unless each image's layers are those that were pulled.
+
+    ``pulled`` is the product of the pull, ``data`` the seeded data root, whose links lead into ``store``.
+    """
+    of_pull: Mapping[str, list[str]] = json.loads((pulled / preload.LAYERS).read_bytes())
+    known: dict[str, str] = {}
+    for ref, seeded in folders.items():
+        if seeded != of_pull[ref]:
+            raise ImageBuilderError(f"{ref}: seeded, its layers are {seeded}, not {of_pull[ref]} as pulled")
+        for folder in seeded:
+            if folder not in known:
+                known[folder] = layer_tree.difference(pulled / "state" / folder, _files(data / folder, store))
+            if known[folder]:
+                raise ImageBuilderError(f"{ref}: a container would not see what was pulled: {known[folder]}")
+
+
+def _files(folder: Path, store: Path) -> Path:
+    """Return where a layer's files are: a link of the seed leads there on a node."""
+    return store / layout.LAYERS / os.readlink(folder).rpartition("/")[2] if folder.is_symlink() else folder
 
 
 def _seed(root: Root, engine: str) -> dict[str, JSON]:
@@ -167,7 +217,7 @@ def resident(layers: Path) -> set[str]:
     ``layers`` must be in a filesystem that was mounted for this purpose and that nothing else reads.
     """
     return {
-        f"sha256:{layer.name}"
+        layout.diff_id_of(layer.name)
         for layer in layers.iterdir()
         if any(_is_resident(path) for path in _regular(layer))
     }

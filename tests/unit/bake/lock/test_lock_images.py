@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from image_builder.bake.lock import resolve
-from image_builder.bake.lock.model import Lock
+from image_builder.bake.lock.model import Lock, LockedLayer
 from image_builder.bake.pull.credentials import VARIABLE
 from image_builder.bake.pull.network import Mirror, Network
+from image_builder.errors import PullError
 from image_builder.events import Monitor
 from tests.unit.bake.pull.test_pull_docker import image
 
@@ -53,3 +55,35 @@ def test_notes(monkeypatch: pytest.MonkeyPatch, engine: str, count: int) -> None
     assert wait == f"{REF}: waiting for 30 s, as its registry asks"
     assert len(warnings) == count
     assert all("Docker doesn't log in to mirrors: " in w and "https://one.example/hub" in w for w in warnings)
+
+
+@pytest.mark.parametrize("installed", [["docker", "containerd"], []])
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize(("engine", "most"), [("docker", 125), ("containerd", 500)])
+def test_more_layers_than_an_engine_takes(
+    monkeypatch: pytest.MonkeyPatch, engine: str, most: int, required: bool, installed: list[str]
+) -> None:
+    layer = LockedLayer(digest=f"sha256:{1:064}", size=1, diff_id=f"sha256:{1:064}")
+    deep = image(REF).model_copy(update={"layers": [layer] * most})
+    variables = {"container_runtime_engine": engine, "container_runtime_install": installed}
+    monkeypatch.setattr(resolve, "locate", lambda *_, **__: deep)
+    monkeypatch.setattr(resolve, "node_network", lambda _: Network({}))
+    monkeypatch.setattr(resolve, "resolved_variables", lambda _: variables)
+    definition = SimpleNamespace(
+        preload=[SimpleNamespace(ref=REF, platform=deep.platform, required=required)]
+    )
+    lock = Lock(image="worker", source_date_epoch=1, repositories={}, groups={})
+
+    def locked() -> list[str]:
+        made = resolve.lock_images(definition, lock, {}, Notes())  # type: ignore[arg-type]
+        return [i.ref for i in made.images]
+
+    fits = most <= 125 or not installed
+    if fits:
+        assert locked() == [REF]
+        deep = deep.model_copy(update={"layers": [layer] * (most + 1)})
+    if required:
+        with pytest.raises(PullError, match=f"^{REF}: has {len(deep.layers)} layers, and "):
+            locked()
+    else:
+        assert locked() == []

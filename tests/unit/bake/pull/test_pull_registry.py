@@ -19,44 +19,14 @@ from image_builder.bake.pull.registry import (
     _RETRIES,
     RegistryClient,
     _challenges,
-    _choose,
     locate,
 )
 from image_builder.bake.pull.retry import classify
 from image_builder.errors import PullError
 
 REF, PLATFORM = "registry.example/app:1", "linux/amd64"
-
-
-def _index(names: tuple[str, ...]) -> dict[str, list[dict[str, object]]]:
-    found: list[dict[str, object]] = []
-    for name in names:
-        os, architecture, *variant = name.split("/")
-        platform = {"os": os, "architecture": architecture, **({"variant": variant[0]} if variant else {})}
-        found.append({"digest": f"digest of {name}", "platform": platform})
-    return {"manifests": found}
-
-
-@pytest.mark.parametrize(
-    ("wanted", "names", "taken"),
-    [
-        ("linux/amd64", ("linux/amd64/v3", "linux/amd64", "linux/arm64/v8"), "linux/amd64"),
-        ("linux/amd64", ("linux/amd64/v3", "linux/amd64/v1"), "linux/amd64/v1"),
-        ("linux/arm64", ("linux/arm64/v9", "linux/arm64/v8"), "linux/arm64/v8"),
-        ("linux/arm64/v8", ("linux/amd64", "linux/arm64"), "linux/arm64"),
-        ("linux/amd64/v3", ("linux/amd64", "linux/amd64/v3"), "linux/amd64/v3"),
-    ],
-)
-def test_the_platform_that_runtimes_take_is_taken_in_any_order(
-    wanted: str, names: tuple[str, ...], taken: str
-) -> None:
-    for order in itertools.permutations(names):
-        assert _choose("x", _index(order), wanted) == f"digest of {taken}"
-
-
-def test_what_no_runtime_would_take_is_not_taken() -> None:
-    with pytest.raises(PullError, match="none for linux/amd64; the registry has linux/amd64/v3"):
-        _choose("x", _index(("linux/amd64/v3",)), "linux/amd64")
+HOST = "registry.example"
+CONFIG = "application/vnd.oci.image.config.v1+json"
 
 
 @pytest.mark.parametrize(
@@ -122,19 +92,28 @@ class Servers:
 
         monkeypatch.setattr(RegistryClient, "stream", stream)
 
-    def has(self, host: str, layers: int) -> None:
-        """Give a registry the image with this many layers."""
+    def has(self, host: str, layers: int, platform: str = PLATFORM, tag: str = "1") -> str:
+        """Give a registry the image with this many layers; return its digest."""
         diff_ids = [f"sha256:{n:064}" for n in range(layers)]
-        config = json.dumps(
-            {"os": "linux", "architecture": "amd64", "rootfs": {"diff_ids": diff_ids}}
-        ).encode()
+        named = dict(zip(("os", "architecture", "variant"), platform.split("/"), strict=False))
+        config = json.dumps({**named, "rootfs": {"diff_ids": diff_ids}}).encode()
         digest = f"sha256:{hashlib.sha256(config).hexdigest()}"
-        manifest: dict[str, Any] = {
-            "config": {"digest": digest},
-            "layers": [{"digest": diff_id, "size": 1} for diff_id in diff_ids],
-        }
-        self.answers[host, "manifests/1"] = json.dumps(manifest).encode()
         self.answers[host, f"blobs/{digest}"] = config
+        return self.puts(
+            host,
+            {
+                "config": {"digest": digest, "mediaType": CONFIG},
+                "layers": [{"digest": diff_id, "size": 1} for diff_id in diff_ids],
+            },
+            tag,
+        )
+
+    def puts(self, host: str, document: Mapping[str, Any], tag: str = "1") -> str:
+        """Give a registry a manifest or an index; return its digest."""
+        data = json.dumps(document).encode()
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        self.answers[host, f"manifests/{tag}"] = self.answers[host, f"manifests/{digest}"] = data
+        return digest
 
 
 @pytest.fixture
@@ -212,3 +191,107 @@ def test_a_refusal_names_the_pause() -> None:
     refusal = "registry.example answered 429 Too Many; it asks for a pause of 100000 s"
     assert client.refusal(answer, b"") == refusal and classify(refusal) == "limited"
     assert client.refusal(response(429), b"") == "registry.example answered 429 Too Many"
+
+
+# -- indexes -----------------------------------------------------------------------------------------------------
+
+
+def _entries(servers: Servers, *platforms: str, unnamed: bool = False) -> list[dict[str, Any]]:
+    """Return an index's entries of images for these platforms; ``unnamed`` ones don't name theirs."""
+    entries = []
+    for platform in platforms:
+        named = dict(zip(("os", "architecture", "variant"), platform.split("/"), strict=False))
+        entry = {"digest": servers.has(HOST, 1, platform, "other")}
+        entries.append(entry if unnamed else {**entry, "platform": named})
+    return entries
+
+
+def _located(servers: Servers, entries: list[Any], platform: str = PLATFORM) -> str:
+    servers.puts(HOST, {"manifests": entries})
+    return locate(REF, platform, {}).manifest
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names", "taken"),
+    [
+        ("linux/amd64", ("linux/amd64/v3", "linux/amd64", "linux/arm64/v8"), "linux/amd64"),
+        ("linux/amd64", ("linux/amd64/v3", "linux/amd64/v1"), "linux/amd64/v1"),
+        ("linux/arm64", ("linux/arm64/v9", "linux/arm64/v8"), "linux/arm64/v8"),
+        ("linux/arm64/v8", ("linux/amd64", "linux/arm64"), "linux/arm64"),
+        ("linux/amd64/v3", ("linux/amd64", "linux/amd64/v3"), "linux/amd64/v3"),
+    ],
+)
+def test_the_platform_that_runtimes_take_is_taken_in_any_order(
+    servers: Servers, wanted: str, names: tuple[str, ...], taken: str
+) -> None:
+    entries = dict(zip(names, _entries(servers, *names), strict=True))
+    for order in itertools.permutations(entries.values()):
+        assert _located(servers, list(order), wanted) == entries[taken]["digest"]
+
+
+def test_what_no_runtime_would_take_is_not_taken(servers: Servers) -> None:
+    with pytest.raises(PullError, match="none for linux/amd64; the registry has linux/amd64/v3"):
+        _located(servers, _entries(servers, "linux/amd64/v3"))
+
+
+# What stands in an index beside an image that doesn't name its platform: an attestation, an image for another one, and
+# what isn't an image, such as a signature with an empty configuration.
+BESIDE: dict[str, list[dict[str, Any]]] = {
+    "nothing": [],
+    "an attestation": [{"platform": {"os": "unknown", "architecture": "unknown"}, "digest": "sha256:0"}],
+    "a null platform": [{"platform": {"os": "linux", "architecture": "arm64"}, "digest": "sha256:0"}],
+}
+
+
+@pytest.mark.parametrize("platform", [{}, {"platform": None}, {"platform": {}}])
+@pytest.mark.parametrize("beside", BESIDE)
+def test_an_entry_without_a_platform_is_what_its_configuration_says(
+    servers: Servers, beside: str, platform: dict[str, Any]
+) -> None:
+    (entry,) = _entries(servers, PLATFORM, unnamed=True)
+    others = _entries(servers, "linux/arm64", "windows/amd64", unnamed=True)
+    signature = {
+        "config": {"digest": "sha256:1", "mediaType": "application/vnd.oci.empty.v1+json"},
+        "layers": [],
+    }
+    nested = {"manifests": _entries(servers, "linux/s390x", unnamed=True)}
+    strange = [{"digest": servers.puts(HOST, document)} for document in (signature, nested)]
+    for order in itertools.permutations([{**entry, **platform}, *others, *strange, *BESIDE[beside]]):
+        assert _located(servers, list(order)) == entry["digest"]
+        assert _located(servers, [*order, *_entries(servers, PLATFORM)])
+
+
+def test_an_entry_that_names_the_platform_goes_before_one_that_does_not(servers: Servers) -> None:
+    (named,) = _entries(servers, "linux/amd64/v1")
+    assert _located(servers, [*_entries(servers, PLATFORM, unnamed=True), named]) == named["digest"]
+
+
+def test_an_index_in_an_index_is_looked_into(servers: Servers) -> None:
+    (entry,) = _entries(servers, PLATFORM)
+    inner = servers.puts(HOST, {"manifests": [entry]})
+    assert _located(servers, [{"digest": inner}]) == entry["digest"]
+    named = {"digest": inner, "platform": {"os": "linux", "architecture": "amd64"}}
+    assert _located(servers, [named]) == entry["digest"]
+
+
+def test_those_without_a_platform_are_counted(servers: Servers) -> None:
+    unnamed = _entries(servers, "linux/arm64", "linux/s390x", unnamed=True)
+    with pytest.raises(PullError, match="the registry has linux/arm/v7, 2 without a platform"):
+        _located(servers, [*unnamed, *_entries(servers, "linux/arm/v7")])
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"manifests": [None]},
+        {"manifests": [{}]},
+        {"manifests": [{"platform": "linux/amd64", "digest": "sha256:0"}]},
+        {"manifests": 7},
+        {"config": None, "layers": [1]},
+        {"config": {"digest": 5}, "layers": None},
+    ],
+)
+def test_a_malformed_document_is_an_error_of_the_image(servers: Servers, document: dict[str, Any]) -> None:
+    servers.puts(HOST, document)
+    with pytest.raises(PullError, match=f"^{REF}: |answered 404"):
+        locate(REF, PLATFORM, {})

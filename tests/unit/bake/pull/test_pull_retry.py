@@ -30,6 +30,13 @@ SAID: list[tuple[str, Class]] = [
     ('Get "https://r/v2/": unauthorized: authentication required', "permanent"),
     ("r/a:1: https://r/token answered 400: login refused", "permanent"),
     ("r/a:1: https://r/token answered 503 Service Unavailable", "transient"),
+    # Docker and containerd: too many layers, a hard link to a lower layer's file.
+    ("failed to register layer: max depth exceeded", "permanent"),
+    ("has 126 layers, and docker takes at most 125 layers", "permanent"),
+    ("failed to register layer: link /etc/below /etc/above: no such file or directory", "permanent"),
+    ("failed to extract layer sha256:1: failed to create hard link: no such file or directory", "permanent"),
+    ("failed to register layer: Error processing tar file(exit status 1): unexpected EOF", "transient"),
+    ("failed to register layer: write /usr/lib/x: no space left on device", "full"),
     ("no matching manifest for linux/arm64 in the manifest list entries", "permanent"),
     ("tls: failed to verify certificate: x509: certificate has expired or is not yet valid", "permanent"),
     ('Get "https://r/v2/a/blobs/sha256:1": stopped after 10 redirects', "permanent"),
