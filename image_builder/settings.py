@@ -22,6 +22,8 @@ CONFIGURATION = "ansible.cfg"
 # The user's own checks, and the file that says what breaks each.
 CHECKS, MUTATIONS = "checks", "mutations.yml"
 PROJECT_VARIABLE = "IMAGE_BUILDER_PROJECT"
+# The file with a repository's id, which is the same in every checkout and different in every other repository.
+REPOSITORY_ID = ".image-builder-id"
 
 
 def project_root() -> Path:
@@ -45,6 +47,14 @@ def project_root() -> Path:
             hint=f"chmod o-w {shlex.quote(str(here))}, or name it: {PROJECT_VARIABLE}={shlex.quote(str(here))}",
         )
     return here
+
+
+def repository_id(project: Path) -> str | None:
+    """Return the id that ``init`` wrote into a repository, or None if it has none."""
+    try:
+        return (project / REPOSITORY_ID).read_text("utf-8", "replace").strip() or None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def own_checks(project: Path) -> Path | None:

@@ -16,16 +16,17 @@ from typing import Any, Self
 
 from image_builder.bake import publish, space
 from image_builder.bake.executor import Build, fetch_locked, missing, run_all
-from image_builder.bake.lock.model import Lock, LockedImage
+from image_builder.bake.lock.model import Lock
 from image_builder.bake.lock.requirements import node_network
-from image_builder.bake.lock.resolve import lock_images, remembered_lock, resolve_lock
+from image_builder.bake.lock.resolve import earlier_lock, lock_images, remembered_lock, resolve_lock
 from image_builder.bake.plan.model import Plan, StagePlan
 from image_builder.bake.plan.resolve import kinds, requirements, resolve, supplier_plan
 from image_builder.bake.pull.network import Endpoints
+from image_builder.bake.records import note_foreign, other_owner, remember, still_meant
 from image_builder.bake.stages import preload
 from image_builder.bake.stages.convert import CONVERT
 from image_builder.bake.stages.disk import DISK
-from image_builder.bake.stages.kind import Extensions, Supplier
+from image_builder.bake.stages.kind import Extensions
 from image_builder.bake.store import Store
 from image_builder.definition import ImageDefinition
 from image_builder.errors import LockError, UsageError
@@ -63,8 +64,8 @@ def obtain_lock(
 
     This is ``file`` if given; otherwise the lock of the image's last build if it still fits the definition; otherwise a
     new one that differs from that lock only as far as the definition does. Without ``file``, images that aren't locked
-    yet stay unlocked if a supplier has to serve first. Raises LockError when ``file`` doesn't fit, or a lock is
-    damaged.
+    yet stay unlocked if a supplier has to serve first. What the store remembers stays as it is. Raises LockError when
+    ``file`` doesn't fit, or a lock is damaged.
     """
     needs = requirements(definition, extensions)
     if file:
@@ -78,24 +79,18 @@ def obtain_lock(
                 hint="make a new one: image-builder lock",
             )
         return lock
-    remembered = remembered_lock(settings, definition.record_name)
-    try:
-        _adopt(definition, settings, monitor)
-        earlier = Lock.remembered(remembered)
-    except PermissionError:  # `plan` as an ordinary user
-        earlier = Lock.remembered(remembered) or Lock.remembered(remembered_lock(settings, definition.name))
-    if earlier and not needs.misfit(earlier):
-        lock = earlier
+    note_foreign(definition, needs, settings, monitor)
+    earlier, _ = earlier_lock(definition.record_names, settings)
+    if earlier and not needs.misfit(part := needs.part_of(earlier)):
+        lock = part
     else:
-        host.check_writable(settings.store)  # the files that the lock names are fetched into it
+        host.check_writable(settings.store)  # package indices are read into it
         lock = resolve_lock(definition, needs, settings, monitor, earlier)
         if earlier:  # a changed package is no reason to resolve the tags again
-            images = _still_meant(earlier, lock, extensions.supplier)
+            images = still_meant(earlier, lock, extensions.supplier)
             lock = lock.model_copy(update={"images": images, "left_out": earlier.left_out})
-        lock.save(remembered)
     if needs.unlocked_images(lock) and not extensions.supplier.serves(definition):
         lock = lock_images(definition, lock, {}, monitor)
-        lock.save(remembered)
     refs = {image.ref for image in definition.preload}
     return lock.model_copy(
         update={
@@ -103,19 +98,6 @@ def obtain_lock(
             "left_out": [ref for ref in lock.left_out if ref in refs],
         }
     )
-
-
-def _adopt(definition: ImageDefinition, settings: Settings, monitor: Monitor) -> None:
-    if Store(settings.store).adopt(definition.record_name):
-        inventory = os.fspath(definition.inventory_paths[0])
-        monitor.note(f"the lock and the builds remembered of {definition.name} are now those of {inventory}")
-
-
-def _still_meant(earlier: Lock, lock: Lock, supplier: Supplier) -> list[LockedImage]:
-    """Return an earlier lock's images that are still valid: a supplier's change with the packages they are made of."""
-    name = supplier.kind.name
-    same = earlier.groups.get(name) == lock.groups.get(name)
-    return [image for image in earlier.images if same or not supplier.has(image.ref)]
 
 
 def make_plan(definition: ImageDefinition, lock: Lock, settings: Settings, extensions: Extensions) -> Plan:
@@ -130,15 +112,20 @@ def make_plan(definition: ImageDefinition, lock: Lock, settings: Settings, exten
 def make_lock(
     definition: ImageDefinition, settings: Settings, monitor: Monitor, extensions: Extensions
 ) -> Lock:
-    """Resolve everything again, container images too. Runs in the namespace: the supplier may have to serve."""
+    """Resolve everything again, container images too, and remember it for the next builds.
+
+    Runs in the namespace: the supplier may have to serve.
+    """
     store = Store(settings.store)
     store.prepare()
-    _adopt(definition, settings, monitor)
-    lock = resolve_lock(definition, requirements(definition, extensions), settings, monitor)
-    if not definition.preload:
-        return lock
-    with supplied(definition, lock, settings, monitor, extensions) as supply:
-        return lock_images(definition, lock, supply.endpoints(), monitor)
+    needs = requirements(definition, extensions)
+    note_foreign(definition, needs, settings, monitor)
+    lock = resolve_lock(definition, needs, settings, monitor)
+    if definition.preload:
+        with supplied(definition, lock, settings, monitor, extensions) as supply:
+            lock = lock_images(definition, lock, supply.endpoints(), monitor)
+    remember(definition, needs, lock, settings, extensions.supplier, monitor, resolved_on_request=True)
+    return lock
 
 
 class Supply:
@@ -217,30 +204,37 @@ def build(
     store.prepare()
     cgroups.reap()
     lock = obtain_lock(definition, settings, monitor, extensions, locked)
-    remembered = remembered_lock(settings, definition.record_name)
+    needs = requirements(definition, extensions)
     with supplied(definition, lock, settings, monitor, extensions) as supply:
-        if requirements(definition, extensions).unlocked_images(lock):
+        if needs.unlocked_images(lock):
             lock = lock_images(definition, lock, supply.endpoints(), monitor)
-            lock.save(remembered)
         plan = make_plan(definition, lock, settings, extensions)
+        goals = _goals(plan, extensions, stop_after)
+        if locked:
+            owned = not other_owner(definition, needs, settings)
+        else:
+            owned = remember(definition, needs, lock, settings, extensions.supplier, monitor)
         for warning in plan.warnings:
             monitor.note(f"warning: {warning}")
         for ref, reason in _left_out(definition, lock, plan, store).items():
             monitor.note(f"left out, it is not required: {ref}: {reason}")
         work = replace(supply.work, lock=lock, shell=shell)
-        todo = missing(plan, store, _goals(plan, extensions, stop_after))
+        todo = missing(plan, store, goals)
         monitor.stages_planned(
             [(s.name, s.id, s not in todo) for s in plan.stages if s in todo or store.has(s.id)]
         )
         make(work, todo, supply)
-        if not stop_after:
-            store.record(definition.record_name, [s.id for s in plan.stages if store.has(s.id)])
+        if owned and not stop_after:
+            name, *former = definition.record_names
+            store.record(name, [s.id for s in plan.stages if store.has(s.id)], former)
         summary = [_summary(work, s) for s in plan.stages if store.has(s.id)]
         artefact = (
             None if stop_after else publish.publish(definition, lock, plan, store, settings, summary, monitor)
         )
     seconds = time.monotonic() - started
-    saved = artefact / "lock.json" if artefact else locked or remembered
+    saved = (
+        artefact / "lock.json" if artefact else locked or remembered_lock(settings, definition.record_name)
+    )
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return BuildResult(definition.name, plan.build_id, summary, seconds, peak_mib, artefact, saved)
 

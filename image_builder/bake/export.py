@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 
 from image_builder.bake import space, tree_manifest
 from image_builder.bake.lock.model import Lock, Sha256
-from image_builder.bake.lock.resolve import remembered_lock
+from image_builder.bake.lock.resolve import earlier_lock
 from image_builder.bake.plan.model import StagePlan
 from image_builder.bake.stages import layer, preload
 from image_builder.bake.stages.kind import MIB, StageKind
@@ -113,7 +113,7 @@ class Transfer:
 
 
 def export(
-    images: Sequence[str],
+    images: Mapping[str, Sequence[str]],
     directory: Path,
     settings: Settings,
     kinds: Mapping[str, StageKind],
@@ -121,7 +121,7 @@ def export(
     *,
     everything: bool = False,
 ) -> Transfer:
-    """Export the last builds of ``images``, each given by its ``record_name``, to ``directory``.
+    """Export the last builds of ``images`` (each one's ``record_name`` -> its former names) to ``directory``.
 
     With ``everything``, export all stages of these builds and everything that their locks name; otherwise only what
     ``required`` returns. Raises UsageError if the directory holds anything else, StoreError if an image was never built
@@ -129,13 +129,13 @@ def export(
     """
     store = Store(settings.store)
     with store.in_use():
-        builds = {image: store.last_build(image) for image in images}
+        builds = {image: store.last_build(image, *former) for image, former in images.items()}
         if unbuilt := sorted(image for image, build in builds.items() if not build):
             raise StoreError(
                 f"the store {store.path} has no build of {', '.join(unbuilt)}",
                 hint="build it first; the inventories must be the same",
             )
-        locks = {image: Lock.remembered(remembered_lock(settings, image)) for image in images}
+        locks = {image: earlier_lock([image, *former], settings)[0] for image, former in images.items()}
         with _own(directory), shown_stage(monitor, "export"):
             return _export(builds, locks, directory, store, kinds, monitor, everything=everything)
 

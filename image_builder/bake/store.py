@@ -18,7 +18,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,35 +259,29 @@ class Store:
 
     # -- garbage -----------------------------------------------------------------------------------------
 
-    def record(self, image: str, ids: list[str]) -> None:
+    def record(self, image: str, ids: list[str], former: Iterable[str] = ()) -> None:
         """Record the stages of an image's build; ``gc`` keeps those of the last builds of each image.
 
-        ``image`` is a definition's ``record_name``, or a name that isn't in any inventory.
+        ``image`` is a definition's ``record_name``, or a name that isn't in any inventory. If nothing is recorded of
+        it, it gets what is recorded under the first of its ``former`` names.
         """
         path = self.path / "locks" / f"{image}.builds"
         # No image's name can make this one of the store's own locks, which the caller may hold.
         with _flock(path.with_name(f".{path.name}.lock"), fcntl.LOCK_EX):
+            for name in former:
+                with suppress(FileNotFoundError, FileExistsError):
+                    node_files.rename_new(path.with_name(f"{name}.builds"), path)
             builds = [b for b in _builds(path) if b != ids] + [ids]
             node_files.write(path, json.dumps(builds[-50:]).encode())
 
-    def adopt(self, name: str) -> bool:
-        """Give an image the records under its bare name, which date from before inventories were part of the key.
+    def last_build(self, *names: str) -> dict[str, dict[str, Any]]:
+        """Return the meta of the stages of an image's last build, by name, except for stages collected since then.
 
-        ``name`` is a definition's ``record_name``. The first image to ask gets them, and keeps any it already has.
+        ``names`` are the image's record name and its former ones: the first one with a build counts.
         """
-        locks, image = self.path / "locks", name.partition("@")[0]
-        adopted = False
-        for suffix in (".lock.json", ".builds"):
-            with suppress(FileNotFoundError, FileExistsError):
-                node_files.rename_new(locks / f"{image}{suffix}", locks / f"{name}{suffix}")
-                adopted = True
-        if adopted:
-            node_files.sync_directory(locks)
-        return adopted
-
-    def last_build(self, image: str) -> dict[str, dict[str, Any]]:
-        """Return the meta of the stages of an image's last build, by name, except for stages collected since then."""
-        last = _builds(self.path / "locks" / f"{image}.builds")[-1:]
+        last = next(
+            filter(None, (_builds(self.path / "locks" / f"{name}.builds")[-1:] for name in names)), []
+        )
         return {meta["name"]: meta for ids in last for meta in (self.meta(i) for i in ids if self.has(i))}
 
     def gc(

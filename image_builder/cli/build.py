@@ -114,7 +114,6 @@ def lock(
     """
     from image_builder.bake.build import make_lock
     from image_builder.bake.lock.model import Lock
-    from image_builder.bake.lock.resolve import remembered_lock
     from image_builder.errors import UsageError
     from image_builder.system import host
 
@@ -130,7 +129,6 @@ def lock(
     with render.monitor(f"lock {image}") as monitor:
         new_lock = make_lock(definition, settings, monitor, extensions())
     new_lock.save(path)
-    new_lock.save(remembered_lock(settings, definition.record_name))
     changes = _changed_packages(before, new_lock) if before else []
     packages = sum(len(g.packages) for g in new_lock.groups.values())
     images = f", {len(new_lock.images)} container images" if new_lock.images else ""
@@ -201,7 +199,7 @@ def plan(
     text, result = [columns(rows)], resolved.as_json()
     result["stored"] = [s.name for s in resolved.stages if s.id in stored]
     if explain:
-        before = kept_stages.last_build(definition.record_name)
+        before = kept_stages.last_build(*definition.record_names)
         why = reasons(resolved, before, stored)
         result["reasons"] = {r.stage: list(r.changes) for r in why}
         text += ["", *(f"{r.stage}: {c}" for r in why for c in r.changes)]

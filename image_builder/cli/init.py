@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import uuid
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 
 from image_builder.cli.command import AsJson, completion, register, show
 from image_builder.errors import UsageError
-from image_builder.settings import REPO_ROOT
+from image_builder.settings import REPO_ROOT, REPOSITORY_ID
 
 TEMPLATE = Path(__file__).parent / "project"
 # A folder for each CI service, with the file that tells the service what to run.
@@ -60,6 +61,7 @@ def init(
             shutil.copytree(
                 template, target, dirs_exist_ok=True, copy_function=shutil.copyfile, ignore=leftovers
             )
+        (target / REPOSITORY_ID).write_text(f"{uuid.uuid4()}\n", encoding="utf-8")
     except shutil.Error as error:
         raise UsageError(f"can't write {target}: {error.args[0][0][2]}") from error
     except OSError as error:

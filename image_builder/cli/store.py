@@ -122,16 +122,20 @@ def export(
     """
     from image_builder.bake import export as exporting
     from image_builder.bake.plan.resolve import kinds
-    from image_builder.definition.model import record_name
+    from image_builder.bake.records import living_owner
+    from image_builder.definition.model import record_names
     from image_builder.settings import project_root
 
     _existing_store(store)
-    paths, project = inventory_paths(inventory), project_root()
+    paths, project, settings = inventory_paths(inventory), project_root(), host_settings(store)
+    names = [record_names(image, paths, project) for image in images]
     with render.monitor(f"export {' '.join(images)}") as monitor:
+        for other in {living_owner(name, project, settings) for name, *_ in names} - {None}:
+            monitor.note(f"{other} has the same id as this repository: the builds of both count")
         transfer = exporting.export(
-            [record_name(image, paths, project) for image in images],
+            {name: former for name, *former in names},
             directory.absolute(),
-            host_settings(store),
+            settings,
             kinds(extensions()),
             monitor,
             everything=everything,

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from image_builder.canonical import JSON
-from image_builder.settings import REPO_ROOT, ansible_config, own_checks
+from image_builder.settings import REPO_ROOT, ansible_config, own_checks, repository_id
 from image_builder.strict_yaml import Strict
 from image_builder.text import did_you_mean
 
@@ -341,18 +341,33 @@ BUILDER_NAMES = frozenset(BuilderVariables.model_fields)
 NOT_FOR_ROLES = frozenset({"image_gallery", "image_preload", "image_preload_mode", "image_pull"})
 
 
-def record_name(image: str, inventories: Sequence[Path], project: Path) -> str:
-    """Return the name under which a store keeps an image's lock and builds: ``worker@lab-1b9d6bcd``.
+def record_names(image: str, inventories: Sequence[Path], project: Path) -> tuple[str, ...]:
+    """Return the name under which a store keeps an image's lock and builds (``worker@lab-1b9d6bcd``), then its former
+    names.
 
-    It includes a hash of the inventories' paths, because other inventories may have an image of the same name. For
-    inventories of the project it is the same in every checkout.
+    It includes a hash of the inventories' paths, because other inventories may have an image of the same name, and of
+    the repository: of its id, so that the name is the same in every checkout, or else of its path. This program's own
+    checkouts count as one repository. A repository without an id had a name without its path before, and one that gets
+    an id had one with it.
     """
     root = project.resolve()
     places = [path.resolve() for path in inventories]
-    named = [path.relative_to(root) if path.is_relative_to(root) else path for path in places]
-    digest = hashlib.sha256(b"\0".join(os.fsencode(path) for path in named)).hexdigest()
+    named = [os.fsencode(path.relative_to(root) if path.is_relative_to(root) else path) for path in places]
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", places[0].name)[:40]
-    return f"{image}@{readable}-{digest[:8]}"
+
+    def name(*repository: bytes) -> str:
+        digest = hashlib.sha256(b"\0".join([*named, *repository])).hexdigest()
+        return f"{image}@{readable}-{digest[:8]}"
+
+    if root == REPO_ROOT:
+        return name(), image
+    by_path = name(b"", os.fsencode(root))
+    return (name(b"", key.encode()), by_path) if (key := repository_id(root)) else (by_path, name(), image)
+
+
+def record_name(image: str, inventories: Sequence[Path], project: Path) -> str:
+    """Return the name under which a store keeps an image's lock and builds now."""
+    return record_names(image, inventories, project)[0]
 
 
 @dataclass(frozen=True)
@@ -406,7 +421,12 @@ class ImageDefinition:
     @property
     def record_name(self) -> str:
         """Return the name under which the store remembers the image's lock and builds."""
-        return record_name(self.name, self.inventory_paths, self.roots[0])
+        return self.record_names[0]
+
+    @property
+    def record_names(self) -> tuple[str, ...]:
+        """Return that name and, after it, the image's former ones."""
+        return record_names(self.name, self.inventory_paths, self.roots[0])
 
     @property
     def repo_root(self) -> Path:

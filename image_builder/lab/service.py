@@ -19,6 +19,8 @@ from pathlib import Path
 import urllib3
 
 from image_builder.bake.build import obtain_lock, supplied
+from image_builder.bake.plan.resolve import requirements
+from image_builder.bake.records import remember
 from image_builder.bake.stages.kind import Extensions
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
@@ -144,6 +146,8 @@ def serve(definition: ImageDefinition, settings: Settings, monitor: Monitor, ext
     Store(settings.store).prepare()
     with listening(signal.SIGTERM, signal.SIGINT) as wait:
         lock = obtain_lock(definition, settings, monitor, extensions)
+        needs = requirements(definition, extensions)
+        remember(definition, needs, lock, settings, extensions.supplier, monitor)
         with supplied(definition, lock, settings, monitor, extensions) as supply:
             endpoint = supply.endpoints()[HOST]
             _PLACE.mkdir(mode=0o755, exist_ok=True)

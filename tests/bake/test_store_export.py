@@ -97,7 +97,7 @@ def blank(tmp_path: Path) -> Store:
 def _export(settings: Settings, directory: Path) -> exporting.Transfer:
     from image_builder.bake.plan.resolve import kinds
 
-    return exporting.export([IMAGE], directory, settings, kinds(), Monitor())
+    return exporting.export({IMAGE: ()}, directory, settings, kinds(), Monitor())
 
 
 def _times(directory: Path) -> dict[str, tuple[int, int]]:

@@ -125,9 +125,14 @@ class Question(Strict):
 
 
 class LockedGroup(Question):
-    """The packages that one stage installs: the request, and everything that it resolved to."""
+    """The packages that one stage installs: the request, and everything that it resolved to.
+
+    ``below`` is the digest of the groups that it was resolved on top of (see ``Lock.digest_of``); earlier versions
+    didn't lock it.
+    """
 
     packages: list[LockedPackage]
+    below: Sha256 | None = None
 
     @property
     def digest(self) -> str:
@@ -204,6 +209,10 @@ class Lock(Strict):
                 f"the lock of {self.image} has no packages for stage {name}",
                 hint="make a new one: image-builder lock",
             ) from None
+
+    def digest_of(self, names: Sequence[str]) -> str:
+        """Return the digest of the packages of groups, in the order in which they are installed."""
+        return digest([self.groups[name].digest for name in names])
 
     def misfit(
         self,

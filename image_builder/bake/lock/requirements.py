@@ -10,6 +10,7 @@ from typing import Any
 
 from image_builder.bake.lock.model import Lock, LockedArchive, Question
 from image_builder.bake.pull.network import Mirror, Network
+from image_builder.canonical import digest
 from image_builder.definition import ImageDefinition, Repository, resolved_variables
 from image_builder.system.web import Outbound
 
@@ -81,7 +82,37 @@ class Requirements:
     def misfit(self, lock: Lock) -> list[str]:
         """Return why ``lock`` doesn't meet these requirements, apart from images: one sentence per difference."""
         questions = {name: group.question for name, group in self.groups.items()}
-        return lock.misfit(questions, self.sources, self.all_archives)
+        reasons = lock.misfit(questions, self.sources, self.all_archives)
+        return reasons or [
+            f"{name}: locked on top of other packages"
+            for name in self.groups
+            if not self.is_based(lock, name)
+        ]
+
+    def below(self, name: str) -> list[str]:
+        """Return the groups that a group is installed on, lowest first."""
+        after = self.groups[name].after
+        return [*self.below(after), after] if after else []
+
+    def is_based(self, lock: Lock, name: str) -> bool:
+        """Return whether a group of ``lock`` was resolved on top of the groups that it is installed on here."""
+        return lock.groups[name].below in (None, lock.digest_of(self.below(name)))
+
+    def part_of(self, lock: Lock) -> Lock:
+        """Return ``lock`` without the groups and source packages that aren't required."""
+        groups = {name: group for name, group in lock.groups.items() if name in self.groups}
+        sources = {name: source for name, source in lock.sources.items() if name in self.sources}
+        return lock.model_copy(update={"groups": groups, "sources": sources})
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of everything that is required, in hex."""
+        groups = {
+            name: [group.after, sorted(group.sources), group.question.model_dump()]
+            for name, group in self.groups.items()
+        }
+        archives = sorted(archive.sha256 for archive in self.all_archives)
+        return digest([groups, archives, sorted(self.preload), sorted(self.optional)])
 
 
 def node_network(definition: ImageDefinition) -> Network:
@@ -116,5 +147,5 @@ def _line(repository: Repository) -> str:
     key = repository.signed_by.encode()
     if "BEGIN PGP" not in repository.signed_by and Path(repository.signed_by).is_file():
         key = Path(repository.signed_by).read_bytes()
-    digest = hashlib.sha256(key).hexdigest()[:16]
-    return " ".join([*repository.uris, *repository.suites, *repository.components, f"[key {digest}]"])
+    of_key = hashlib.sha256(key).hexdigest()[:16]
+    return " ".join([*repository.uris, *repository.suites, *repository.components, f"[key {of_key}]"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from image_builder.bake.pull.model import MOST_LAYERS, too_deep
 from image_builder.bake.pull.network import Endpoints, Mirrors
 from image_builder.bake.pull.registry import locate
 from image_builder.bake.store import Store
+from image_builder.canonical import digest
 from image_builder.definition import ImageDefinition, resolved_variables
 from image_builder.errors import DefinitionError, FetchError, LockError, Problem, PullError
 from image_builder.events import Monitor, shown_stage
@@ -44,7 +45,7 @@ def resolve_lock(
     store.prepare()
     with shown_stage(monitor, "lock"), store.staging() as staging:
         lock = _resolve(definition, needs, settings, monitor, staging, previous)
-    before = _remembered(remembered_lock(settings, definition.record_name))
+    before = _remembered(definition, settings)
     for warning in (*lock.warnings, *(lock.older_than(before) if before else ())):
         monitor.note(f"warning: {warning}")
     return _with_the_date_of(lock, before)
@@ -109,10 +110,21 @@ def remembered_lock(settings: Settings, name: str) -> Path:
     return settings.store / "locks" / f"{name}.lock.json"
 
 
-def _remembered(path: Path) -> Lock | None:
+def earlier_lock(names: Sequence[str], settings: Settings) -> tuple[Lock | None, str]:
+    """Return the lock that the store remembers under the first of an image's record ``names``, and that name.
+
+    Returns None and the first name if there is no lock. Raises LockError if it is damaged.
+    """
+    for name in names:
+        if lock := Lock.remembered(remembered_lock(settings, name)):
+            return lock, name
+    return None, names[0]
+
+
+def _remembered(definition: ImageDefinition, settings: Settings) -> Lock | None:
     try:
-        return Lock.load(path)
-    except LockError:  # none yet; or a damaged one, which the new one replaces
+        return earlier_lock(definition.record_names, settings)[0]
+    except LockError:  # a damaged one, which the new one replaces
         return None
 
 
@@ -173,7 +185,7 @@ def _resolve(
                 groups[name] = reused[name]
             else:
                 monitor.stage_doing("lock", f"resolving the packages of {name}")
-                groups[name] = _group(apt, needs.groups[name])
+                groups[name] = _group(apt, needs.groups[name], [groups[n] for n in needs.below(name)])
         for name in source_names:
             version, files = apt.source(name)
             sources[name] = LockedSource(suite=first.suite, version=version, files=files)
@@ -206,7 +218,9 @@ def _reusable(chain: list[str], needs: Requirements, previous: Lock | None) -> d
         group = previous.groups.get(name)
         if group is None or group.differences(needs.groups[name].question):
             break
-        if any(package.repository in lost for package in group.packages):
+        if any(package.repository in lost for package in group.packages) or not needs.is_based(
+            previous, name
+        ):
             break
         reusable[name] = group
     return reusable
@@ -249,7 +263,7 @@ def _chains(needs: Requirements) -> list[list[str]]:
     return chains
 
 
-def _group(apt: Apt, group: Group) -> LockedGroup:
+def _group(apt: Apt, group: Group, below: Sequence[LockedGroup]) -> LockedGroup:
     names = list(group.names)
     packages: list[LockedPackage] = []
     if group.alone:
@@ -258,7 +272,9 @@ def _group(apt: Apt, group: Group) -> LockedGroup:
         packages += apt.install(["?essential", "apt", *names])
     elif names:
         packages += apt.install(names)
-    return LockedGroup(**group.question.model_dump(), packages=packages)
+    return LockedGroup(
+        **group.question.model_dump(), packages=packages, below=digest([locked.digest for locked in below])
+    )
 
 
 def _sources(

@@ -19,7 +19,8 @@ from image_builder.bake.lock.apt import Apt, debian_sources
 from image_builder.bake.lock.model import Lock, LockedGroup
 from image_builder.bake.lock.requirements import Group, keyring
 from image_builder.bake.lock.resolve import remembered_lock
-from image_builder.bake.plan.resolve import kinds
+from image_builder.bake.plan.resolve import kinds, requirements
+from image_builder.bake.records import remember
 from image_builder.bake.stages import go, root
 from image_builder.bake.stages.kind import Draft
 from image_builder.bake.store import Store
@@ -85,6 +86,8 @@ def _make(
     store = Store(settings.store)
     store.prepare()
     shared = obtain_lock(definition, settings, monitor, extensions())
+    needs = requirements(definition, extensions())
+    remember(definition, needs, shared, settings, extensions().supplier, monitor)
     with store.in_use(), store.staging() as staging:
         lock = _lock(definition, shared, settings, staging)
         draft = Draft(definition, lock, settings.repo_root, kinds())

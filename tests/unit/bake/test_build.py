@@ -27,7 +27,7 @@ from image_builder.bake.pull.network import Endpoint
 from image_builder.bake.store import Store
 from image_builder.canonical import JSON
 from image_builder.cli.command import extensions
-from image_builder.definition import ImageDefinition, load_inventory
+from image_builder.definition import ImageDefinition, load_inventory, model
 from image_builder.definition.model import PreloadedImage, record_name
 from image_builder.events import Monitor
 from image_builder.settings import REPO_ROOT, Settings
@@ -90,39 +90,18 @@ def test_each_inventory_has_locks_of_its_own(tmp_path: Path) -> None:
     assert (_version(mine, settings), _version(other, settings)) == ("1", "2")
 
 
-def test_the_projects_inventories_are_the_same_in_every_checkout(tmp_path: Path) -> None:
+def test_the_projects_inventories_are_the_same_in_every_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = shipped("lab").define("minimal").record_name
     checkout = tmp_path / "checkout"
+    monkeypatch.setattr(model, "REPO_ROOT", checkout)
     (checkout / "inventories/lab").mkdir(parents=True)
     assert record_name("minimal", [checkout / "inventories/lab"], checkout) == here
     (tmp_path / "link").symlink_to(checkout / "inventories/lab")
     assert record_name("minimal", [tmp_path / "link"], checkout) == here
     assert record_name("minimal", [tmp_path / "link"], REPO_ROOT) != here
     assert record_name("minimal", [checkout / "inventories/lab", tmp_path], checkout) != here
-
-
-def test_a_lock_of_before_inventories_counted_goes_to_who_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = Settings(store=tmp_path / "store")
-    Store(settings.store).prepare()
-    definition = _minimal(tmp_path / "mine/lab")
-    older = settings.store / "locks/minimal.lock.json"
-    _fitting(definition, "1").save(older)
-    notes: list[str] = []
-    monitor = Monitor()
-    monkeypatch.setattr(monitor, "note", notes.append)
-    with monkeypatch.context() as ordinary_user:
-        ordinary_user.setattr(Store, "adopt", _refuse)
-        assert _version(definition, settings) == "1" and older.exists()
-    lock = building.obtain_lock(definition, settings, monitor, extensions())
-    assert lock.group("base").packages[0].version == "1" and not older.exists()
-    assert notes == [f"the lock and the builds remembered of minimal are now those of {tmp_path}/mine/lab"]
-    assert _version(definition, settings) == "1"
-
-
-def _refuse(*_: object) -> bool:
-    raise PermissionError
 
 
 def test_what_a_supplier_made_is_served_once_for_a_build(

@@ -210,19 +210,18 @@ def test_gc_is_not_held_up_by_a_record_that_can_not_be_read(store: Store) -> Non
 
 def test_an_image_takes_over_what_was_remembered_by_its_name_only(store: Store) -> None:
     """The first inventory with an image of that name takes it over; nothing of its own is replaced."""
-    shared, mine = (_commit(store, option=name) for name in ("shared", "mine"))
+    shared, following = (_commit(store, option=name) for name in ("shared", "following"))
     store.record("worker", [shared.id])
-    (store.path / "locks/worker.lock.json").write_text("{}")
-    assert store.adopt("worker@lab-1b9d6bcd")
-    assert list(store.last_build("worker@lab-1b9d6bcd")) == ["base"]
-    names = ("worker@lab-1b9d6bcd.builds", "worker@lab-1b9d6bcd.lock.json")
-    assert tuple(sorted(p.name for p in store.path.glob("locks/worker*"))) == names
-    assert not store.adopt("worker@mine-5c1e0d7a") and not store.adopt("worker@lab-1b9d6bcd")
-    store.record("worker@mine-5c1e0d7a", [mine.id])
+    assert list(store.last_build("worker@lab-1b9d6bcd", "worker")) == ["base"]
+    store.record("worker@lab-1b9d6bcd", [following.id], ["worker"])
+    assert [p.name for p in store.path.glob("locks/worker*")] == ["worker@lab-1b9d6bcd.builds"]
+    assert store.gc(keep=2)[0] == []  # what it took over counts
+    mine = _commit(store, option="mine")
+    store.record("worker@mine-5c1e0d7a", [mine.id], ["worker"])
     store.record("worker", [shared.id])  # an older version of this program
-    assert not store.adopt("worker@mine-5c1e0d7a")
+    store.record("worker@mine-5c1e0d7a", [mine.id], ["worker"])
     assert store.gc(keep=1)[0] == []
-    assert {i["id"] for i in store.last_build("worker@mine-5c1e0d7a").values()} == {mine.id}
+    assert {i["id"] for i in store.last_build("worker@mine-5c1e0d7a", "worker").values()} == {mine.id}
 
 
 @pytest.mark.parametrize("image", ["store", "staging"])
