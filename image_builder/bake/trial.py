@@ -31,10 +31,16 @@ _POLL_SECONDS = 0.02
 _STARTED = {"kubelet": "Started kubelet", "dockerd": "Loading containers: start"}
 # What programs say of the machine rather than of their configuration.
 _THIS_MACHINE = re.compile(
-    r"cgroup|/proc/sys|/dev/kmsg|running with swap|NUMA|kernel flag"
-    r"|reserved-?cpus.*(?:available|exceed|offline)|not enough (?:cpus|memory)|Cannot connect to the Docker daemon",
-    re.IGNORECASE,
+    r"online-cpus|required amount of CPUs|NUMA nodes?\b|/sys/fs/cgroup|/proc/sys|/dev/kmsg|running with swap"
+    r"|cgroups? (?:v1|controllers|subsystem|mount)|Cannot connect to the Docker daemon",
 )
+# Settings of the kubelet that only the right machine can judge: without them, the trial goes on to all others.
+_OF_A_MACHINE = (
+    *("cgroupRoot", "cpuManagerPolicy", "cpuManagerPolicyOptions", "memoryManagerPolicy", "reservedMemory"),
+    *("reservedSystemCPUs", "topologyManagerPolicy", "topologyManagerPolicyOptions"),
+)
+# What a kubelet says of settings that it goes on without.
+_IGNORED = re.compile(r"Invalid clusterDNS.*|strict decoding error: .*|unrecognized feature gate: \S+")
 _UNITS = (
     "etc/systemd/system",
     "usr/local/lib/systemd/system",
@@ -86,8 +92,9 @@ class Refusal:
     status: int | None = None
 
     def __str__(self) -> str:
-        how = "goes on without it" if self.status is None else f"exit status {self.status}"
-        return f"{self.program} refuses it ({how}): {self.sentence}"
+        if self.status is None:
+            return f"{self.program} goes on without it: {self.sentence}"
+        return f"{self.program} refuses it (exit status {self.status}): {self.sentence}"
 
 
 @dataclass(frozen=True)
@@ -110,9 +117,7 @@ def hold(lowers: Sequence[Path], work: Path, log: Path) -> list[Refusal]:
 def ask(root: Root, log: Path) -> Iterator[Refusal]:
     """Yield what the programs in an open root refuse. The root has no network, and is changed."""
     engine, docker, kubelet = (read_unit(root.path, name) for name in ("containerd", "docker", "kubelet"))
-    folder = root.path / "run/trial"
-    folder.mkdir(exist_ok=True)
-    (folder / "swaps").write_text("Filename\tType\tSize\tUsed\tPriority\n", encoding="utf-8")
+    prepare(root)
     with ExitStack() as running:
         if engine:
             yield from running.enter_context(containerd(root, engine, log))
@@ -121,8 +126,15 @@ def ask(root: Root, log: Path) -> Iterator[Refusal]:
         if kubelet:
             endpoint = runtime_endpoint(root, kubelet)
             if engine and endpoint and not (root.path / endpoint.lstrip("/")).exists():
-                running.enter_context(_stand_in(root, engine, endpoint, log))
+                running.enter_context(runtime(root, engine, endpoint, log))
             yield from ask_kubelet(root, kubelet, log)
+
+
+def prepare(root: Root) -> None:
+    """Write what programs are shown instead of this machine's: no swap, and no messages of the kernel."""
+    (root.path / "run/trial").mkdir(exist_ok=True)
+    (root.path / "run/trial/swaps").write_text("Filename\tType\tSize\tUsed\tPriority\n", encoding="utf-8")
+    (root.path / "dev/kmsg").touch()
 
 
 # -- units -----------------------------------------------------------------------------------------------------
@@ -232,8 +244,11 @@ def _reason_of_containerd(said: str) -> str:
 
 
 @contextmanager
-def _stand_in(root: Root, unit: Unit, endpoint: str, log: Path) -> Iterator[None]:
-    """Serve the CRI at an address where a node has another program do that: with the image's containerd."""
+def runtime(root: Root, unit: Unit, endpoint: str, log: Path) -> Iterator[None]:
+    """Serve the CRI at a kubelet's address, if it has one: the image's containerd, with its default configuration."""
+    if not endpoint:
+        yield
+        return
     file = root.path / "run/trial/stand-in.toml"
     text = (
         f'version = 2\nroot = "/run/trial/root"\nstate = "/run/trial/state"\n[grpc]\naddress = "{endpoint}"\n'
@@ -315,8 +330,18 @@ def _kubelet_configuration(root: Root, unit: Unit) -> Mapping[str, Any]:
 def ask_kubelet(root: Root, unit: Unit, log: Path) -> list[Refusal]:
     """Return what the kubelet refuses, with its unit's flags; ``runtime_endpoint`` should be served."""
     _join(root, unit)
+    file = _flag(unit, "config")
     status, said = _start(root, "kubelet", unit.argv, unit.environment, log)
-    return _refusals("kubelet", _flag(unit, "config"), _reason_of_kubelet(said), status)
+    sentence = _reason_of_kubelet(said)
+    if status is not None and _THIS_MACHINE.search(sentence):
+        config = {k: v for k, v in _kubelet_configuration(root, unit).items() if k not in _OF_A_MACHINE}
+        (root.path / file.lstrip("/")).write_text(json.dumps(config), encoding="utf-8")
+        status, said = _start(root, "kubelet", unit.argv, unit.environment, log)
+        sentence = _reason_of_kubelet(said)
+    if status is None:
+        ignored = dict.fromkeys(_plain(each).replace('"', "") for each in _IGNORED.findall(said))
+        return [Refusal("kubelet", file, sentence) for sentence in ignored]
+    return _refusals("kubelet", file, sentence, status)
 
 
 def _join(root: Root, unit: Unit) -> None:
@@ -333,8 +358,6 @@ def _join(root: Root, unit: Unit) -> None:
         if name and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    # OOM messages are looked for in the kernel's log, which is this machine's.
-    (root.path / "dev/kmsg").touch()
 
 
 def _reason_of_kubelet(said: str) -> str:

@@ -51,7 +51,7 @@ def _score(sentence: str, name: str, path: _Path, text: str) -> int:
     """Return how much of a variable's part a sentence has: its value, its key, and the field that is named for it."""
     words = {_BETWEEN.sub("_", word.strip("-")).lower() for word in re.findall(r"[\w-]+", sentence)}
     names_it = any(len(word) > 3 and name.endswith(f"_{word}") for word in words)
-    quotes = len(text) > 1 and _has(sentence, text)
+    quotes = len(text) > 1 and any(_has(sentence, part) for part in (text, text.partition("=")[0]))
     keys = [part for part in path[1:] if isinstance(part, str)]
     return 2 * names_it + quotes + (bool(keys) and _has(sentence, keys[-1]))
 
