@@ -14,6 +14,7 @@ from image_builder.definition.inventory import Inventory, load_inventory, reread
 from image_builder.definition.model import ImageBase, ImageDefinition, ImageDisk, ImagePull, PreloadedImage
 from image_builder.definition.needs import Archive, LayerNeeds, Repository, layer_needs
 from image_builder.definition.reading import PlaybookReading, layer_reading, seal_reading
+from image_builder.definition.sentences import problem_in
 
 __all__ = [
     "Archive",
@@ -31,6 +32,7 @@ __all__ = [
     "layer_needs",
     "layer_reading",
     "load_inventory",
+    "problem_in",
     "published_variables",
     "reread",
     "resolved_variables",

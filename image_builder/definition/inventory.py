@@ -164,6 +164,7 @@ class Inventory:
             roots=self.roots,
             extra=self.extra,
             place_of=variables.place_of,
+            where=variables.where,
         )
         problems += (
             self.collections

@@ -387,7 +387,8 @@ class ImageDefinition:
     over all others.
 
     ``magic`` are the variables that Ansible sets itself: ``inventory_dir``, ``groups`` and so on; ``hostvars`` returns
-    the variables of all hosts. ``place_of`` returns the ``file:line`` of a value in the inventory, or an empty string.
+    the variables of all hosts. ``place_of`` returns the ``file:line`` of a value in the inventory, ``where`` that of a
+    variable's part by its path; both return an empty string for what isn't there.
     """
 
     name: str
@@ -412,6 +413,7 @@ class ImageDefinition:
     magic: Mapping[str, JSON] = field(default_factory=dict, repr=False, compare=False)
     hostvars: Callable[[], Mapping[str, JSON]] = field(default=dict, repr=False, compare=False)
     place_of: Callable[[str], str] = field(default=lambda _: "", repr=False, compare=False)
+    where: Callable[[Sequence[str | int]], str] = field(default=lambda _: "", repr=False, compare=False)
     # Roles evaluated so far, by playbook; see evaluate.evaluated_playbook.
     evaluated: dict[Path, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     # Plays as Ansible loads them, by playbook, and what layers read, by layer; see reading.

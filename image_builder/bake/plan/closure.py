@@ -18,6 +18,7 @@ NEUTRAL: Mapping[str, str] = {
     "bake/lock/model.py": "what is locked is in the options, by digest",
     "bake/pull": "asks registries, waits and gives up; what comes is held to the lock's digests",
     "bake/stages/__init__.py": "hands a stage its directories",
+    "bake/trial.py": "asks the image's programs on a throwaway copy, and passes or refuses",
     "bake/verification.py": "the form of a verdict",
     "canonical.py": "the form of JSON values",
     "definition": "its values are in the options",

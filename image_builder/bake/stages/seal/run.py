@@ -1,6 +1,7 @@
 """The seal: remove what the machines that boot an image must not share, and give it its identity.
 
-The role ``image_seal`` removes what is known by name. Afterwards, this module removes what that play itself leaves
+First, the image's own programs are asked about the configuration that the layers wrote (``bake/trial.py``). The role
+``image_seal`` removes what is known by name. Afterwards, this module removes what that play itself leaves
 behind, searches the bytes of the files that a bake makes for traces of this host, and writes the files that identify
 the build.
 """
@@ -15,12 +16,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from image_builder.bake import identity
+from image_builder.bake import identity, trial
 from image_builder.bake.pull.credentials import credentials_for
 from image_builder.bake.stages import StageContext
 from image_builder.bake.stages.layer.run import play
 from image_builder.canonical import JSON
-from image_builder.errors import ImageBuilderError
+from image_builder.definition import problem_in
+from image_builder.errors import DefinitionError, ImageBuilderError
 from image_builder.system.sandbox import open_root
 from image_builder.system.trees import remove_tree
 
@@ -44,8 +46,12 @@ PARTUUID={esp} /boot/efi vfat umask=0077,nofail,x-systemd.device-timeout=5min 0 
 def run(ctx: StageContext) -> Mapping[str, JSON]:
     """Run the seal playbook, scrub, search, and write fstab and ``/etc/image-release``.
 
-    Raises ImageBuilderError if a file still has a trace of the bake.
+    Raises DefinitionError if a program of the image refuses its configuration, ImageBuilderError if a file still has a
+    trace of the bake.
     """
+    ctx.doing("asking the kubelet and the engines about their configuration")
+    if refusals := trial.hold(ctx.lowers, ctx.work / "trial", ctx.log):
+        raise DefinitionError([problem_in(ctx.definition, str(each), each.file) for each in refusals])
     tree = ctx.product / "tree"
     tree.mkdir()
     with open_root(ctx.lowers, ctx.work / "root", upper=tree) as root:
