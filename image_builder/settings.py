@@ -94,7 +94,7 @@ class Settings:
 
     ``mirror`` overrides where Debian packages come from (a URL, or None for the definition's own or the
     host's source). ``python`` is the interpreter for child processes (Ansible, pytest); ``checks`` is the
-    directory of the user's own checks.
+    directory of the user's own checks. A play from which Ansible reports nothing for ``idle_minutes`` is ended.
     """
 
     store: Path = DEFAULT_STORE
@@ -104,3 +104,4 @@ class Settings:
     python: Path = field(default_factory=lambda: Path(sys.executable))
     vault: tuple[VaultId, ...] = ()
     checks: Path | None = field(default_factory=lambda: own_checks(project_root()))
+    idle_minutes: float = 60.0

@@ -6,22 +6,35 @@ import json
 import os
 import re
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import ansible_runner
+from ansible_runner.utils import get_callback_dir
 
 from image_builder.canonical import JSON
+from image_builder.definition import engine
 from image_builder.errors import CommandError
-from image_builder.settings import VaultId
+from image_builder.settings import Settings, VaultId
 from image_builder.system.environment import environment
 from image_builder.system.sandbox import BOUNDED
+from image_builder.text import human_seconds
 
 # The only one of the caller's settings that applies in plays, as it does when the inventory is read.
 _VAULT = "ANSIBLE_VAULT_PASSWORD_FILE"
 _PLUGINS = Path(__file__).parent / "plugins"
+
+
+# What ansible-runner adds to a play's environment.
+_OF_RUNNER = frozenset({"ANSIBLE_CALLBACK_PLUGINS", "ANSIBLE_STDOUT_CALLBACK", "AWX_ISOLATED_DATA_DIR"})
+# ansible-runner gives a play a terminal, at which nobody sits: standard input is closed, so that Ansible knows it.
+_UNATTENDED = ("/bin/sh", "-c", 'exec "$@" </dev/null', "sh")
+# What Ansible says then of a question that it doesn't ask: of `pause`, and of `vars_prompt`.
+_UNASKED = re.compile("Not waiting for response to prompt|Not prompting as we are not in interactive mode")
+_UNDEFINED = re.compile(r"has no attribute '(\w+)'|'(\w+)' is undefined")
 
 
 @dataclass(frozen=True)
@@ -53,8 +66,12 @@ def play(
     vault: Sequence[VaultId] = (),
     extra: Sequence[str] = (),
     python: Path,
+    idle_minutes: float = Settings.idle_minutes,
 ) -> PlayResult:
     """Run ``playbook`` against ``host`` of the inventories, which stands for the sandbox with the merged root ``root``.
+
+    The environment of the play is made from nothing. A play from which Ansible reports nothing for ``idle_minutes`` is
+    ended.
 
     ``roles`` and ``collections`` are the directories that contain these, ``config`` is an ``ansible.cfg``, and
     ``extra`` holds the values of ``-e``. ``variables`` take precedence over ``extra`` and must not be secret: the
@@ -70,20 +87,22 @@ def play(
         arguments += ["--vault-id", str(vault_id)]
     for text in extra:
         arguments += ["--extra-vars", text]
-    own = {**variables, **_connection(root, environment_in_root)}
+    withheld = private / "withheld"
+    own = {**variables, **_connection(root, environment_in_root), **_only(host, withheld)}
     (private / "extra.json").write_text(json.dumps(own), encoding="utf-8")
     arguments += ["--extra-vars", f"@{private / 'extra.json'}"]
     with log.open("a", encoding="utf-8") as sink:
         sink.write(f"+ ansible-playbook {playbook} --limit {host}\n")
-        failures: list[str] = []
+        watch = Watch(doing, idle_minutes)
         counts: dict[str, int] = {}
-        handle = _listener(sink, doing, failures, counts)
+        handle = _listener(sink, watch, counts)
         environment_of_play = _environment(private, roles, collections, config, python)
-        status, code = _run(playbook, arguments, private, environment_of_play, python, handle)
-    if status != "successful":
+        status, code = _run(playbook, arguments, private, environment_of_play, python, handle, watch)
+    if status != "successful" or watch.end:
         raise CommandError(
-            f"the play {playbook.name} {status} (exit status {code}) on {host}",
-            tail="\n".join(failures) or "no task failed: see the log for Ansible's own message",
+            f"the play {playbook.name} {watch.end or f'{status} (exit status {code})'} on {host}",
+            tail="\n".join(watch.failures) or "no task failed: see the log for Ansible's own message",
+            hint=watch.hint or _hint(watch.failures, withheld),
         )
     return PlayResult(counts.get("ok", 0), counts.get("changed", 0))
 
@@ -100,25 +119,89 @@ def _connection(root: Path, environment_in_root: Mapping[str, str]) -> dict[str,
     }
 
 
-def _listener(
-    sink: TextIO, doing: Callable[[str], None], failures: list[str], counts: dict[str, int]
-) -> Callable[[dict[str, Any]], bool]:
+def _only(host: str, withheld: Path) -> dict[str, JSON]:
+    """Return the variables that confine tasks to ``host``, and facts to those of the image."""
+    return {"ansible_sandbox_image": host, "ansible_sandbox_withheld": os.fspath(withheld)}
+
+
+@dataclass
+class Watch:
+    """Shows for how many minutes a task has been running, and ends a play that hangs or asks a question.
+
+    ``end`` says how the play was ended, if it was, with a ``hint``; ``failures`` are those of its tasks. ``clock``
+    returns seconds.
+    """
+
+    doing: Callable[[str], None]
+    idle_minutes: float
+    clock: Callable[[], float] = time.monotonic
+    failures: list[str] = field(default_factory=list)
+    end: str = ""
+    hint: str | None = None
+
+    def __post_init__(self) -> None:
+        self._task, self._minutes = "", 0
+        self._since = self._heard = self.clock()
+
+    def start(self, task: str) -> None:
+        """Show that a task starts."""
+        self._task, self._minutes, self._since = task, 0, self.clock()
+        self.doing(task)
+
+    def hear(self, text: str) -> None:
+        """Note that Ansible reported something."""
+        self._heard = self.clock()
+        if _UNASKED.search(text):
+            self.end, self.hint = (
+                f"asked a question in {self._where()}",
+                "nobody can answer in a bake: use `-e`",
+            )
+
+    def is_over(self) -> bool:
+        """Show a task's minutes; return whether the play must end. The runner asks this every few seconds."""
+        minutes = int((self.clock() - self._since) / 60)
+        if minutes > self._minutes:
+            self._minutes = minutes
+            self.doing(f"{self._task} ({minutes} min)")
+        if not self.end and (idle := self.clock() - self._heard) > self.idle_minutes * 60:
+            self.end = f"was ended: nothing happened for {human_seconds(idle)} in {self._where()}"
+            self.hint = "`--idle-limit MINUTES` gives a task more time"
+        return bool(self.end)
+
+    def _where(self) -> str:
+        return f"task {self._task!r}" if self._task else "the time before its first task"
+
+
+def _listener(sink: TextIO, watch: Watch, counts: dict[str, int]) -> Callable[[dict[str, Any]], bool]:
     """Return the runner's handler for Ansible's events. The runner keeps none of them, so its ``stats`` are empty."""
 
     def handle(event: dict[str, Any]) -> bool:
-        if event.get("stdout"):
-            sink.write(_plain(event["stdout"]) + "\n")
+        text = _plain(event.get("stdout") or "")
+        if text:
+            sink.write(text + "\n")
+        watch.hear(text)
         data = event.get("event_data", {})
         failed = event["event"] in ("runner_on_failed", "runner_on_unreachable")
         if event["event"] == "playbook_on_task_start":
-            doing(data.get("name") or data.get("task", ""))
+            watch.start(data.get("name") or data.get("task", ""))
         elif failed and not data.get("ignore_errors"):
-            failures.append(_failure(data))
+            watch.failures.append(_failure(data))
+            if event["event"] == "runner_on_unreachable":  # even if the play ignores that
+                watch.end = f"left the image in task {data.get('task')!r}"
         elif event["event"] == "playbook_on_stats":
             counts.update({name: sum(data[name].values()) for name in ("ok", "changed")})
         return False
 
     return handle
+
+
+def _hint(failures: Sequence[str], withheld: Path) -> str | None:
+    """Return a hint for a task that failed for want of a fact of the machine that builds."""
+    names = set(withheld.read_text(encoding="utf-8").split()) if withheld.is_file() else set()
+    for fact, variable in _UNDEFINED.findall("\n".join(failures)):
+        if (name := variable or f"ansible_{fact}") in names:
+            return f"`{name}` is a fact of the machine that builds: set it in the inventory, or ask at boot"
+    return None
 
 
 def _run(
@@ -128,8 +211,24 @@ def _run(
     environment_of_play: Mapping[str, str],
     python: Path,
     handle: Callable[[dict[str, Any]], bool],
+    watch: Watch,
 ) -> tuple[str, int]:
-    """Run ansible-playbook to completion; return (the runner's status, the exit status)."""
+    """Run ansible-playbook until it or the watch ends it; return (the runner's status, the exit status)."""
+    config = _configuration(playbook, arguments, private, environment_of_play, python)
+    runner = ansible_runner.Runner(
+        config, event_handler=handle, cancel_callback=watch.is_over, remove_partials=True
+    )
+    status, code = runner.run()
+    return status, code
+
+
+def _configuration(
+    playbook: Path,
+    arguments: Sequence[str],
+    private: Path,
+    environment_of_play: Mapping[str, str],
+    python: Path,
+) -> ansible_runner.RunnerConfig:
     config = ansible_runner.RunnerConfig(
         private_data_dir=os.fspath(private),
         project_dir=os.fspath(playbook.parent),
@@ -141,9 +240,10 @@ def _run(
     )
     config.prepare()
     config.command[0] = os.fspath(python.parent / "ansible-playbook")
-    runner = ansible_runner.Runner(config, event_handler=handle, remove_partials=True)
-    status, code = runner.run()
-    return status, code
+    config.command = [*_UNATTENDED, *config.command]
+    # The runner starts from this process's own environment.
+    config.env = {**environment_of_play, **{name: config.env[name] for name in _OF_RUNNER}}
+    return config
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -158,7 +258,7 @@ def _failure(data: Mapping[str, Any]) -> str:
     result = data.get("res", {})
     lines = [str(result[key]) for key in ("msg", "stderr", "stdout") if result.get(key)]
     for item in result.get("results", []):
-        if item.get("failed"):
+        if item.get("failed") or item.get("unreachable"):
             lines.append(f"{item.get('item', '')}: {item.get('msg', '')}")
     return "\n".join([f"task {data.get('task')!r} ({data.get('task_path', '?')})", *lines])
 
@@ -168,6 +268,7 @@ def _environment(
 ) -> dict[str, str]:
     return {
         **environment(),
+        **engine.plugin_settings(config, private / "nowhere"),
         **({_VAULT: os.environ[_VAULT]} if _VAULT in os.environ else {}),
         "PATH": f"{python.parent}:{environment()['PATH']}",
         "HOME": os.fspath(private),
@@ -176,6 +277,9 @@ def _environment(
         "ANSIBLE_COLLECTIONS_PATH": ":".join(map(os.fspath, collections)),
         "ANSIBLE_COLLECTIONS_SCAN_SYS_PATH": "false",
         "ANSIBLE_CONNECTION_PLUGINS": os.fspath(_PLUGINS / "connection"),
+        "ANSIBLE_CALLBACK_PLUGINS": "",
+        "AWX_LIB_DIRECTORY": get_callback_dir(),
+        "ANSIBLE_TRANSPORT": "sandbox",
         "ANSIBLE_PIPELINING": "true",
         # Every image has `su`. As with sudo, the user that a task becomes needs no login shell.
         "ANSIBLE_BECOME_METHOD": "su",
@@ -186,4 +290,12 @@ def _environment(
         "ANSIBLE_NOCOLOR": "true",
         "ANSIBLE_RETRY_FILES_ENABLED": "false",
         "ANSIBLE_FORKS": "1",
+        # What an ansible.cfg may say: facts of earlier plays, and questions.
+        "ANSIBLE_CACHE_PLUGIN": "memory",
+        "ANSIBLE_ASK_PASS": "false",
+        "ANSIBLE_BECOME_ASK_PASS": "false",
+        "ANSIBLE_ASK_VAULT_PASS": "false",
+        "ANSIBLE_ENABLE_TASK_DEBUGGER": "false",
+        # Sets have the same order in every play.
+        "PYTHONHASHSEED": "0",
     }

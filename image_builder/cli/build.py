@@ -28,7 +28,7 @@ from image_builder.cli.command import (
     register,
     show,
 )
-from image_builder.settings import DEFAULT_STORE
+from image_builder.settings import DEFAULT_STORE, Settings
 from image_builder.text import columns, human_seconds
 
 if TYPE_CHECKING:
@@ -226,6 +226,16 @@ def build(
         bool,
         typer.Option("--shell-on-failure", help="open a shell in the sandbox of a failed stage"),
     ] = False,
+    idle_limit: Annotated[
+        float,
+        typer.Option(
+            "--idle-limit",
+            metavar="MINUTES",
+            envvar="IMAGE_BUILDER_IDLE_LIMIT",
+            min=0,
+            help="end a play whose task runs for longer than this",
+        ),
+    ] = Settings.idle_minutes,
     inventory: Inventories = None,
     vault: VaultIds = None,
     extra_vars: ExtraVars = None,
@@ -246,7 +256,9 @@ def build(
     from image_builder.system import host
 
     host.check_host(store)
-    settings = host_settings(store, output=output.absolute(), mirror=mirror, vault=vault)
+    settings = host_settings(
+        store, output=output.absolute(), mirror=mirror, vault=vault, idle_minutes=idle_limit
+    )
     with ci.summary(summary, f"build {image}") as page:
         definition = read_inventory(inventory, vault, extra_vars).define(image)
         with render.monitor(f"build {image}") as monitor:

@@ -54,7 +54,6 @@ _FILE_ANSWER = re.compile(
     rf"\bis\s+(?:not\s+)?{_FILE_TEST}|\b(?:select|reject)(?:attr\s*\([^,()]*,|\s*\()\s*['\"]{_FILE_TEST}"
     r"|\|\s*(?:ansible\.builtin\.)?(fileglob|realpath|expandvars)\b"
 )
-_NOW = re.compile(r"\{[{%](?:(?![%}]\}).)*?\bnow\s*\(", re.DOTALL)
 # In that case, the entry under which all variables that nothing mentions count.
 _OTHERS = "(others)"
 _VAULTED_LOOKUP = "what a vaulted template looks up is known only while the play runs"
@@ -120,6 +119,11 @@ def _is_of_kernel(file: Path) -> bool:
     return any(map(target.is_relative_to, _OF_KERNEL))
 
 
+def _is_templates(file: Path) -> bool:
+    """Return whether a file looks like a template: a variable's lookup may evaluate it."""
+    return file.suffix == ".j2" or "templates" in file.parts
+
+
 def _uncommented(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
 
@@ -170,6 +174,8 @@ class _Reader:
         self._file_answers(play.files | play.followed)
         any_variable = _OTHERS in spoken
         self._variable_lookups(self.of_host if any_variable else spoken, variables)
+        for file in play.templates | {f for f in play.files | self.opened if _is_templates(f)}:
+            self._volatile(self._name(file), [self._text(file)])
         every = around | in_roles | self.opened | play.sent
         varying = {file for file in every if _is_of_kernel(file)}
         varying |= set(filter(self._is_fetched, every | play.files))
@@ -267,15 +273,22 @@ class _Reader:
             text = self._text(file)
             if (readable := self._decrypted(file)) == text:
                 self._run_lookups(self._name(file), _uncommented(text), scope)
-            elif any(lookup_calls(readable)):  # which may name secrets
+                with suppress(engine.UnreadableError):  # reported elsewhere
+                    self._volatile(self._name(file), strings(engine.read_untagged_yaml(file)))
+            elif any(lookup_calls(readable)) or engine.volatile(readable):  # which may name secrets
                 self.unknown.add(f"{self._name(file)}: {_VAULTED_LOOKUP}")
 
     def _file_answers(self, files: Iterable[Path]) -> None:
         """Report what tasks, variables and templates ask about files of the machine that builds."""
         for file in files:
-            templated = file.suffix in (*_YAML, ".j2") or "templates" in file.parts
+            templated = file.suffix in _YAML or _is_templates(file)
             if templated and file.stem != "argument_specs":
                 self._file_answer(self._name(file), _uncommented(self._decrypted(file)))
+
+    def _volatile(self, where: str, texts: Iterable[str]) -> None:
+        """Report what in templates differs from play to play, or from machine to machine."""
+        for name in frozenset().union(*map(engine.volatile, texts)):
+            self.unknown.add(f"{where}: what `{name}` gives is known only while the play runs")
 
     def _file_answer(self, where: str, text: str) -> None:
         for match in _FILE_ANSWER.finditer(text):
@@ -292,12 +305,11 @@ class _Reader:
                 self.unknown.add(f"{name}: {_VAULTED_LOOKUP}")
             for text in strings(value):
                 if is_template(text):
+                    self._volatile(name, [text])
                     self._run_lookups(name, text, lambda: scope)
 
     def _run_lookups(self, where: str, text: str, scope: _Scope) -> None:
         self._file_answer(where, text)
-        if "now" in text and _NOW.search(text):
-            self.unknown.add(f"{where}: what `now()` gives is known only while the play runs")
         calls = list(lookup_calls(text))
         if not calls:
             return

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -216,6 +217,8 @@ def _become_init(work: Callable[[], int], alive: tuple[int, int], mask: _Mask) -
         worker = os.fork()
         if worker == 0:
             _run_worker(work, mask)
+        # What Ansible takes for the service manager, unless it has a name that says nothing.
+        Path("/proc/self/comm").write_text("init", encoding="utf-8")
         code = _wait_for(worker, orphans=True)
     except BaseException:
         traceback.print_exc()

@@ -40,6 +40,8 @@ from image_builder.definition.engine.plays import (
     configured_plugins,
     configured_roles,
     file_of_play,
+    forget_plugins_of_this_machine,
+    plugin_settings,
     read_play,
     role_file,
     role_parameters,
@@ -55,6 +57,7 @@ from image_builder.definition.engine.templates import (
     argument_faults,
     evaluate_all,
 )
+from image_builder.definition.engine.volatile import volatile
 
 __all__ = [
     "Evaluation",
@@ -79,6 +82,7 @@ __all__ = [
     "place_in",
     "place_of",
     "plain",
+    "plugin_settings",
     "read_inventory",
     "read_play",
     "read_untagged_yaml",
@@ -88,12 +92,14 @@ __all__ = [
     "undecryptable",
     "use_plugins_beside",
     "variable_files",
+    "volatile",
 ]
 
 # Ansible's directory for running modules, created on import and removed at exit: a killed process would leave it.
 with suppress(OSError):
     Path(settings.DEFAULT_LOCAL_TMP).rmdir()
-# Only the repository's own collections count, not others that the caller or this machine has installed.
+# Only the repository's own plugins and collections count, not others that the caller or this machine has installed.
+forget_plugins_of_this_machine()
 settings.COLLECTIONS_PATHS = [str(folder) for folder in collection_folders(project_root())]
 settings.COLLECTIONS_SCAN_SYS_PATH = False
 init_plugin_loader([])

@@ -17,7 +17,7 @@ from ansible.playbook.play import Play
 from ansible.playbook.role.include import RoleInclude
 from ansible.playbook.role_include import IncludeRole
 from ansible.playbook.task_include import TaskInclude
-from ansible.plugins.loader import action_loader, add_all_plugin_dirs
+from ansible.plugins.loader import action_loader, add_all_plugin_dirs, get_all_plugin_loaders
 from ansible.vars.manager import VariableManager
 
 from image_builder.canonical import JSON
@@ -31,6 +31,7 @@ from image_builder.definition.engine.origins import (
 from image_builder.definition.engine.reads import NotingLoader, Reads, is_predictable, noting
 from image_builder.definition.engine.rounds import Rounds, UnknownError, concealed
 from image_builder.definition.engine.sources import Sources
+from image_builder.definition.engine.volatile import volatile, volatile_expressions
 from image_builder.definition.values import Place, is_template, lookup_calls, strings
 from image_builder.settings import CONFIGURATION
 
@@ -49,7 +50,8 @@ class PlayReading:
 
     ``sent`` are files that reach the image unchanged, ``fetched`` files and directories that the play itself writes.
     ``followed`` are files of tasks whose strings have already been examined. ``lookups`` are the program's own lookups
-    that are called. ``unknown`` are sentences, each with the place that it is about.
+    that are called, ``templates`` files that are evaluated. ``unknown`` are sentences, each with the place that it is
+    about.
     """
 
     files: set[Path] = field(default_factory=set)
@@ -58,6 +60,7 @@ class PlayReading:
     followed: set[Path] = field(default_factory=set)
     roles: set[str] = field(default_factory=set)
     lookups: set[str] = field(default_factory=set)
+    templates: set[Path] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
     faults: frozenset[Fault] = frozenset()
 
@@ -123,9 +126,38 @@ def role_parameters(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def configured_plugins(config: Path) -> list[Path]:
     """Return the directories of plugins and modules that an ``ansible.cfg`` names."""
+    return [folder for name in _plugin_paths() for folder in _folders(name, config)]
+
+
+def forget_plugins_of_this_machine() -> None:
+    """Make Ansible ignore the directories of plugins that it searches though no ``ansible.cfg`` names them."""
+    origins = {name: settings.config.get_config_value_and_origin(name)[1] for name in _plugin_paths()}
+    names = [name for name, origin in origins.items() if origin == "default"]
+    folders = {folder for name in names for folder in getattr(settings, name)}
+    for _, loader in get_all_plugin_loaders():
+        loader.config = [folder for folder in loader.config if folder not in folders]
+
+
+def plugin_settings(config: Path | None, nowhere: Path) -> dict[str, str]:
+    """Return Ansible's environment variables for directories of plugins: those that an ``ansible.cfg`` names.
+
+    Where it names none, it is ``nowhere``, and not a directory of this machine or its user.
+    """
+    named = {name: _named(name, config) for name in _plugin_paths()} if config and config.is_file() else {}
+    return {
+        variable: ":".join(map(str, named.get(name) or [nowhere]))
+        for name, variable in _plugin_paths().items()
+    }
+
+
+def _plugin_paths() -> dict[str, str]:
+    """Return the settings for directories of plugins and modules, and the environment variable of each."""
     definitions = settings.config.get_configuration_definitions().items()
-    names = [name for name, definition in definitions if definition.get("type") == "pathspec"]
-    return [folder for name in names if name not in _SET_FOR_PLAYS for folder in _folders(name, config)]
+    return {
+        name: definition["env"][0]["name"]
+        for name, definition in definitions
+        if definition.get("type") == "pathspec" and name not in _SET_FOR_PLAYS
+    }
 
 
 def configured_roles(config: Path) -> list[Path]:
@@ -209,7 +241,9 @@ class _Walk:
         self.result = PlayReading()
         self.rounds = Rounds(play, loader, own_lookups)
         self.faults = Faults(self.rounds)
-        self.sources = Sources(self.rounds, loader, self.result.sent, self.unknown, self.faults)
+        self.sources = Sources(
+            self.rounds, loader, self.result.sent, self.result.templates, self.unknown, self.faults
+        )
         self.included: set[str] = set()
 
     def reading(self, playbook: Path, written: Mapping[str, Any]) -> PlayReading:
@@ -218,6 +252,8 @@ class _Walk:
         variables = self.rounds.variables(None)
         for text in strings(outside_tasks):
             self.sources.lookups(written, text, variables)
+            self.volatile(written, volatile(text))
+        self.refusals(written)
         self.blocks([*self.play.compile(), *self.play.handlers])
         for role in self.play.roles:
             self.blocks(role.get_handler_blocks(play=self.play))
@@ -238,9 +274,12 @@ class _Walk:
                 continue
             self.result.followed.add(Path(item.get_path().rpartition(":")[0]))
             self.faults.task(item)
+            self.volatile(item, _volatile_choice(item))
             if isinstance(item, TaskInclude):
+                reached = self.faults.reached
                 for variables in self.rounds.of(item):
                     self.lookups(item, variables)
+                    self.faults.reached = reached and self.faults.surely_runs(item, variables)
                     include = self.include_role if isinstance(item, IncludeRole) else self.include_tasks
                     try:
                         include(self.in_round(item, variables), variables)
@@ -248,6 +287,7 @@ class _Walk:
                         if not unreadable(error).place:  # errors about missing files have none
                             error.obj = item.get_ds()
                         raise
+                self.faults.reached = reached
             else:
                 self.task(item)
 
@@ -290,12 +330,13 @@ class _Walk:
             return
         self.result.followed.add(Path(path))
         data = self.loader.load_from_file(path, trusted_as_template=True) or []
+        item.args = dict(item.args)  # `apply` is taken out of it
         self.blocks(
             load_list_of_blocks(
                 data,
                 play=self.play,
                 role=item._role,
-                task_include=item,
+                parent_block=item.build_parent_block(),
                 variable_manager=self.rounds.manager,
                 loader=self.loader,
             )
@@ -306,19 +347,65 @@ class _Walk:
             self.unknown(item, f"what `with_{item.loop_with}` gives is known only while a play runs")
         if is_template(item.action):
             self.unknown(item, f"the module `{item.action}` is named only while the play runs")
-        if _is_elsewhere(item):
-            self.unknown(item, "a task on the machine that builds reads what it likes")
+        if not _is_ansibles_own(item):
+            self.unknown(
+                item, f"what the action plugin `{item.action}` reads is known only while the play runs"
+            )
         if self.rounds.sets_unknown_names(item):
             self.unknown(item, "which variables it sets is known only while the play runs")
-        if _texts(item) or self.sources.has(item):
+        asks, elsewhere = str(item.action).rpartition(".")[2] == "pause", _may_be_elsewhere(item)
+        if _texts(item) or _volatile(item) or asks or elsewhere or self.sources.has(item):
             for variables in self.rounds.of(item):
                 self.lookups(item, variables)
                 self.sources.note(item, variables)
+                if asks:
+                    self.question(item, variables)
+                if elsewhere:
+                    self.elsewhere(item, variables)
         self.rounds.finish(item)
 
     def lookups(self, item: Any, variables: Mapping[str, Any]) -> None:
         for text in _texts(item):
             self.sources.lookups(item.get_ds(), text, variables)
+        self.volatile(item, _volatile(item))
+
+    def volatile(self, item: Any, names: Iterable[str]) -> None:
+        for name in names:
+            self.unknown(item, f"what `{name}` gives is known only while the play runs")
+
+    def refusals(self, written: Mapping[str, Any]) -> None:
+        """Refuse a play for this machine, and what it would ask for; it doesn't ask for what `-e` gives."""
+        for connection in (written.get("connection"), (written.get("vars") or {}).get("ansible_connection")):
+            if _is_local(connection):
+                self.faults.refuse_play(connection, _elsewhere("localhost"))
+        prompts = written.get("vars_prompt") or []
+        for prompt in [prompts] if isinstance(prompts, Mapping) else prompts:
+            name = str(prompt.get("name", ""))
+            if name not in self.rounds.manager._extra_vars:
+                reason = f"asks for `{name}`: nobody answers in a bake, give it with `-e` or in the inventory"
+                self.faults.refuse_play(prompt, reason)
+
+    def question(self, item: Any, variables: Mapping[str, Any]) -> None:
+        """Refuse a pause that waits for somebody."""
+        arguments = self.sources.arguments(item, variables)
+        try:
+            length = [self.rounds.evaluate(arguments.get(unit), variables) for unit in ("seconds", "minutes")]
+        except UnknownError:
+            return
+        if length == [None, None]:
+            self.faults.refuse(item, "waits for an answer: nobody gives one in a bake", variables)
+
+    def elsewhere(self, item: Any, variables: Mapping[str, Any]) -> None:
+        """Refuse a task that acts on a machine other than the image; the play refuses those known only to it."""
+        try:
+            target = self.rounds.evaluate(item.delegate_to, variables)
+            connection = self.rounds.evaluate(_connection(item), variables)
+        except UnknownError:
+            return
+        if _is_local(connection) and not _is_local(self.play.connection):
+            target = "localhost"
+        if target and target != variables.get("inventory_hostname"):
+            self.faults.refuse(item, _elsewhere(target), variables)
 
     def unknown(self, item: Any, reason: str) -> None:
         data = item if isinstance(item, Mapping) else item.get_ds()
@@ -331,10 +418,51 @@ def _texts(item: Any) -> list[str]:
     return [text for text in dict.fromkeys(strings(written)) if any(lookup_calls(text))]
 
 
-def _is_elsewhere(item: Any) -> bool:
-    """Return whether a task may act on a machine other than the image, by itself or through a third-party plugin."""
-    local = (
-        item.connection == "local" or is_template(item.connection) or "ansible_connection" in item.get_vars()
-    )
-    plugin = action_loader.find_plugin(str(item.action))
-    return bool(item.delegate_to or local or (plugin and not Path(plugin).is_relative_to(_ANSIBLE)))
+def _volatile(item: Any) -> frozenset[str]:
+    """Return what differs from play to play in a task's templates."""
+    return frozenset().union(*map(volatile, strings([item.get_ds(), item.get_vars(), item.environment])))
+
+
+def _volatile_choice(item: Any) -> frozenset[str]:
+    """Return what differs from play to play in what decides whether, and how often, a task runs or fails."""
+    conditions = [item.when, item.until, item.failed_when, item.changed_when, item.args.get("that")]
+    return volatile_expressions(strings(conditions)).union(*map(volatile, strings([item.loop])))
+
+
+def _action(item: Any) -> str:
+    return str(action_loader.find_plugin(str(item.action)) or "")
+
+
+def _is_ansibles_own(item: Any) -> bool:
+    """Return whether a task's action plugin is Ansible's own. Any other one may read what it likes."""
+    plugin = _action(item)
+    return not plugin or Path(plugin).is_relative_to(_ANSIBLE)
+
+
+def _connection(item: Any) -> Any:
+    """Return the connection that a task's keywords or variables name, or that it sets for later ones."""
+    given = {**item.get_vars(), **(item.args if _action(item).endswith("/set_fact.py") else {})}
+    return given.get("ansible_connection", item.connection)
+
+
+def _is_local(connection: Any) -> bool:
+    return str(connection).rpartition(".")[2] == "local"
+
+
+def _elsewhere(target: str) -> str:
+    return f"acts on `{target}`: a bake has only the image"
+
+
+def _may_be_elsewhere(item: Any) -> bool:
+    """Return whether a task may act on a machine other than the image, unlike ``debug``, which acts on none."""
+    connection = _connection(item)
+    if is_template(connection) or _is_local(connection):
+        return _acts(item) or "ansible_connection" in item.args
+    return bool(item.delegate_to) and _acts(item)
+
+
+def _acts(item: Any) -> bool:
+    if str(item.action) in settings._ACTION_META:
+        return False
+    plugin = action_loader.get(str(item.action), class_only=True) if _action(item) else None
+    return bool(getattr(plugin, "_requires_connection", True))

@@ -97,8 +97,9 @@ class Rounds:
         return values
 
     def surely_runs(self, item: Any, variables: Mapping[str, Any]) -> bool:
-        """Return whether a task is certain to run in a round, judging by its conditions."""
-        return self._condition(item, variables) is True
+        """Return whether a task is certain to run in a round, judging by its loop and its conditions."""
+        known = not any(variables.get(name) is UNKNOWN for name in self.loop_names(item))
+        return known and self._condition(item, variables) is True
 
     def _condition(self, item: Any, variables: Mapping[str, Any]) -> bool | None:
         """Return the result of a task's conditions, or None if it isn't known."""

@@ -37,6 +37,7 @@ _DELIMITERS = tuple(
 
 class Sources:
     """Records in ``sent`` and in the loader's reads what tasks read, and through ``unknown`` what can't be known.
+    ``templates`` are those of the files that are evaluated.
 
     ``fetched`` are the files and directories that tasks fetch from the image to the build machine.
     """
@@ -46,10 +47,12 @@ class Sources:
         rounds: Rounds,
         loader: NotingLoader,
         sent: set[Path],
+        templates: set[Path],
         unknown: Callable[[Any, str], None],
         faults: Faults,
     ) -> None:
         self.rounds, self.loader, self.sent, self.unknown = rounds, loader, sent, unknown
+        self.templates = templates
         self.faults = faults
         self.fetched: set[Path] = set()
 
@@ -65,7 +68,7 @@ class Sources:
         if module not in _MODULES:
             return
         names, folder = _MODULES[module]
-        arguments = self._arguments(item, variables)
+        arguments = self.arguments(item, variables)
         if self._is_remote(module, arguments, variables):
             return
         for written in (arguments[name] for name in names if arguments.get(name)):
@@ -82,7 +85,7 @@ class Sources:
 
     def _note_fetched(self, item: Any, variables: Mapping[str, Any]) -> None:
         """Record where a task fetches a file to, as Ansible's ``fetch`` puts it."""
-        arguments = self._arguments(item, variables)
+        arguments = self.arguments(item, variables)
         try:
             source, dest, flat = (
                 self.rounds.evaluate(arguments.get(name), variables) for name in ("src", "dest", "flat")
@@ -97,7 +100,7 @@ class Sources:
                 place /= Path(source).name
             self.fetched.add(place)
 
-    def _arguments(self, item: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, item: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return a task's arguments as they are written, including the play's defaults for its module."""
         module = _module(item)
         written = dict(item.args)
@@ -156,6 +159,7 @@ class Sources:
     def _template(self, item: Any, path: Path, variables: Mapping[str, Any], visited: set[Path]) -> None:
         """Record what a template includes and looks up; its own loops aren't run."""
         visited.add(path)
+        self.templates.add(path)
         try:
             text = self.loader.get_text_file_contents(str(path))
         except AnsibleError:

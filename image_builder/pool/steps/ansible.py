@@ -377,10 +377,12 @@ def _configuration(path: Path | None) -> dict[str, str]:
 
 
 def environment(folder: Path, slice_: Slice, *, agent: bool = False) -> dict[str, str]:
-    """Return Ansible's settings: no configuration of this machine or its user has any effect.
+    """Return Ansible's settings: no configuration and no plugin of this machine or its user has any effect.
 
     With ``agent`` the only key is that of the runner's own agent.
     """
+    from image_builder.definition import engine
+
     access = slice_.access
     longest_way = max(access.way_seconds(work.host) for work in slice_.work)
     # Ahead of Ansible's own timeout, which lasts until sudo has answered: OpenSSH uses the first of two.
@@ -388,6 +390,7 @@ def environment(folder: Path, slice_: Slice, *, agent: bool = False) -> dict[str
     options = openssh.common(access, agent=agent) | timeout
     arguments = ["-F", "none", *openssh.arguments(options)]
     return {
+        **engine.plugin_settings(None, folder / "nowhere"),
         "ANSIBLE_CONFIG": os.fspath(folder / "project" / "ansible.cfg"),
         "ANSIBLE_HOME": os.fspath(folder / "tmp"),
         "ANSIBLE_LOCAL_TEMP": os.fspath(folder / "tmp"),

@@ -90,6 +90,8 @@ def _run(folder: Path) -> int:
     # needs the % doubled.
     control = os.open(folder / CONTROL, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     os.environ["ANSIBLE_SSH_CONTROL_PATH"] = f"/proc/{os.getpid()}/fd/{control}/%%C"
+    # The runner hands this environment on: what this process was started with isn't the play's.
+    os.environ.pop("PYTHONPATH", None)
     config = ansible_runner.RunnerConfig(
         private_data_dir=os.fspath(folder), playbook=PLAYBOOK, quiet=True, rotate_artifacts=0
     )

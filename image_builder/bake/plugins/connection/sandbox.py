@@ -4,16 +4,22 @@ The builder has already made the namespaces and the mounts (``image_builder/syst
 enters the merged root with chroot, without a network. Pipelining works, so a module travels over standard
 input and leaves nothing behind. Files are copied by a program in the root: a link there, followed from outside, would
 lead to a file on the build host.
+
+The image is the only machine of a bake: a task for another one is refused. Facts that aren't the image's own, but those
+of the machine that builds, are withheld.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import subprocess
 from typing import Any
 
 from ansible.errors import AnsibleConnectionFailure, AnsibleError, AnsibleFileNotFound
+from ansible.module_utils.json_utils import _filter_non_json_lines
 from ansible.plugins.connection import ConnectionBase
 
 DOCUMENTATION = """
@@ -43,7 +49,27 @@ DOCUMENTATION = """
             default: []
             vars:
                 - name: ansible_sandbox_environment
+        image:
+            description: The host that the root stands for, the only one on which tasks may act.
+            type: str
+            vars:
+                - name: ansible_sandbox_image
+        withheld:
+            description: File to which the names of withheld facts are appended, one a line.
+            type: path
+            vars:
+                - name: ansible_sandbox_withheld
 """
+
+# The facts that the image's own files, users and programs decide. All others that `setup` knows (processors, memory,
+# kernel, names, addresses, mounts, dates) are those of the machine that builds, and no id covers them.
+_OF_IMAGE = re.compile(
+    r"ansible_(?:distribution(?:_.+)?|os_family|lsb|pkg_mgr|service_mgr|system|architecture|machine"
+    r"|userspace_(?:architecture|bits)|python|python_version|selinux_python_present|user_.+|(?:real|effective)_.+_id"
+    r"|local|discovered_interpreter_python|gather_subset)"
+)
+# How facts of `setup`, and what it takes over from other programs, are named; `mount_facts` has a name of its own.
+_OF_MACHINE = re.compile(r"(?:ansible|facter|ohai)_.+|mount_points")
 
 
 class Connection(ConnectionBase):
@@ -54,6 +80,16 @@ class Connection(ConnectionBase):
     has_tty = False
     # A bake's commands already run as root, so `become: true` needs no sudo in the image.
     default_user = "root"
+    # The other machine that the task at hand acts on.
+    _elsewhere = ""
+
+    def set_options(self, task_keys: Any = None, var_options: Any = None, direct: Any = None) -> None:
+        super().set_options(task_keys=task_keys, var_options=var_options, direct=direct)
+        task = task_keys or {}
+        target, image = task.get("delegate_to"), self.get_option("image")
+        self._elsewhere = target if target and target != image else ""
+        if str(task.get("connection")).rpartition(".")[2] == "local":
+            self._elsewhere = "localhost"
 
     def _connect(self) -> Connection:
         root = self.get_option("root")
@@ -67,7 +103,7 @@ class Connection(ConnectionBase):
     ) -> tuple[int, bytes, bytes]:
         super().exec_command(cmd, in_data=in_data, sudoable=sudoable)
         done = subprocess.run(self._argv(cmd), input=in_data or b"", capture_output=True, check=False)
-        return done.returncode, done.stdout, done.stderr
+        return done.returncode, self._own_facts(done.stdout), done.stderr
 
     def put_file(self, in_path: str, out_path: str) -> None:
         super().put_file(in_path, out_path)
@@ -82,10 +118,36 @@ class Connection(ConnectionBase):
             self._copy(f"cat < {shlex.quote(in_path)}", stdin=subprocess.DEVNULL, stdout=target)
 
     def _argv(self, cmd: str) -> list[str]:
-        """Return the arguments that run a shell command in the root."""
+        """Return the arguments that run a shell command in the root. Raises AnsibleConnectionFailure elsewhere."""
+        if self._elsewhere:
+            raise AnsibleConnectionFailure(
+                f"this task acts on `{self._elsewhere}`, but a bake has only the image `{self.get_option('image')}`"
+            )
         argv = [*self.get_option("enter"), "unshare", "--net", "--", "chroot", self.get_option("root")]
         argv += ["/usr/bin/env", "-i", *self.get_option("environment")]
         return [*argv, "/bin/sh", "-c", cmd]
+
+    def _own_facts(self, output: bytes) -> bytes:
+        """Return a module's output with none but the image's own facts."""
+        if b'"ansible_facts"' not in output:
+            return output
+        try:
+            text, _ = _filter_non_json_lines(
+                output.decode(errors="surrogateescape")
+            )  # `su` and login shells may print before it
+            result = json.loads(text)
+            facts = result["ansible_facts"]
+            withheld = [
+                name for name in facts if _OF_MACHINE.fullmatch(name) and not _OF_IMAGE.fullmatch(name)
+            ]
+        except (ValueError, KeyError, TypeError):  # not a module's result
+            return output
+        for name in withheld:
+            del facts[name]
+        if self.get_option("withheld"):
+            with open(self.get_option("withheld"), "a", encoding="utf-8") as names:
+                names.writelines(f"{name}\n" for name in withheld)
+        return json.dumps(result).encode()
 
     def _copy(self, cmd: str, **streams: Any) -> None:
         done = subprocess.run(self._argv(cmd), stderr=subprocess.PIPE, check=False, **streams)

@@ -68,6 +68,7 @@ def play(ctx: StageContext, root: Root, playbook: Path) -> ansible.PlayResult:
             vault=ctx.settings.vault,
             extra=ctx.definition.extra,
             python=ctx.settings.python,
+            idle_minutes=ctx.settings.idle_minutes,
         )
     except CommandError:
         if ctx.shell:

@@ -103,13 +103,6 @@ def test_without_an_edit_nothing_runs(root: Path, unchanged: Plan) -> None:
             id="with_lines",
         ),
         pytest.param(
-            "roles/mine/tasks/main.yml",
-            "- name: Send a file\n",
-            "- name: Send a file\n  delegate_to: localhost\n",
-            "a task on the machine that builds reads what it likes",
-            id="a task elsewhere",
-        ),
-        pytest.param(
             "inventory/hosts.yml",
             "lookup('file', inventory_dir ~ '/ca.pem')",
             "now().year",

@@ -268,6 +268,7 @@ def test_a_roles_notes_count_once_a_task_sends_them(root: Path) -> None:
 
 
 FACT = "{{ ansible_facts.kernel }}"
+GIVES = "gives is known only while the play runs"
 
 
 @pytest.mark.parametrize("place", [ROLE, PLAY])
@@ -346,14 +347,6 @@ copy: "{{ ansible_facts.sent }}"
             id="a module that a template names",
         ),
         pytest.param(
-            """
-command: id
-delegate_to: "{{ groups.images | first }}"
-""",
-            "a task on the machine that builds reads what it likes",
-            id="delegate_to",
-        ),
-        pytest.param(
             """set_fact: {"{{ site_name }}": a}""",
             "which variables it sets is known only while the play runs",
             id="set_fact of any name",
@@ -382,7 +375,68 @@ when: site_file is not exists
             id="a template that asks for its files",
         ),
         pytest.param(
-            """own: {}""", "a task on the machine that builds reads what it likes", id="a plugin of one's own"
+            """own: {}""",
+            "what the action plugin `own` reads is known only while the play runs",
+            id="a plugin of one's own",
+        ),
+        pytest.param(
+            """copy: {content: "{{ now() }}", dest: /etc/a}""",
+            f"what `now()` {GIVES}",
+            id="the time",
+        ),
+        pytest.param(
+            """
+command: id
+when: 100 | random > 50
+""",
+            f"what `random` {GIVES}",
+            id="chance decides",
+        ),
+        pytest.param(
+            """set_fact: {site_file: "{{ ['a', 'b'] | shuffle | first }}"}""",
+            f"what `shuffle` {GIVES}",
+            id="an order",
+        ),
+        pytest.param(
+            """
+include_tasks: outer.yml
+vars: {site_seed: "{{ 9 | random }}"}
+""",
+            f"what `random` {GIVES}",
+            id="a variable of an include",
+        ),
+        pytest.param(
+            """
+block: [{debug: {msg: "{{ site_seed }}"}}]
+vars: {site_seed: "{{ now().year }}"}
+""",
+            f"what `now()` {GIVES}",
+            id="a variable of a block",
+        ),
+        pytest.param(
+            """template: {src: "{{ inventory_dir }}/time.conf", dest: /etc/a}""",
+            f"inventory/time.conf: what `template_run_date` {GIVES}",
+            id="a template of the time",
+        ),
+        pytest.param(
+            """template: {src: "{{ inventory_dir }}/around.j2", dest: /etc/a}""",
+            f"inventory/time.conf: what `template_host` {GIVES}",
+            id="a template in a template",
+        ),
+        pytest.param(
+            """copy: {content: "{{ lookup('template', inventory_dir ~ '/alias.j2') }}", dest: /etc/a}""",
+            f"inventory/alias.j2: what `lookup under another name` {GIVES}",
+            id="a template that a lookup evaluates",
+        ),
+        pytest.param(
+            """include_vars: "{{ inventory_dir }}/dates.yml" """,
+            f"inventory/dates.yml: what `strftime` {GIVES}",
+            id="variables that a task loads",
+        ),
+        pytest.param(
+            """copy: {content: "{{ lookup('password', '/dev/null') }}", dest: /etc/a}""",
+            "made by the lookup `password`, known only to a play",
+            id="a password",
         ),
     ],
 )
@@ -391,12 +445,16 @@ def test_what_is_not_known_before_the_play_is_said(root: Path, place: str, task:
         "roles/needed/tasks/outer.yml": "[]\n",
         "roles/needed/action_plugins/own.py": "",
         "roles/needed/library/own.py": "",
+        "inventory/time.conf": "{{ template_host }} {{ template_run_date }}\n",
+        "inventory/around.j2": "{% include 'time.conf' %}\n",
+        "inventory/alias.j2": "{% set l = lookup %}{{ l('env', 'X') }}\n",
+        "inventory/dates.yml": "site_date: \"{{ '%Y' | strftime }}\"\n",
     }
     _with_task(root, place, task, own)
     found = plan(root)
     # Random, so the stage is another one in each plan: test_what_only_the_play_knows_runs_its_layer_in_every_build.
     assert [stage.name for stage in found.stages if "run" in stage.options] == ["mine"]
-    assert any(w.endswith(f": {warning}") for w in found.warnings)
+    assert any(f": {warning}\n" in f"{w}\n" for w in found.warnings), found.warnings
     assert {w.partition(": ")[0] for w in found.warnings} == {"stage mine runs in every build"}
 
 
