@@ -443,7 +443,13 @@ def verify(
         return _drive(rollout, show, Path(folder) / "work", start, records.append, records)
 
 
-def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[], None]) -> Fleet:
+def _fleet(
+    rollout: Rollout,
+    work: Path,
+    stack: ExitStack,
+    on_wait: Callable[[], None],
+    on_note: Callable[[str], None],
+) -> Fleet:
     """Return the fleet that a rollout acts on; that of a roll also reaches the cluster and Azure."""
     plan, options = rollout.plan, rollout.options
     if plan.policy.rolls is None:
@@ -463,7 +469,7 @@ def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[],
         asks_nodes=plan.policy.rolls.ask_nodes,
         force_ephemeral=plan.policy.rolls.force_ephemeral,
     )
-    return RollFleet(rollout.setup, change, work, on_wait)
+    return RollFleet(rollout.setup, change, work, on_wait, on_note)
 
 
 def _drive(
@@ -480,7 +486,9 @@ def _drive(
         stack.enter_context(stop.listening())
         display = stack.enter_context(show())
         shown: list[Progress] = []
-        fleet = stack.enter_context(_fleet(rollout, work, stack, lambda: display.changed(shown[0])))
+        fleet = stack.enter_context(
+            _fleet(rollout, work, stack, lambda: display.changed(shown[0]), display.note)
+        )
         stop.wake = fleet.wake
         if not control_plane.is_read and rollout.plan.policy.mode != "check":
             display.note(UNWATCHED)

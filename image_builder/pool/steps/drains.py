@@ -213,7 +213,13 @@ class Drains:
                 keys_of = {key[0]: key for key in asked if (key[0] in self._rested and not is_over) == hurry}
                 policy = self._policy.model_copy(update={"max_wait_seconds": 0.0}) if hurry else self._policy
                 drain = Drain(
-                    kube, self._name, policy, lambda _: None, deadline=self._deadline, cordoned=self.cordoned
+                    kube,
+                    self._name,
+                    policy,
+                    lambda _: None,
+                    deadline=self._deadline,
+                    cordoned=self.cordoned,
+                    is_last=False,  # whatever is sent for a host, its own last look precedes
                 )
                 drain.add(keys_of)
                 work.append((drain, keys_of))

@@ -182,7 +182,7 @@ def test_a_host_whose_taint_somebody_removed_gets_no_request(
         node = applied(node, fence.cordon(node, "roll-1", 1.0)[1])
         node["spec"]["taints"] = [{"key": TAINT, "value": value, "effect": "NoExecute"}] if value else []
         cluster.nodes[host.name] = node
-        assert bool(state._occupied(cluster, host, barred=True)) is (value != "roll-1")
+        assert bool(state._occupied(cluster, host, "7")) is (value != "roll-1")
         assert state._occupied(cluster, host) == ""
 
 
@@ -217,11 +217,12 @@ class Leased(Server):
     def request(self, method: str, path: str, body: Any = None, content_type: str = "") -> dict[str, Any]:
         return {} if "/leases" in path else super().request(method, path, body, content_type)
 
-    def each_page(self, path: str, *arguments: Any, **more: Any) -> None:
-        super().each_page(path, *arguments, **more)
-        self.looks += path == "/api/v1/pods"
+    def each(self, path: str, take: Callable[[dict[str, Any]], None]) -> str:
+        version = super().each(path, take)
+        self.looks += path.startswith("/api/v1/pods?")
         if self.looks > 6:
             self.decided.set()
+        return version
 
     def evict(self, namespace: str, name: str, uid: str, *, dry_run: bool = False) -> None:
         super().evict(namespace, name, uid, dry_run=dry_run)

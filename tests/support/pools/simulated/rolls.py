@@ -209,8 +209,10 @@ class World:
         assert {host.name for host in hosts} <= self.nodes.keys()
         return self.scaled_out
 
-    def give_up(self, host: str, step: Step, attempt: int) -> None:
+    def give_up(self, host: str, step: Step, attempt: int) -> Joined:
         self.over.add((host, step, attempt))
+        is_unsent = step == "reimage" and not self.nodes[host].reimages.total()
+        return "no" if is_unsent else "unknown"
 
     def _await(self, w: Work, node: Node, _fate: Fate) -> None:
         """Wait for a host; as many hosts as allowed are cordoned before their jobs end."""
