@@ -51,9 +51,7 @@ def version_of(document: Mapping[str, Any] | None) -> str:
 
 def is_since(version: str, since: str) -> bool:
     """Return whether a version isn't older than another; not if either is unknown."""
-    return since == REMEMBERED or (
-        version.isdecimal() and since.isdecimal() and int(version) >= int(since)
-    )
+    return since == REMEMBERED or (version.isdecimal() and since.isdecimal() and int(version) >= int(since))
 
 
 class Cordoned:
@@ -101,9 +99,7 @@ class Looker:
         self.full_reads = 0
         self._jobs: dict[str, Job] = {}
 
-    def node(
-        self, name: str, *, is_cordoned: bool = False, since: str = REMEMBERED
-    ) -> dict[str, Any] | None:
+    def node(self, name: str, *, is_cordoned: bool = False, since: str = REMEMBERED) -> dict[str, Any] | None:
         """Return a Node object, None if there is none.
 
         ``is_cordoned``: it was cordoned, and probably still is; ``since`` is the version since when.

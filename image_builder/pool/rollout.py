@@ -45,6 +45,8 @@ from image_builder.pool.run.records import Intent, Opened, Record
 from image_builder.pool.run.resume import past, take_up
 from image_builder.pool.run.state import Progress
 from image_builder.pool.scale_set.client import open_client
+from image_builder.pool.scale_set.records import Replacement
+from image_builder.pool.scale_set.records import read_journal as read_requests
 from image_builder.pool.scale_set.target import changes, require_planned_sets, spelled_as_planned
 from image_builder.pool.show.report import report
 from image_builder.pool.steps.ansible import read_configurations
@@ -416,7 +418,13 @@ def drive(
 
         def start(at: float) -> Progress:
             progress = take_up(
-                rollout.plan, journal, rollout.hosts, at=at, retry=options.retry, builds=rollout.builds
+                rollout.plan,
+                journal,
+                rollout.hosts,
+                at=at,
+                retry=options.retry,
+                builds=rollout.builds,
+                sent=_sent(options) if rollout.plan.policy.rolls else None,
             )
             records[:] = read_journal(journal.path)
             return progress
@@ -425,6 +433,13 @@ def drive(
         real = real_plan(options.plan.absolute())
         work = real.with_name(f".{real.name}.work")
         return _drive(rollout, show, work, start, write, records)
+
+
+def _sent(options: Options) -> set[tuple[str, str]]:
+    """Return the instances, by scale set and id, that a roll has sent something for."""
+    path = requests_of(options.plan)
+    records = read_requests(path) if path.exists() else []
+    return {(r.scale_set, r.instance) for r in records if isinstance(r, Replacement)}
 
 
 def verify(

@@ -72,7 +72,10 @@ class Server:
         return "7"
 
     def _node(self, name: str) -> dict[str, Any]:
-        return {"metadata": {"name": name, "resourceVersion": "7"}, "spec": {"unschedulable": name in self.cordoned}}
+        return {
+            "metadata": {"name": name, "resourceVersion": "7"},
+            "spec": {"unschedulable": name in self.cordoned},
+        }
 
 
 def read(cordoned: Cordoned, server: Server, name: str) -> dict[str, Any] | None:

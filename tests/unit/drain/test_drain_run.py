@@ -370,9 +370,7 @@ def test_a_part_of_a_gang_is_not_evicted_after_a_deadline_either(server: Server)
 def test_a_host_is_empty_only_if_its_pods_are_gone_now(server: Server, *, is_last: bool, ends: bool) -> None:
     """The API server's memory may be old. Whoever looks again anyway needs no such look."""
     clock = Clock()
-    work = Drain(
-        server, "manual", Policy(), lambda _: None, clock=clock, wall=clock, is_last=is_last
-    )
+    work = Drain(server, "manual", Policy(), lambda _: None, clock=clock, wall=clock, is_last=is_last)
     work.add(["gpu-1"])
     server.pods["gpu-1"], server.remembered = [pod_object()], {}
     for _ in range(3):

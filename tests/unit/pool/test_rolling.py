@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.policy import GateLimits, Policy, Roll, WaveDrain
 from image_builder.pool.plan.waves import rest_wave
 from image_builder.pool.run.driver import run
+from image_builder.pool.run.journal import open_journal, read_journal
 from image_builder.pool.run.progress import apply, begin, replay
 from image_builder.pool.run.records import (
     Began,
@@ -31,6 +33,7 @@ from image_builder.pool.run.records import (
     Stopped,
     Turned,
 )
+from image_builder.pool.run.resume import take_up
 from image_builder.pool.show import report as reports
 from image_builder.pool.show.view import look
 from tests.support.pools.simulated.rollouts import START
@@ -480,6 +483,46 @@ def test_a_host_for_which_nothing_was_sent_is_not_touched(joined: Joined, is_tou
         Result(at=5, host=name, step="reimage", attempt=1, outcome=ended("timeout"), joined=joined),
     ]
     assert replay(rolled, records).hosts[name].touched is is_touched
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_driver_that_was_killed_before_it_sent_anything_has_not_touched_a_host(
+    tmp_path: Path, *, sent: bool
+) -> None:
+    """It is freed, not left cordoned, when the run is stopped."""
+    rolled = plan(8)
+    name = rolled.waves[0].hosts[0]
+    path, host = tmp_path / "journal", rolled.host[name]
+    with open_journal(path) as journal:
+        for record in (
+            *_until_drained(rolled, name),
+            Result(at=3, host=name, step="drain", attempt=1, outcome=OK),
+            Intent(at=4, step="reimage", hosts=(name,)),
+        ):
+            journal.append(record)
+    instances = {(host.scale_set_id, host.instance)} if sent else set()
+    with open_journal(path) as journal:
+        progress = take_up(rolled, journal, rolled.hosts, at=5, sent=instances)
+    assert progress.hosts[name].touched is sent and progress.unavailable == 1
+    assert replay(rolled, read_journal(path)).hosts[name].touched is sent
+    for record in (
+        Intent(at=6, step="probe", hosts=(name,)),
+        Stopped(at=7, reason="SIGTERM", asked=True),
+        Result(at=8, host=name, step="probe", attempt=2, outcome=OK, joined="no"),
+    ):
+        apply(progress, record)
+    assert progress.hosts[name].state == ("ended" if sent else "settled")
+
+
+def test_hosts_for_which_nothing_can_be_sent_are_freed_and_not_said_to_be_reimaged() -> None:
+    rolled = plan(8)
+    name = rolled.waves[0].hosts[0]
+    world = World(rolled, {name: "late looks"})
+    progress, _ = roll(world)
+    outcome = progress.hosts[name].outcome
+    assert outcome and outcome.kind == "timeout" and "reimaged" not in outcome.detail
+    assert not world.nodes[name].cordoned and not world.nodes[name].reimages
+    check_end(world, progress)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

@@ -33,7 +33,8 @@ REIMAGE, BOOT = 360.0, 480.0
 LATE = 2000.0
 _LONGEST = 100 * 86400.0
 # What can go wrong with a host: a new image that never comes, that fails its preflight or its checks, an answer that is
-# lost although the request was accepted, a request that is lost, a node that comes back with its old image once.
+# lost although the request was accepted, a request that is lost, a node that comes back with its old image once, last
+# looks after which it is always too late to send anything.
 Fate = Literal[
     "well",
     "never back",
@@ -44,6 +45,7 @@ Fate = Literal[
     "old once",
     "foreign cordon",
     "busy late",
+    "late looks",
     "disruption budget",
 ]
 
@@ -262,6 +264,8 @@ class World:
             return
         if fate == "busy late":
             self._later(LATE, w, "reimage", ended("busy", "a pod runs on it"), "no")
+            return
+        if fate == "late looks":
             return
         self.models[w.host.scale_set] = NEW
         self._replace(w, node, NEW)
