@@ -168,6 +168,7 @@ class Drains:
         pause = self._due - time.monotonic()
         if pause > 0:
             return pause
+        self._due = time.monotonic() + self._policy.poll_seconds
         for name, unit in handover.turn():
             self._answer(name, OK, unit)
         now = time.time()
@@ -175,8 +176,7 @@ class Drains:
             outcome = ended("busy", f"{PATIENCE}: {handover.pod(name)}")
             handover.drop(name)
             self._answer(name, outcome)
-        self._due = time.monotonic() + self._policy.poll_seconds
-        return self._policy.poll_seconds
+        return max(0.0, self._due - time.monotonic())
 
     def _answer(self, name: str, outcome: Outcome, unit: tuple[str, ...] = ()) -> None:
         """Report an awaited host."""

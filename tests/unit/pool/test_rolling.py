@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from image_builder.cli.pool import run as commands
 from image_builder.errors import PoolError
-from image_builder.pool.plan.model import OK, Joined, ended
+from image_builder.pool.plan.model import OK, Joined, ended, rank
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.policy import GateLimits, Policy, Roll, WaveDrain
 from image_builder.pool.plan.waves import rest_wave
@@ -44,6 +44,7 @@ from tests.support.pools.simulated.rolls import (
     NEW,
     OLD,
     REIMAGE,
+    SOON,
     Fate,
     World,
     check_end,
@@ -153,6 +154,36 @@ def test_a_gang_that_ends_at_once_is_taken_as_far_as_hosts_may_be_away() -> None
     assert progress.finished and world.most_unavailable == 15
     assert reports.counts(progress.hosts.values())["ok"] == 300
     check_end(world, progress)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_gang_of_500_that_ends_leaves_too_many_hosts_empty_for_seconds(*, together: bool) -> None:
+    """Of 7,500 hosts, 3,750 are cordoned at work; the gang's come one after another in the rotation, or anywhere."""
+    rolled = plan(7500, gate=CALM, waves=("100%",), canaries=1)
+    names = sorted((host.name for host in rolled.hosts), key=(lambda name: name) if together else rank)
+    gang, end = tuple(names[:500]), 1800.0
+    jobs = dict.fromkeys(gang, end) | dict.fromkeys(names[500:], DAY)
+    world = World(rolled, jobs=jobs.__getitem__, gangs=dict.fromkeys(gang, gang))
+    fenced: list[int] = []
+
+    def stop() -> bool:
+        fenced.append(sum(world.nodes[name].awaited for name in gang))
+        return world.time > START + end + 300
+
+    # All of them were busy in their waves.
+    progress, last = begin(rolled), len(rolled.waves)
+    past: list[Record] = [Opened(at=START, plan=rolled.digest)]
+    for number in range(last):
+        past += [Began(at=START, wave=number), Passed(at=START, wave=number, failed=0, stragglers=0)]
+    past += [
+        Rested(at=START, wave=rest_wave(last, names, rolled.policy, rolled.digest)),
+        Began(at=START, wave=last),
+    ]
+    for record in past:
+        apply(progress, record)
+    run(progress, world, lambda _: None, stop)
+    assert world.most_fenced == 3750 and max(fenced) > 200
+    assert 0 < world.longest_over <= SOON
 
 
 def test_a_host_that_works_while_it_is_cordoned_is_not_away() -> None:
@@ -372,7 +403,7 @@ def test_whatever_happens_and_whenever_the_driver_is_killed(
         run(progress, world, write)
     except KilledError:
         # What it started goes on; the events that it waited for reach no driver.
-        world.events.clear()
+        world.kill()
         records.append(Opened(at=world.time, plan=rolled.digest))
         progress = replay(rolled, records)
         run(progress, world, records.append)
@@ -416,7 +447,7 @@ def test_whenever_the_driver_is_killed_in_the_last_wave(seed: int, share: float,
         try:
             run(replay(rolled, records), world, write)
         except KilledError:
-            world.events.clear()
+            world.kill()
             records.append(Opened(at=world.time, plan=rolled.digest))
             run(replay(rolled, records), world, records.append)
         return world, records, len(records) - began[0]
