@@ -3,6 +3,10 @@
 A scheduler refills a host within a second of its job's end, sooner than anybody sees that it is idle. So the hosts
 whose jobs end first are cordoned beforehand: their jobs go on, and none follow. The others are noticed when they are
 idle. Once a host is idle, it is no longer awaited, and is left as it is.
+
+A cordoned host that becomes idle stays empty until that is noticed, so these hosts are looked at in a rotation of their
+own. The hosts of a gang become idle together: one host of each is looked at in every turn, and all others as soon as
+one is idle.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +26,10 @@ from image_builder.drain.gangs import units
 from image_builder.drain.observe import Looker
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client, KubeError
+
+
+# One in this many looks is at hosts without our cordon, even if there are too many with it for one turn.
+_OTHERS = 5
 
 
 @dataclass
@@ -83,17 +92,24 @@ class Handover:
         return self._visits[name].pod
 
     def turn(self) -> Iterator[Due]:
-        """Look at the hosts that were looked at longest ago, yield those that are idle, and cordon those that are next.
+        """Look at as many hosts as are due, yield those that are idle, and cordon those that are next.
 
         After the deadline, all hosts are due as soon as it is known which share a gang. Raises KubeError.
         """
-        for name in list(islice(self._visits, self._looks)):
-            visit = self._look(name)
-            del self._visits[name]
-            if visit is None:
-                yield Due(name)
-            else:
+        gangs = self._gangs()
+        names, looked = deque(self._next(gangs)), set[str]()
+        while names:
+            name = names.popleft()
+            if name in looked or name not in self._visits:
+                continue
+            looked.add(name)
+            visit, before = self._look(name), self._visits.pop(name, _Visit())
+            if visit:
                 self._visits[name] = visit
+                continue
+            yield Due(name)
+            for gang in before.gangs:
+                names.extendleft(gangs.pop(gang, ()))
         # If an earlier driver was killed, its cordons have to be seen first.
         if not all(visit.is_known for visit in self._visits.values()):
             return
@@ -108,6 +124,27 @@ class Handover:
             for name in sorted(unit):
                 yield Due(name, tuple(sorted(unit)) if len(unit) > 1 else ())
         self._visits.clear()
+
+    def _gangs(self) -> dict[str, list[str]]:
+        """Return the hosts with our cordon on which each gang was last seen; who was looked at longest ago is first."""
+        gangs: dict[str, list[str]] = defaultdict(list)
+        for name, visit in self._visits.items():
+            if visit.is_fenced:
+                for gang in visit.gangs:
+                    gangs[gang].append(name)
+        return gangs
+
+    def _next(self, gangs: Mapping[str, list[str]]) -> list[str]:
+        """Return the hosts to look at in this turn: first one of each gang on several hosts with our cordon, the
+        largest first, then those with our cordon, then others; each time who was looked at longest ago.
+        """
+        sizes = Counter({gang: len(names) for gang, names in gangs.items() if len(names) > 1})
+        first = [gangs[gang][0] for gang, _ in sizes.most_common(self._looks // 2)]
+        fenced = [name for name, visit in self._visits.items() if visit.is_fenced]
+        others = [name for name, visit in self._visits.items() if not visit.is_fenced]
+        left = min(len(others), max(1, self._looks // _OTHERS))
+        names = list(islice(dict.fromkeys([*first, *fenced]), max(1, self._looks - left)))
+        return names + others[: max(left, self._looks - len(names))]
 
     def _look(self, name: str) -> _Visit | None:
         """Return what a host is working on, None if it is idle or gone."""

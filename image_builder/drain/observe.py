@@ -1,9 +1,14 @@
-"""A host's Node object and pods right now, according to the API server's latest state."""
+"""A host's Node object and pods: as the API server remembers them, or not older than a version, or right now.
+
+A list of the current state makes the API server read all objects of the cluster from etcd, however few it returns; one
+from its memory makes it read none. So what is only waited for is looked up there, and only a last look needs more.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +22,10 @@ from image_builder.node.net.kube import Client, path_of_node
 
 # Requests for Nodes within this many seconds of each other share one answer, if there are more than a few.
 _MOMENT, _FEW = 0.8, 1
+# Versions to look from: whatever the API server remembers, and the current state. Without a limit, since that would
+# make the server read from etcd.
+REMEMBERED, CURRENT = "0", ""
+_PODS = "/api/v1/pods"
 _UNFINISHED = "status.phase!=Succeeded,status.phase!=Failed"
 
 
@@ -35,6 +44,16 @@ def job_from(document: Mapping[str, Any]) -> Job:
     return Job(owner_of(document), ends)
 
 
+def version_of(document: Mapping[str, Any] | None) -> str:
+    """Return the version of an object as the API server wrote it, empty for none."""
+    return str(((document or {}).get("metadata") or {}).get("resourceVersion") or "")
+
+
+def is_since(version: str, since: str) -> bool:
+    """Return whether a version isn't older than another; not if either is unknown."""
+    return since == REMEMBERED or (version.isdecimal() and since.isdecimal() and int(version) >= int(since))
+
+
 class Cordoned:
     """The Nodes that take no new pods, for all callers that look at some at the same moment: one request reads all.
 
@@ -47,17 +66,19 @@ class Cordoned:
         self._nodes: dict[str, dict[str, Any]] = {}
         self._until = 0.0
 
-    def node(self, client: Client, name: str) -> dict[str, Any] | None:
-        """Return a Node object that is at most a moment old, None if there is none. Raises KubeError."""
+    def node(self, client: Client, name: str, since: str = REMEMBERED) -> dict[str, Any] | None:
+        """Return a Node as of a moment ago, not older than ``since``; None if there is none. Raises KubeError."""
         with self._lock:
             now = self._clock()
             self._asked = [*(at for at in self._asked if at > now - _MOMENT), now]
             if now >= self._until and len(self._asked) > _FEW:
                 self._nodes = {}
-                client.each_page("/api/v1/nodes", {"fieldSelector": "spec.unschedulable=true"}, self._take)
+                _each(client, "/api/v1/nodes", "spec.unschedulable=true", REMEMBERED, self._take)
                 self._until = now + _MOMENT
             document = self._nodes.get(name) if self._clock() < self._until else None
-        return document or client.find(path_of_node(name))
+        if document is None or not is_since(version_of(document), since):
+            return client.find(path_of_node(name))
+        return document
 
     def _take(self, document: dict[str, Any]) -> None:
         self._nodes[document["metadata"]["name"]] = document
@@ -66,7 +87,8 @@ class Cordoned:
 class Looker:
     """Looks at hosts; each Job is read only once. ``cordoned`` needs the right to list Nodes. Raises KubeError.
 
-    ``overrules``: a deadline has passed, and the owners' wishes no longer count.
+    ``overrules``: a deadline has passed, and the owners' wishes no longer count. ``full_reads`` is how many times the
+    API server remembered too little for a last look, and had to read all pods from etcd.
     """
 
     def __init__(
@@ -74,24 +96,41 @@ class Looker:
     ) -> None:
         self._client, self._policy, self.overrules = client, policy, overrules
         self._cordoned = cordoned
+        self.full_reads = 0
         self._jobs: dict[str, Job] = {}
 
-    def node(self, name: str, *, is_cordoned: bool = False) -> dict[str, Any] | None:
-        """Return a Node object, None if there is none. ``is_cordoned``: it was cordoned, and probably still is."""
+    def node(self, name: str, *, is_cordoned: bool = False, since: str = REMEMBERED) -> dict[str, Any] | None:
+        """Return a Node object, None if there is none.
+
+        ``is_cordoned``: it was cordoned, and probably still is; ``since`` is the version since when.
+        """
         if self._cordoned and is_cordoned:
-            return self._cordoned.node(self._client, name)
+            return self._cordoned.node(self._client, name, since)
         return self._client.find(path_of_node(name))
 
-    def tenants(self, host: str, now: float) -> tuple[Tenant, ...]:
-        """Return the pods that keep a host busy; ``now`` is in seconds since the epoch."""
-        pods = self._pods("/api/v1/pods", f"spec.nodeName={host},{_UNFINISHED}")
+    def tenants(self, host: str, now: float, since: str = REMEMBERED) -> tuple[Tenant, ...]:
+        """Return the pods that keep a host busy; ``now`` is in seconds since the epoch.
+
+        By default as the API server remembers them, which may be a moment ago. A last look is one ``since`` a version
+        after which no pod can come, such as that of a taint, or of the current state (``CURRENT``).
+        """
+        selector = f"spec.nodeName={host},{_UNFINISHED}"
+        pods: list[Pod] = []
+        version = _each(self._client, _PODS, selector, REMEMBERED if since else CURRENT, _into(pods))
+        if since and not is_since(version, since):
+            self.full_reads += 1
+            pods = []
+            _each(self._client, _PODS, selector, CURRENT, _into(pods))
         tenants = [self._tenant(pod, now) for pod in pods]
         return tuple(tenant for tenant in tenants if tenant.verdict.kind is not Class.IGNORED)
 
     def tenants_of(self, hosts: Container[str], now: float) -> dict[str, list[Tenant]]:
         """Return the pods that keep hosts busy, for many hosts at once."""
         tenants: dict[str, list[Tenant]] = {}
-        for pod in self._pods("/api/v1/pods", f"spec.nodeName!=,{_UNFINISHED}"):
+        pods: list[Pod] = []
+        # All pods of a cluster: in pages, since their text is large, and only once.
+        self._client.each_page(_PODS, {"fieldSelector": f"spec.nodeName!=,{_UNFINISHED}"}, _into(pods))
+        for pod in pods:
             if pod.host in hosts:
                 tenants.setdefault(pod.host, []).append(self._tenant(pod, now))
         return tenants
@@ -100,15 +139,13 @@ class Looker:
         """Return the hosts of all gangs in some namespaces."""
         spread: dict[str, set[str]] = {}
         for namespace in sorted(set(namespaces)):
-            for pod in self._pods(f"/api/v1/namespaces/{namespace}/pods", f"spec.nodeName!=,{_UNFINISHED}"):
+            pods: list[Pod] = []
+            path = f"/api/v1/namespaces/{namespace}/pods"
+            _each(self._client, path, f"spec.nodeName!=,{_UNFINISHED}", REMEMBERED, _into(pods))
+            for pod in pods:
                 if gang := gang_of(pod, self._parents(pod)):
                     spread.setdefault(gang, set()).add(pod.host)
         return spread
-
-    def _pods(self, path: str, selector: str) -> list[Pod]:
-        pods: list[Pod] = []
-        self._client.each_page(path, {"fieldSelector": selector}, lambda item: pods.append(pod_from(item)))
-        return pods
 
     def _tenant(self, pod: Pod, now: float) -> Tenant:
         job = self._job(pod)
@@ -129,3 +166,15 @@ class Looker:
             path = f"/apis/batch/v1/namespaces/{pod.namespace}/jobs/{owner.name}"
             self._jobs[owner.uid] = job_from(self._client.find(path) or {"metadata": {}})
         return self._jobs[owner.uid]
+
+
+def _into(pods: list[Pod]) -> Callable[[dict[str, Any]], None]:
+    return lambda item: pods.append(pod_from(item))
+
+
+def _each(
+    client: Client, path: str, selector: str, version: str, take: Callable[[dict[str, Any]], None]
+) -> str:
+    """Call ``take`` for each object that a field selector picks, of a version; return the list's own version."""
+    query = {"fieldSelector": selector} | ({"resourceVersion": version} if version else {})
+    return client.each(f"{path}?{urllib.parse.urlencode(query)}", take)

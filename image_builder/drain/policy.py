@@ -60,7 +60,9 @@ class Policy(Strict):
         default=5.0, description="Polling interval; longer for large fleets."
     )
     looks_per_second: Annotated[float, Field(gt=0)] = Field(
-        default=10.0, description="Maximum hosts checked per second, on average; two requests each."
+        default=100.0,
+        description="Maximum hosts checked per second, on average; two requests each, the one for pods answered from"
+        " the API server's memory.",
     )
     max_fenced: int | None = Field(
         default=None, ge=1, description="Maximum hosts that are cordoned and still busy at once."

@@ -19,7 +19,7 @@ from image_builder.drain.ask import ask
 from image_builder.drain.evict import Answer, evict
 from image_builder.drain.fence import Record
 from image_builder.drain.ladder import Action, Host, Tenant, decide
-from image_builder.drain.observe import Cordoned, Looker
+from image_builder.drain.observe import CURRENT, REMEMBERED, Cordoned, Looker, version_of
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.retry import backoff
@@ -58,6 +58,8 @@ class _Visit:
     node: dict[str, Any] | None = None
     node_uid: str = ""
     record: Record | None = None
+    # The version of the Node since our last change.
+    version: str = REMEMBERED
     fenced: float | None = None
     idle_since: float | None = None
     # When the next look is worthwhile: an idle host has to settle first.
@@ -92,12 +94,15 @@ def free(
     return bool(uid)
 
 
-def occupied(looker: Looker, document: Mapping[str, Any], run: str) -> str:
-    """Return why a Node, as just read, isn't both empty and cordoned by a run; empty if it is. Raises KubeError."""
+def occupied(looker: Looker, document: Mapping[str, Any], run: str, since: str = REMEMBERED) -> str:
+    """Return why a Node, as just read, isn't both empty and cordoned by a run; empty if it is. Raises KubeError.
+
+    ``since`` is the version that the look at its pods must not be older than.
+    """
     record = fence.record_of(document)
     if record is None or record.run != run or not fence.is_cordoned(document):
         return UNCORDONED
-    tenants = looker.tenants(document["metadata"]["name"], time.time())
+    tenants = looker.tenants(document["metadata"]["name"], time.time(), since)
     return f"{tenants[0].pod} runs on it" if tenants else ""
 
 
@@ -107,7 +112,8 @@ class Drain:
 
     ``clock`` is monotonic, ``wall`` the time of day, both in seconds. After ``deadline``, by the latter, it evicts pods
     whatever their owners say: its mode is `evict` from then on, and each host's timeout starts again. ``cordoned`` is
-    shared with parallel drains, and needs the right to list Nodes.
+    shared with parallel drains, and needs the right to list Nodes. ``is_last``: nobody looks again at a host that was
+    found empty, so this drain does, at the current state of its pods.
     """
 
     def __init__(
@@ -121,6 +127,7 @@ class Drain:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         cordoned: Cordoned | None = None,
+        is_last: bool = True,
     ) -> None:
         self.outcomes: dict[str, Outcome] = {}
         # Hosts that were taken on only to drain whole gangs.
@@ -129,7 +136,7 @@ class Drain:
         self._clock, self._wall, self._deadline = clock, wall, deadline
         # When owners were overruled (monotonic): no host's timeout counts from before that.
         self._overruled: float | None = None
-        self._looker = Looker(client, policy, cordoned)
+        self._looker, self._is_last = Looker(client, policy, cordoned), is_last
         self._visits: dict[str, _Visit] = {}
         self._attempts: dict[str, _Attempt] = {}
         self._is_mute = False
@@ -198,7 +205,7 @@ class Drain:
     def _look(self, name: str) -> Host | None:
         """Return a host as it is now; None if its Node object is gone but may come back."""
         visit, now = self._visits[name], self._clock()
-        document = self._looker.node(name, is_cordoned=visit.fenced is not None)
+        document = self._looker.node(name, is_cordoned=visit.fenced is not None, since=visit.version)
         if document is None:
             if not visit.node_uid:
                 return Host(name, visit.began, obstacle="there is no such node")
@@ -240,7 +247,8 @@ class Drain:
             if not is_new:  # that person also meant to remove any cordon from before ours
                 visit.record = replace(visit.record, was_unschedulable=False)
             try:
-                fence.send(self._client, name, fence.recordon(document, visit.record))
+                changed = fence.send(self._client, name, fence.recordon(document, visit.record))
+                visit.version = version_of(changed) or REMEMBERED
             except KubeError as error:
                 if not fence.is_denied(error):
                     raise
@@ -293,6 +301,9 @@ class Drain:
                     self._evict(host.name, tenant)
             case "empty":
                 visit = self._visits[host.name]
+                if self._is_last and self._looker.tenants(host.name, self._wall(), CURRENT):
+                    visit.idle_since, visit.due = None, 0.0
+                    return
                 self._end(Outcome(host.name, "empty", node=visit.node, evicted=tuple(visit.evicted)))
             case "skip":
                 visit = self._visits[host.name]
@@ -340,8 +351,8 @@ class Drain:
             return
         record, patch = fence.cordon(document, self._run, self._wall())
         began = self._clock()
-        if fence.send(self._client, name, patch):
-            visit.record, visit.fenced = record, began
+        if changed := fence.send(self._client, name, patch):
+            visit.record, visit.fenced, visit.version = record, began, version_of(changed) or REMEMBERED
             visit.due = self._settled(visit)
             self._tell(f"{name}: cordoned")
             self._post(name, "NodeCordoned", f"cordoned, to be drained ({self._run})")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from image_builder.drain import event, fence, hosts, quarantine
 from image_builder.drain.lease import Leases
-from image_builder.drain.observe import Looker
+from image_builder.drain.observe import CURRENT, Looker
 from image_builder.drain.policy import Policy
 from image_builder.drain.quarantine import Record
 from image_builder.drain.run import occupied
@@ -249,7 +249,9 @@ class Repairs:
             document = looker.node(case.node)
             if document is None or quarantine.record_of(document) != record:
                 return _CHANGED
-            return "interrupted" if self.over.is_set() else occupied(looker, document, quarantine.RUN)
+            if self.over.is_set():
+                return "interrupted"
+            return occupied(looker, document, quarantine.RUN, CURRENT)
 
         instance = drive.instance(host.instance)
         if instance is None or instance.vm_id != host.vm_id.lower():

@@ -45,6 +45,8 @@ from image_builder.pool.run.records import Intent, Opened, Record
 from image_builder.pool.run.resume import past, take_up
 from image_builder.pool.run.state import Progress
 from image_builder.pool.scale_set.client import open_client
+from image_builder.pool.scale_set.records import Replacement
+from image_builder.pool.scale_set.records import read_journal as read_requests
 from image_builder.pool.scale_set.target import changes, require_planned_sets, spelled_as_planned
 from image_builder.pool.show.report import report
 from image_builder.pool.steps.ansible import read_configurations
@@ -416,7 +418,13 @@ def drive(
 
         def start(at: float) -> Progress:
             progress = take_up(
-                rollout.plan, journal, rollout.hosts, at=at, retry=options.retry, builds=rollout.builds
+                rollout.plan,
+                journal,
+                rollout.hosts,
+                at=at,
+                retry=options.retry,
+                builds=rollout.builds,
+                sent=_sent(options) if rollout.plan.policy.rolls else None,
             )
             records[:] = read_journal(journal.path)
             return progress
@@ -425,6 +433,13 @@ def drive(
         real = real_plan(options.plan.absolute())
         work = real.with_name(f".{real.name}.work")
         return _drive(rollout, show, work, start, write, records)
+
+
+def _sent(options: Options) -> set[tuple[str, str]]:
+    """Return the instances, by scale set and id, that a roll has sent something for."""
+    path = requests_of(options.plan)
+    records = read_requests(path) if path.exists() else []
+    return {(r.scale_set, r.instance) for r in records if isinstance(r, Replacement)}
 
 
 def verify(
@@ -443,7 +458,13 @@ def verify(
         return _drive(rollout, show, Path(folder) / "work", start, records.append, records)
 
 
-def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[], None]) -> Fleet:
+def _fleet(
+    rollout: Rollout,
+    work: Path,
+    stack: ExitStack,
+    on_wait: Callable[[], None],
+    on_note: Callable[[str], None],
+) -> Fleet:
     """Return the fleet that a rollout acts on; that of a roll also reaches the cluster and Azure."""
     plan, options = rollout.plan, rollout.options
     if plan.policy.rolls is None:
@@ -463,7 +484,7 @@ def _fleet(rollout: Rollout, work: Path, stack: ExitStack, on_wait: Callable[[],
         asks_nodes=plan.policy.rolls.ask_nodes,
         force_ephemeral=plan.policy.rolls.force_ephemeral,
     )
-    return RollFleet(rollout.setup, change, work, on_wait)
+    return RollFleet(rollout.setup, change, work, on_wait, on_note)
 
 
 def _drive(
@@ -480,7 +501,9 @@ def _drive(
         stack.enter_context(stop.listening())
         display = stack.enter_context(show())
         shown: list[Progress] = []
-        fleet = stack.enter_context(_fleet(rollout, work, stack, lambda: display.changed(shown[0])))
+        fleet = stack.enter_context(
+            _fleet(rollout, work, stack, lambda: display.changed(shown[0]), display.note)
+        )
         stop.wake = fleet.wake
         if not control_plane.is_read and rollout.plan.policy.mode != "check":
             display.note(UNWATCHED)

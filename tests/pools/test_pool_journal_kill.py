@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from image_builder.errors import ImageBuilderError
-from image_builder.pool.plan.model import OK, Host, Step, ended
+from image_builder.pool.plan.model import OK, Host, Joined, Step, ended
 from image_builder.pool.plan.plan import Plan, make_plan
 from image_builder.pool.plan.policy import Policy
 from image_builder.pool.run.driver import Event, Work, run
@@ -102,7 +102,7 @@ class Fleet:
     def unplanned(self, _hosts: Sequence[Host]) -> dict[str, str]:
         return {}
 
-    def give_up(self, host: str, step: Step, attempt: int) -> None:
+    def give_up(self, host: str, step: Step, attempt: int) -> Joined:
         raise AssertionError(f"nothing here takes that long: {step} {attempt} of {host}")
 
     def room(self, step: Step) -> int:

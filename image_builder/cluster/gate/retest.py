@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import urllib.parse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from image_builder.cluster.gate.decide import answered, may_work
@@ -141,7 +141,10 @@ class Retester:
                 self._tell(f"{node.name}: re-test not {step.value}: {error.message}")
 
     def _do(self, node: Node, step: Step, now: float) -> None:
-        if step in (Step.HOLD, Step.GRANT) and self._is_busy(node.name):
+        # Only the look after the hold is the last one; the first may be a moment old, and costs etcd nothing.
+        if step is Step.HOLD and self._is_busy(node.name, {"resourceVersion": "0"}):
+            step = Step.REFUSE
+        if step is Step.GRANT and self._is_busy(node.name, {}):
             step = Step.REFUSE
         subject = node.answer if node.is_under_test else node.wish
         assert subject is not None  # plan() has no step for another node
@@ -149,12 +152,12 @@ class Retester:
         self._client.request("PATCH", path_of_node(node.name), patch, JSON_PATCH)
         self._tell(f"{node.name}: re-test {step.value} (boot {node.boot_id})")
 
-    def _is_busy(self, name: str) -> bool:
+    def _is_busy(self, name: str, version: Mapping[str, str]) -> bool:
         """Return whether a pod on the node uses devices; pods that have ended have released theirs."""
         fields = f"spec.nodeName={name},status.phase!=Succeeded,status.phase!=Failed"
         uses: list[bool] = []
         self._client.each(
-            f"/api/v1/pods?{urllib.parse.urlencode({'fieldSelector': fields})}",
+            f"/api/v1/pods?{urllib.parse.urlencode({'fieldSelector': fields, **version})}",
             lambda pod: uses.append(uses_devices(pod["spec"])),
         )
         return any(uses)

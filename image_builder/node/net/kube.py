@@ -15,7 +15,7 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -94,12 +94,39 @@ def condition(
 
 
 def each_item(text: str, take: Callable[[dict[str, Any]], None]) -> str:
-    """Call ``take`` for each item of a list's JSON; return its resourceVersion. Raises ValueError."""
+    """Call ``take`` for each item of a list's JSON; return its resourceVersion. Raises KeyError, ValueError."""
     return str(_each_item(text, take)["resourceVersion"])
 
 
 def _each_item(text: str, take: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Call ``take`` for each item of a list's JSON; return its metadata. The API server writes ``items`` last."""
+    """Call ``take`` for each item of a list's JSON; return its metadata. Raises ValueError.
+
+    A list that isn't written as the API server does it, such as by a proxy, is parsed as a whole.
+    """
+    items, taken = _items(text), 0
+    while True:
+        try:
+            item = next(items)
+        except StopIteration as end:
+            metadata: dict[str, Any] = end.value
+            return metadata
+        except (KeyError, ValueError):
+            break
+        take(item)
+        taken += 1
+    document = json.loads(text)
+    if not isinstance(document, dict) or not isinstance(document.get("items", ""), list | None):
+        raise ValueError("not a list")
+    for item in (document["items"] or ())[taken:]:
+        take(item)
+    return dict(document.get("metadata") or {})
+
+
+def _items(text: str) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    """Yield the items of a list's JSON one by one, and return its metadata. Raises KeyError, ValueError.
+
+    The API server writes ``items`` last, and no spaces.
+    """
     head, mark, _ = text.partition('"items":')
     at = len(head) + len(mark)
     if not mark or not text.startswith(("[", "null"), at):
@@ -109,7 +136,7 @@ def _each_item(text: str, take: Callable[[dict[str, Any]], None]) -> dict[str, A
     at += 1
     while text.startswith("{", at) or text.startswith(",", at):
         item, at = decoder.raw_decode(text, at + text.startswith(",", at))
-        take(item)
+        yield item
     if not text.startswith(("]", "ull"), at):
         raise ValueError("it has no end")
     return metadata
@@ -207,7 +234,7 @@ class Client:
         """
         try:
             return each_item(self.text(path), take)
-        except ValueError as error:
+        except (KeyError, ValueError) as error:
             raise KubeError(f"GET {path}: the answer is not understood: {error}") from error
 
     def each_page(

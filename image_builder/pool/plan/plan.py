@@ -61,6 +61,11 @@ class Plan(Strict):
         """Return the name of a roll on nodes."""
         return (self.target.undoes if self.target else "") or f"{ROLL}{self.digest[:_RUN_DIGITS]}"
 
+    @cached_property
+    def zones(self) -> Counter[str]:
+        """Return the number of hosts in each zone."""
+        return Counter(host.zone for host in self.hosts)
+
     @property
     def holder(self) -> str:
         """Return the name of a roll on scale sets.

@@ -62,7 +62,7 @@ def admitted(progress: Progress, names: Iterable[str]) -> list[str]:
 
 def _most_of_zones(progress: Progress) -> Callable[[str], int]:
     """Return a function that gives the number of hosts of a zone that may be unavailable."""
-    of_zone = Counter(host.zone for host in progress.plan.hosts)
+    of_zone = progress.plan.zones
     return lambda zone: max(1, of_zone[zone] // 2)
 
 

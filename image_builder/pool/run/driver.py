@@ -106,8 +106,11 @@ class Steps(Protocol):
         None while they are being looked for; ``wait`` returns once they are known.
         """
 
-    def give_up(self, host: str, step: Step, attempt: int) -> None:
-        """Abandon a step, such as one whose deadline has passed: its result is no longer waited for."""
+    def give_up(self, host: str, step: Step, attempt: int) -> Joined:
+        """Abandon a step, such as one whose deadline has passed: its result is no longer waited for.
+
+        Return whether its host has joined or got the new image: `no` only if nothing was sent for it, nor will be.
+        """
 
     def conclude(self) -> None:
         """Release what was held for hosts, none of which is still in progress; an exception here ends the process."""
@@ -214,9 +217,9 @@ def _expire(r: _Run, now: float) -> None:
                 heapq.heappush(r.alarms, (until, name, step, attempt))
                 continue
             seconds = now - status.since - status.delay
-            r.steps.give_up(name, step, attempt)
+            joined = r.steps.give_up(name, step, attempt)
             outcome = ended("timeout", f"{step} did not end within {seconds:.0f} s")
-            _observe(r, Event(name, step, attempt, outcome, "unknown", seconds), now)
+            _observe(r, Event(name, step, attempt, outcome, joined, seconds), now)
 
 
 def _after_outage(r: _Run, status: HostStatus, step: Step) -> float:

@@ -140,6 +140,11 @@ def _open(progress: Progress, record: Opened) -> None:
     # A worker that has lost contact with a killed driver goes on until its patience is over: until then, no host is
     # probed and then told to join.
     free = record.at + progress.plan.policy.worker_gone_seconds
+    for name in record.unsent:
+        status = progress.hosts[name]
+        count_unavailable(progress, status, -1)
+        status.unsent = status.tries["reimage"]
+        count_unavailable(progress, status, 1)
     for name, status in progress.hosts.items():
         status.starts, status.row = 0, 0
         longest = record.at + window + progress.plan.policy.changing_seconds

@@ -35,7 +35,8 @@ class Opened(_Record):
     """A process opened the journal. ``retry``: hosts that failed before are tried again.
 
     ``builds`` are the ids of those that hosts of each image are verified against. ``evicts`` is the deadline after
-    which a roll evicts jobs, as confirmed by the user who started the process.
+    which a roll evicts jobs, as confirmed by the user who started the process. ``unsent`` are the hosts of a roll that
+    were about to get the new image, and for which certainly nothing was sent.
     """
 
     kind: Literal["opened"] = "opened"
@@ -43,6 +44,7 @@ class Opened(_Record):
     retry: bool = False
     builds: Mapping[str, str] = Field(default_factory=dict)
     evicts: str = Field(default="", exclude_if=operator.not_)
+    unsent: tuple[str, ...] = Field(default=(), exclude_if=operator.not_)
 
 
 class Changed(_Record):

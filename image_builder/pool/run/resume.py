@@ -11,7 +11,7 @@ from image_builder.pool.plan.waves import plan_waves
 from image_builder.pool.run.journal import Journal
 from image_builder.pool.run.progress import apply, replay
 from image_builder.pool.run.records import Changed, Opened, Record
-from image_builder.pool.run.state import Progress
+from image_builder.pool.run.state import HostStatus, Progress
 
 
 def take_up(
@@ -22,21 +22,37 @@ def take_up(
     at: float,
     retry: bool = False,
     builds: Mapping[str, str] | None = None,
+    sent: Collection[tuple[str, str]] | None = None,
 ) -> Progress:
     """Return the state to continue from, after recording in the journal that it was opened.
 
     ``hosts`` are those of the inventory now: vanished ones are dropped, new ones get waves of their own after the
     planned ones, with canaries for cells that have none yet. With ``retry``, failed hosts are tried again.
-    ``builds`` are those that they are verified against, by image. Raises ImageBuilderError for another plan's journal,
-    OSError.
+    ``builds`` are those that they are verified against, by image. ``sent`` are the instances of scale sets that a roll
+    sent something for; any other host keeps its image, whatever step was begun on it.
+
+    Raises ImageBuilderError for another plan's journal, OSError.
     """
     progress = past(plan, journal.records, str(journal.path))
-    opened = Opened(at=at, plan=plan.digest, retry=retry, builds=builds or {}, evicts=plan.deadline)
+    unsent = () if sent is None else [s.host.name for s in progress.hosts.values() if _is_unsent(s, sent)]
+    opened = Opened(
+        at=at,
+        plan=plan.digest,
+        retry=retry,
+        builds=builds or {},
+        evicts=plan.deadline,
+        unsent=tuple(unsent),
+    )
     for record in [opened, reconcile(progress, hosts, at=at)]:
         if record is not None:
             journal.append(record)
             apply(progress, record)
     return progress
+
+
+def _is_unsent(status: HostStatus, sent: Collection[tuple[str, str]]) -> bool:
+    host = status.host
+    return status.tries["reimage"] > status.unsent and (host.scale_set_id, host.instance) not in sent
 
 
 def past(plan: Plan, records: Iterable[Record], where: str) -> Progress:

@@ -97,7 +97,14 @@ def after_reimage(progress: Progress, status: HostStatus, record: Result) -> Non
         status.unsent += 1
         status.starts -= 1
         count_unavailable(progress, status, 1)
-        if outcome.kind == "busy" or progress.stopped or not again(progress, status, record.at, "ready"):
+        # Its drain has ended well each time, so that the attempts in a row say nothing.
+        is_last = status.unsent > progress.plan.policy.retries
+        if (
+            outcome.kind == "busy"
+            or progress.stopped
+            or is_last
+            or not again(progress, status, record.at, "ready")
+        ):
             _settle(progress, status, outcome)
         else:
             status.last = None

@@ -48,6 +48,8 @@ _APART = 10
 # How long the last looks at the hosts of one request may take together, and how much later than the first of them,
 # which counts for two seconds, the request may be.
 _LAST_LOOKS_SECONDS, _LATE_SECONDS = 0.5, 1.2
+# How many last looks at an instance may be late before it is left as it is.
+_LATE_LOOKS = 5
 # Services that act on instances by themselves: the former replaces those that don't answer, the latter moves machines
 # between zones.
 SERVICES = ("AutomaticRepairs", "AutomaticZoneRebalancing")
@@ -98,6 +100,8 @@ class Drive:
     patience: Patience
     # Sleeps for some seconds, as the client does; raises if the run ends meanwhile.
     wait: Callable[[float], None]
+    # Tells people why nothing happens.
+    tell: Callable[[str], None] = lambda _: None
     force_ephemeral: bool = False
     records: list[Record] = field(default_factory=list)
     held_until: float = 0.0
@@ -216,6 +220,7 @@ def driving(
     patience: Patience | None = None,
     force_ephemeral: bool = False,
     wait: Callable[[float], None] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Drive]:
     """Drive a scale set until the block ends, however it ends; raises PoolError if another holder does, FetchError.
 
@@ -230,6 +235,7 @@ def driving(
         journal,
         patience or Patience(),
         wait or client.wait,
+        tell,
         force_ephemeral,
         list(journal.records),
     )
@@ -273,7 +279,8 @@ def roll_instance(
     Raises PoolError if the scale set was taken or its model changed by somebody else, FetchError if Azure can't be
     reached; the same call resumes.
     """
-    began, looks = drive.client.now(), 1
+    began, looks, late = drive.client.now(), 1, 0
+    rested = began
     while True:
         history = settled_requests(drive, number, node)
         if history and history[-1].settled and history[-1].settled.outcome == "unknown":
@@ -288,7 +295,14 @@ def roll_instance(
         reading = node()
         step = _next(history, instance, version, reading)
         since = last.settled.at if last and last.settled else began
-        if step == "wait" and drive.client.now() - max(since, began) > drive.patience.boot:
+        if not history and step == "wait":
+            if not instance.is_at_rest:
+                rested = drive.client.now()
+                if rested - began > drive.patience.request:
+                    return Ending("unknown", f"its instance is {instance.state}, for whatever reason")
+            elif drive.client.now() - rested > drive.patience.boot:
+                step = "reimage"
+        elif step == "wait" and drive.client.now() - max(since, began) > drive.patience.boot:
             # A node that didn't answer before the request has nothing to lose, and still has its old disk.
             if reading is not None or not last or last.sent.boot_id or last.sent.verb == "reimage":
                 return Ending("failed", "timeout: the node doesn't come back")
@@ -314,6 +328,14 @@ def roll_instance(
             raise member.error
         if member.ending:
             return member.ending
+        if member.late:
+            late += 1
+            reason = (
+                f"the API server took {member.late:.1f} s for the last look; {_LATE_SECONDS:g} s is the most"
+            )
+            drive.tell(f"instance {number}: nothing was sent, {late} of {_LATE_LOOKS} times: {reason}")
+            if late == _LATE_LOOKS:
+                return Ending("busy", reason)
 
 
 def settled_requests(drive: Drive, number: str, node: Callable[[], Node | None]) -> list[Request]:
@@ -328,6 +350,11 @@ def _next(
     history: list[Request], instance: Instance, version: Version, reading: Node | None
 ) -> Verb | Ending | Literal["wait"]:
     """Return what an instance without an open request needs next."""
+    # A driver whose journal is lost may have sent something: its disk is being replaced, or its node is booting.
+    if not history and not instance.is_at_rest:
+        return "wait"
+    if not history and reading is None and instance.runs(version.id):
+        return "wait"
     if not instance.runs(version.id):
         return "upgrade"
     done = [request.sent for request in history if request.settled and request.settled.outcome == "done"]
@@ -389,7 +416,7 @@ def _require_model(drive: Drive, version: Version) -> None:
 def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
     """Send one request for the instances that are as they were read and may be replaced, after a last look at each.
 
-    Nothing is sent for instances that don't get their last look in time.
+    Nothing is sent for instances whose last look isn't over in time.
     """
     client = drive.client
     drive.renew()
@@ -405,7 +432,13 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
             break
         if _is_free(member, member.busy):
             ready.append(member)
-    if not ready or client.now() - began > _LATE_SECONDS:
+    if (took := client.now() - began) > _LATE_SECONDS:
+        if len(ready) > 1:
+            drive.singles |= {member.instance.id for member in ready}
+        elif ready:
+            ready[0].late = took
+        return
+    if not ready:
         return
     for member in ready:
         drive.append(_intent(drive, verb, member))

@@ -29,9 +29,9 @@ class Member:
     """An instance that a request will name, as it was read, and its node.
 
     ``busy`` is the last look: it returns why nothing may be sent, or an empty string; before that, ``works`` asks the
-    node itself. An instance gets a request of its own (``is_single``) after a refusal for which another instance may
-    be the reason. In the end, it has an ``ending`` (`busy`) or an ``error``, or its request was sent, or it has to be
-    read again because it has changed.
+    node itself. An instance gets a request of its own (``is_single``) after a refusal or a delay for which another
+    instance may be the reason. In the end, it has an ``ending`` (`busy`) or an ``error``, or its request was sent, or
+    its last look took too long (``late``, in seconds), or it has to be read again because it has changed.
     """
 
     instance: Instance
@@ -42,6 +42,7 @@ class Member:
     is_single: bool = False
     ending: Ending | None = None
     error: Exception | None = None
+    late: float = 0.0
     is_over: bool = False
 
 

@@ -168,6 +168,7 @@ class Drains:
         pause = self._due - time.monotonic()
         if pause > 0:
             return pause
+        self._due = time.monotonic() + self._policy.poll_seconds
         for name, unit in handover.turn():
             self._answer(name, OK, unit)
         now = time.time()
@@ -175,8 +176,7 @@ class Drains:
             outcome = ended("busy", f"{PATIENCE}: {handover.pod(name)}")
             handover.drop(name)
             self._answer(name, outcome)
-        self._due = time.monotonic() + self._policy.poll_seconds
-        return self._policy.poll_seconds
+        return max(0.0, self._due - time.monotonic())
 
     def _answer(self, name: str, outcome: Outcome, unit: tuple[str, ...] = ()) -> None:
         """Report an awaited host."""
@@ -213,7 +213,13 @@ class Drains:
                 keys_of = {key[0]: key for key in asked if (key[0] in self._rested and not is_over) == hurry}
                 policy = self._policy.model_copy(update={"max_wait_seconds": 0.0}) if hurry else self._policy
                 drain = Drain(
-                    kube, self._name, policy, lambda _: None, deadline=self._deadline, cordoned=self.cordoned
+                    kube,
+                    self._name,
+                    policy,
+                    lambda _: None,
+                    deadline=self._deadline,
+                    cordoned=self.cordoned,
+                    is_last=False,  # whatever is sent for a host, its own last look precedes
                 )
                 drain.add(keys_of)
                 work.append((drain, keys_of))

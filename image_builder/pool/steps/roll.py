@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 from image_builder.drain import event, fence, taint
 from image_builder.drain import run as drains
 from image_builder.drain.lease import Leases
-from image_builder.drain.observe import Looker
+from image_builder.drain.observe import CURRENT, REMEMBERED, Looker, version_of
 from image_builder.errors import FetchError, PoolError
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client as Kube
@@ -40,6 +40,8 @@ from image_builder.pool.steps.nodes import ASK_IMAGE, ASK_SECONDS, ask_work, ima
 from image_builder.pool.steps.survey import idle_hosts, missing_hosts
 
 _TURNS, _TURNED_AT_ONCE = 10, 16
+# How many expensive looks are reported together.
+_TOLD_READS = 100
 # The failure number where no other applies.
 _FAILED = 1
 _T = TypeVar("_T")
@@ -51,22 +53,48 @@ class _Journal:
     def __init__(self, journal: records.Journal) -> None:
         self._journal, self._lock = journal, threading.Lock()
         self.records = list(journal.records)
+        # Hosts that were given up before anything was sent for them: from then on, nothing is.
+        self._closed: set[tuple[str, str]] = set()
 
     def append(self, record: records.Record) -> None:
+        """Raises FetchError for a request that is no longer wanted."""
         with self._lock:
+            if (
+                isinstance(record, records.Replacement)
+                and (record.scale_set, record.instance) in self._closed
+            ):
+                raise FetchError(f"instance {record.instance} was given up", hint="nothing was sent")
             self._journal.append(record)
             self.records.append(record)
+
+    def close(self, host: Host) -> bool:
+        """Return whether nothing was sent for a host; nothing is then, until it is opened again."""
+        with self._lock:
+            if records.requests(self.records, host.scale_set_id, host.instance):
+                return False
+            self._closed.add((host.scale_set_id, host.instance))
+            return True
+
+    def open(self, host: Host) -> None:
+        """Let requests for a host through again."""
+        with self._lock:
+            self._closed.discard((host.scale_set_id, host.instance))
 
 
 class RollFleet(Fleet):
     """Hosts at work that get another image. See ``driver.Steps`` for what its methods promise."""
 
     def __init__(
-        self, setup: Setup, change: Change, folder: Path, on_wait: Callable[[], None] = lambda: None
+        self,
+        setup: Setup,
+        change: Change,
+        folder: Path,
+        on_wait: Callable[[], None] = lambda: None,
+        on_note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """As ``Fleet``."""
+        """As ``Fleet``; ``on_note`` gets sentences for people, in the driver's thread."""
         super().__init__(setup, folder, on_wait)
-        self._change = change
+        self._change, self._on_note = change, on_note
         self._stack = ExitStack()
         # Contexts of the scale sets that are driven; closing it releases them.
         self._driven = ExitStack()
@@ -96,6 +124,7 @@ class RollFleet(Fleet):
         # Scale sets whose models this process has set to the new version.
         self._changed: set[str] = set()
         self._is_turned = False
+        self._full_reads = 0
         self._sought: Future[list[str]] | None = None
         self._surveyed: Future[dict[str, str]] | None = None
 
@@ -244,6 +273,8 @@ class RollFleet(Fleet):
         """Resume the services of all scale sets, and release the scale sets; raises PoolError."""
         self._driven.close()
         self._drives.clear()
+        if self._full_reads:
+            self._tell_full_reads(self._full_reads)
 
     def unplanned(self, hosts: Sequence[Host]) -> Mapping[str, str]:
         target = self._change.target
@@ -251,10 +282,14 @@ class RollFleet(Fleet):
         sets = () if target.undoes else target.before
         return self._change.azure.versions_beside(sets, {host.vm_id.lower() for host in hosts})
 
-    def give_up(self, host: str, step: Step, attempt: int) -> None:
-        super().give_up(host, step, attempt)
+    def give_up(self, host: str, step: Step, attempt: int) -> Joined:
+        begun = self._begun.get((host, step, attempt))
+        joined = super().give_up(host, step, attempt)
         self._over.add((host, step, attempt))
         self._drains.give_up((host, step, attempt))
+        if begun and step == "reimage" and self._journal.close(begun.work.host):
+            return "no"
+        return joined
 
     # -- in threads of their own -----------------------------------------------------------------------------------
 
@@ -331,12 +366,13 @@ class RollFleet(Fleet):
 
     def _reimage(self, host: Host, key: Key) -> tuple[Outcome, Joined]:
         kube = self._kube()
-        self._bar(kube, host, self._drains.nodes.pop(host.name, None))
+        self._journal.open(host)
+        barred = self._bar(kube, host, self._drains.nodes.pop(host.name, None))
         self._ending.wait(self._change.settle_seconds)
         drive = self._drive(host.scale_set_id)
         version = self._versions[self._change.target.version]
         self._set_image(drive, version)
-        busy = partial(self._busy, kube, host, key)
+        busy = partial(self._busy, kube, host, key, version_of(barred))
         outcome, joined = self._bring(drive, host, version, busy, partial(self.works, host))
         if outcome.kind in ("failed", "unknown"):
             self._post(kube, host, "ReimageFailed", outcome.detail)
@@ -369,24 +405,24 @@ class RollFleet(Fleet):
         drive = self._drive(host.scale_set_id)
         version = self._versions[self._change.target.before[host.scale_set_id]]
         kube = self._kube()
-        is_there = self._bar(kube, host)
+        barred = self._bar(kube, host)
         self._ending.wait(self._change.settle_seconds)
 
         def busy() -> str:
             self._leases.hold(host.scale_set_id)
             if self._ending.is_set() or key in self._over:
                 return "the run ends, or has given it up"
-            return self._occupied(kube, host, barred=True) if is_there else ""
+            return self._occupied(kube, host, version_of(barred)) if barred else ""
 
         outcome, joined = self._bring(drive, host, version, busy)
         # A host that was given up is reported as still cordoned, and stays so.
         return self._free(host, key) if outcome.ok and key not in self._over else (outcome, joined)
 
-    def _bar(self, kube: Kube, host: Host, seen: dict[str, Any] | None = None) -> bool:
-        """Keep all pods off an empty host; return whether it has a Node."""
+    def _bar(self, kube: Kube, host: Host, seen: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Keep all pods off an empty host; return its Node from then on, None if it has none."""
         node = taint.bar(kube, host.name, self._change.run, seen)
         self._nodes[host.name] = node or {}
-        return node is not None
+        return node
 
     def _free(self, host: Host, _key: Key) -> tuple[Outcome, Joined]:
         target = self._change.target
@@ -429,26 +465,47 @@ class RollFleet(Fleet):
         ending = roll_instance(drive, host.instance, host.vm_id, version, node, busy, works)
         return _outcome(ending, silence)
 
-    def _busy(self, kube: Kube, host: Host, key: Key) -> str:
-        """Return why a request must not be sent; the last check, right before it is.
+    def _busy(self, kube: Kube, host: Host, key: Key, barred: str) -> str:
+        """Return why a request must not be sent; the last check, right before it is. ``barred``: the taint's version.
 
         Without the Lease of its scale set nothing is sent: raises PoolError if another process holds it, KubeError.
         """
         self._leases.hold(host.scale_set_id)
         if self._is_turned or self._ending.is_set() or key in self._over:
             return "the run is rolling back, or ending"
-        return self._occupied(kube, host, barred=True)
+        return self._occupied(kube, host, barred)
 
-    def _occupied(self, kube: Kube, host: Host, *, barred: bool = False) -> str:
-        """Return why a host isn't empty with our cordon; empty if it is."""
+    def _occupied(self, kube: Kube, host: Host, barred: str | None = None) -> str:
+        """Return why a host isn't empty with our cordon; empty if it is.
+
+        A last look has ``barred``, the version of the Node since its taint keeps pods off: no later one can come.
+        """
         looker = Looker(kube, self._change.policy, self._drains.cordoned)
-        document = looker.node(host.name, is_cordoned=True)
+        since = REMEMBERED if barred is None else barred or CURRENT
+        document = looker.node(host.name, is_cordoned=True, since=since)
         if document is None:
             return "there is no such node"
-        if barred and not taint.is_barred(document, self._change.run):
+        if barred is not None and not taint.is_barred(document, self._change.run):
             return "somebody removed its taint"
         self._nodes[host.name] = document
-        return drains.occupied(looker, document, self._change.run)
+        reason = drains.occupied(looker, document, self._change.run, since)
+        if looker.full_reads:
+            self._count_full_read()
+        return reason
+
+    def _count_full_read(self) -> None:
+        with self._guard:
+            self._full_reads += 1
+            count = self._full_reads
+        if count == 1 or count % _TOLD_READS == 0:
+            self._tell_full_reads(count)
+
+    def _tell_full_reads(self, count: int) -> None:
+        self._tell(f"last looks for which the API server had to read all pods from etcd: {count}")
+
+    def _tell(self, text: str) -> None:
+        """Show a sentence next to the state."""
+        self._queue.put(partial(self._on_note, text))
 
     def _drive(self, path: str) -> Drive:
         """Return the scale set's drive, held until the run ends. Raises PoolError if another process holds it."""
@@ -466,6 +523,7 @@ class RollFleet(Fleet):
                     patience=change.patience,
                     force_ephemeral=change.force_ephemeral and self._planned[path].is_ephemeral,
                     wait=self._pause,
+                    tell=self._tell,
                 )
                 self._drives[path] = self._driven.enter_context(context)
             return self._drives[path]

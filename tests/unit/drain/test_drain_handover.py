@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,3 +119,76 @@ def test_what_a_host_runs_is_known_before_it_is_due(server: Server) -> None:
     awaited = Handover(server, "roll", policy, 0, deadline=NOW, wall=lambda: NOW)
     awaited.add(HOSTS)
     assert list(awaited.turn()) == [] and len(list(awaited.turn())) == 4
+
+
+class Counting(Server):
+    """A server that notes whose pods are listed."""
+
+    def __init__(self, hosts: list[str]) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        for name in hosts:
+            self.nodes[name] = node_object({"a": "b"})
+            self.nodes[name]["metadata"]["name"] = name
+
+    def each(self, path: str, take: Callable[[dict[str, Any]], None]) -> str:
+        self.seen.append(path.partition("spec.nodeName%3D")[2].partition("%2C")[0])
+        return super().each(path, take)
+
+
+def rotating(
+    fenced: int, hosts: int, gangs: dict[str, str], looks: float = 10.0
+) -> tuple[Counting, Handover]:
+    """Return hosts at work, some of them with our cordon, all of which were looked at; ``gangs`` are Jobs, by host."""
+    names = [f"gpu-{number:03}" for number in range(hosts)]
+    server = Counting(names)
+    for name in names:
+        pod = pod_object(name, owner="Job" if name in gangs else "", spec={"nodeName": name})
+        if name in gangs:
+            pod["metadata"]["ownerReferences"][0]["name"] = gangs[name]
+        server.pods[name] = [pod]
+    policy = Policy(looks_per_second=looks, poll_seconds=1.0)
+    awaited = Handover(server, "roll", policy, fenced, wall=lambda: NOW)
+    awaited.add(names)
+    while sum(fence.is_cordoned(node) for node in server.nodes.values()) < fenced:
+        assert list(awaited.turn()) == []
+    return server, awaited
+
+
+def test_hosts_with_our_cordon_have_a_rotation_of_their_own() -> None:
+    server, awaited = rotating(20, 100, {})
+    seen: list[str] = []
+    for _ in range(5):
+        server.seen.clear()
+        assert list(awaited.turn()) == []
+        assert len(server.seen) == 10
+        seen += server.seen
+    fenced = {name for name, node in server.nodes.items() if fence.is_cordoned(node)}
+    # Eight of ten looks: each of them at least twice in five turns, and two others in each.
+    assert {seen.count(name) for name in fenced} == {2} and len(set(seen) - fenced) == 10
+
+
+def test_a_gang_that_has_ended_is_noticed_in_the_next_turn_as_a_whole() -> None:
+    gangs = {f"gpu-{number:03}": "big" for number in range(30, 70)}
+    server, awaited = rotating(100, 100, gangs)
+    for _ in range(3):
+        server.pods = {name: [] if name in gangs else pods for name, pods in server.pods.items()}
+        server.seen.clear()
+        assert {due.name for due in awaited.turn()} == gangs.keys()
+        # Nobody is looked at twice, and the others aren't forgotten.
+        assert len(server.seen) == len(set(server.seen)) <= 40 + 10
+        for name in gangs:
+            server.pods[name] = [pod_object(name, owner="Job", spec={"nodeName": name})]
+        awaited.add(gangs)
+        for _ in range(20):
+            assert list(awaited.turn()) == []
+
+
+def test_of_several_gangs_the_largest_is_looked_at_in_every_turn() -> None:
+    gangs = {f"gpu-{number:03}": f"job-{number // 2}" for number in range(60)}
+    gangs |= {f"gpu-{number:03}": "big" for number in range(60, 90)}
+    server, awaited = rotating(100, 100, gangs)
+    for _ in range(20):
+        server.seen.clear()
+        assert list(awaited.turn()) == []
+        assert {"big"} <= {gangs.get(name, "") for name in server.seen} and len(server.seen) <= 10

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from image_builder.drain.observe import Cordoned, Job, Looker, job_from
+from image_builder.drain.observe import CURRENT, REMEMBERED, Cordoned, Job, Looker, job_from
 from image_builder.drain.pods import Owner, pod_from
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client
 from tests.unit.drain.manifests import pod_object
+from tests.unit.drain.test_drain_run import Server as Pods
 
 START = "2026-01-01T00:00:00Z"
 
@@ -62,15 +63,19 @@ class Server:
         self.asked.append(name := path.rpartition("/")[2])
         return self._node(name) if name in self.names else None
 
-    def each_page(self, path: str, query: dict[str, str], take: Any) -> None:
-        assert (path, query) == ("/api/v1/nodes", {"fieldSelector": "spec.unschedulable=true"})
+    def each(self, path: str, take: Any) -> str:
+        assert path == "/api/v1/nodes?fieldSelector=spec.unschedulable%3Dtrue&resourceVersion=0"
         self.asked.append("all")
         for name in self.names:
             if name in self.cordoned:
                 take(self._node(name))
+        return "7"
 
     def _node(self, name: str) -> dict[str, Any]:
-        return {"metadata": {"name": name}, "spec": {"unschedulable": name in self.cordoned}}
+        return {
+            "metadata": {"name": name, "resourceVersion": "7"},
+            "spec": {"unschedulable": name in self.cordoned},
+        }
 
 
 def read(cordoned: Cordoned, server: Server, name: str) -> dict[str, Any] | None:
@@ -89,6 +94,49 @@ def test_many_that_look_in_the_same_moment_look_once() -> None:
     server.cordoned = set()
     assert read(cordoned, server, "gpu-0") == server._node("gpu-0")
     assert server.asked[2:] == ["gpu-0"]
+
+
+def test_a_node_that_has_been_changed_since_is_read_by_itself() -> None:
+    """What the API server remembers may be from before a change of ours."""
+    server, cordoned = Server(["gpu-0"], {"gpu-0"}), Cordoned(lambda: 0.0)
+    for since, asked in (("6", 1), ("6", 1), ("7", 0), ("8", 1), ("", 1)):
+        before = server.asked.count("gpu-0")
+        assert cordoned.node(cast(Client, server), "gpu-0", since) == server._node("gpu-0")
+        assert server.asked.count("gpu-0") == before + asked, since
+
+
+GPU = {"containers": [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": "8"}}}]}
+
+
+@pytest.mark.parametrize(
+    ("since", "version", "asked", "reads"),
+    [
+        (REMEMBERED, 100, ["0"], 0),
+        ("100", 100, ["0"], 0),
+        ("99", 100, ["0"], 0),
+        # By number, not by letter.
+        ("99", 9, ["0", ""], 1),
+        ("101", 100, ["0", ""], 1),
+        ("unknown", 100, ["0", ""], 1),
+        (CURRENT, 100, [""], 0),
+    ],
+)
+def test_a_last_look_reads_everything_only_if_the_api_server_remembers_too_little(
+    since: str, version: int, asked: list[str], reads: int
+) -> None:
+    server = Pods()
+    server.version, server.remembered = version, {}
+    server.pods["gpu-1"] = [pod_object(spec=GPU)]
+    looker = Looker(server, Policy())
+    assert bool(looker.tenants("gpu-1", 0.0, since)) is ("" in asked)
+    assert server.lists == asked and looker.full_reads == reads
+
+
+def test_where_gangs_run_is_read_from_memory() -> None:
+    server = Pods()
+    server.pods["gpu-1"] = [pod_object(owner="Job")]
+    assert Looker(server, Policy()).spread(["work", "work"]) == {"work/Job x": {"gpu-1"}}
+    assert server.lists == ["0"]
 
 
 def test_a_node_that_is_not_cordoned_or_gone_is_read_by_itself() -> None:

@@ -46,7 +46,7 @@ class Server:
             raise self.answer
         return self.answer
 
-    def each_page(self, *_: Any) -> str:
+    def each(self, *_: Any) -> str:
         return ""
 
 

@@ -32,6 +32,29 @@ def test_a_list_is_read_item_by_item(items: list[dict[str, Any]]) -> None:
     assert seen == items
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("names", [("metadata", "items", "kind"), ("items", "kind", "metadata")])
+def test_a_list_that_a_proxy_has_rewritten_is_read(names: tuple[str, ...], indent: int | None) -> None:
+    """No item is lost or read twice, whatever the order of the fields and the spaces between them."""
+    fields = {"kind": "NodeList", "metadata": {"resourceVersion": "7"}, "items": [{"a": 1}, {"b": {}}, {}]}
+    for separators in ((",", ":"), (", ", ": ")):
+        seen: list[dict[str, Any]] = []
+        text = json.dumps({name: fields[name] for name in names}, indent=indent, separators=separators)
+        assert each_item(text, seen.append) == "7" and seen == fields["items"]
+
+
+def test_what_a_reader_raises_is_not_taken_for_another_form() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def take(item: dict[str, Any]) -> None:
+        seen.append(item)
+        raise KeyError("a reader's own")
+
+    with pytest.raises(KeyError, match="own"):
+        each_item('{"metadata":{"resourceVersion":"7"},"items":[{},{}]}', take)
+    assert seen == [{}]
+
+
 def test_a_list_of_nothing_may_be_null() -> None:
     assert each_item('{"metadata":{"resourceVersion":"7"},"items":null}', lambda _: None) == "7"
 

@@ -68,6 +68,10 @@ class Cluster(Client):
             if place.startswith(f"{path}/"):
                 take(item)
 
+    def each(self, path: str, take: Callable[[dict[str, Any]], None]) -> str:
+        self.each_page(path.partition("?")[0], {}, take)
+        return "100"
+
     def _note(self, method: str, path: str) -> None:
         self.log.append((method, path))
         if self.away:

@@ -92,7 +92,7 @@ def test_a_driver_that_goes_on_after_the_deadline_evicts_the_rest() -> None:
         progress = replay(rolled, records)
         with suppress(KeyboardInterrupt):
             run(progress, world, writer)
-        world.events.clear()
+        world.kill()
     assert progress.finished and world.evicted.keys() == world.nodes.keys()
     check_end(world, progress)
 

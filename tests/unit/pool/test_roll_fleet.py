@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 from image_builder.drain import fence
 from image_builder.drain.policy import Policy
 from image_builder.drain.taint import TAINT
-from image_builder.errors import DefinitionError
+from image_builder.errors import DefinitionError, FetchError
 from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Pool
 from image_builder.pool.plan.plan import PlannedFrom, make_plan
 from image_builder.pool.plan.policy import Policy as RollPolicy
@@ -25,7 +25,7 @@ from image_builder.pool.reach.reach import Answer
 from image_builder.pool.rollout import Options, _inventory
 from image_builder.pool.run.driver import Work
 from image_builder.pool.scale_set.client import Client
-from image_builder.pool.scale_set.records import Model
+from image_builder.pool.scale_set.records import Model, Replacement
 from image_builder.pool.scale_set.roll import Patience
 from image_builder.pool.scale_set.target import read_target
 from image_builder.pool.scale_set.verdict import Node
@@ -68,6 +68,7 @@ def rolled(
     undoes: str = "",
     broken: tuple[str, ...] = (),
     kube: Callable[[], Any] = Empty,
+    on_note: Callable[[str], None] = lambda _: None,
     **more: Any,
 ) -> Iterator[tuple[RollFleet, list[Host]]]:
     """Yield the fleet of a roll that has begun, with none of its hosts in work, and the hosts.
@@ -91,7 +92,7 @@ def rolled(
         settle_seconds=0.0,
         **{"policy": Policy(), "asks_nodes": False, **more},
     )
-    with RollFleet(setup, change, folder / "work") as state:
+    with RollFleet(setup, change, folder / "work", on_note=on_note) as state:
         yield state, planned
 
 
@@ -153,6 +154,47 @@ def test_a_restore_that_was_given_up_sends_nothing(
     assert (outcome.kind, machine.reimages, machine.version) == ("busy", 0, NEW)
 
 
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_host_that_was_given_up_before_anything_was_sent_is_untouched_and_stays_so(
+    setup: Setup, tmp_path: Path, *, sent: bool
+) -> None:
+    machines = fleet(1)
+    with rolled(setup, machines, tmp_path) as (state, (host,)):
+        request = Replacement(
+            at=1,
+            verb="upgrade",
+            scale_set=host.scale_set_id,
+            instance=host.instance,
+            vm_id=host.vm_id,
+            boot_id="b",
+            version=NEW,
+            build=BUILDS[NEW],
+        )
+        if sent:
+            state._journal.append(request)
+        state._begin(Work(host, 1), "reimage")
+        assert state.give_up(host.name, "reimage", 1) == ("unknown" if sent else "no")
+        # Its thread may have passed its last look just then.
+        with nullcontext() if sent else pytest.raises(FetchError):
+            state._journal.append(request)
+        state._journal.open(host)
+        state._journal.append(request)
+
+
+def test_reads_of_everything_are_counted_and_shown(setup: Setup, tmp_path: Path) -> None:
+    shown: list[str] = []
+    with rolled(setup, fleet(1), tmp_path, on_note=shown.append) as (state, (host,)):
+        cluster = Server()
+        node = applied(node_object(), fence.cordon(node_object(), "roll-1", 1.0)[1])
+        node["spec"]["taints"] = [{"key": TAINT, "value": "roll-1", "effect": "NoExecute"}]
+        cluster.nodes[host.name] = node
+        for barred in ("100", "101", "101", "99"):
+            assert state._occupied(cluster, host, barred) == ""
+        state.conclude()
+        state.wait(0.0)
+    assert [line.rpartition(" ")[2] for line in shown] == ["1", "2"]
+
+
 def test_a_host_is_freed_while_others_hold_all_threads(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +224,7 @@ def test_a_host_whose_taint_somebody_removed_gets_no_request(
         node = applied(node, fence.cordon(node, "roll-1", 1.0)[1])
         node["spec"]["taints"] = [{"key": TAINT, "value": value, "effect": "NoExecute"}] if value else []
         cluster.nodes[host.name] = node
-        assert bool(state._occupied(cluster, host, barred=True)) is (value != "roll-1")
+        assert bool(state._occupied(cluster, host, "7")) is (value != "roll-1")
         assert state._occupied(cluster, host) == ""
 
 
@@ -217,11 +259,12 @@ class Leased(Server):
     def request(self, method: str, path: str, body: Any = None, content_type: str = "") -> dict[str, Any]:
         return {} if "/leases" in path else super().request(method, path, body, content_type)
 
-    def each_page(self, path: str, *arguments: Any, **more: Any) -> None:
-        super().each_page(path, *arguments, **more)
-        self.looks += path == "/api/v1/pods"
+    def each(self, path: str, take: Callable[[dict[str, Any]], None]) -> str:
+        version = super().each(path, take)
+        self.looks += path.startswith("/api/v1/pods?")
         if self.looks > 6:
             self.decided.set()
+        return version
 
     def evict(self, namespace: str, name: str, uid: str, *, dry_run: bool = False) -> None:
         super().evict(namespace, name, uid, dry_run=dry_run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from pydantic import ValidationError
 
 from image_builder.cli.pool import run as commands
 from image_builder.errors import PoolError
-from image_builder.pool.plan.model import OK, Joined, ended
+from image_builder.pool.plan.model import OK, Joined, ended, rank
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.policy import GateLimits, Policy, Roll, WaveDrain
 from image_builder.pool.plan.waves import rest_wave
 from image_builder.pool.run.driver import run
+from image_builder.pool.run.journal import open_journal, read_journal
 from image_builder.pool.run.progress import apply, begin, replay
 from image_builder.pool.run.records import (
     Began,
@@ -33,6 +35,7 @@ from image_builder.pool.run.records import (
     Stopped,
     Turned,
 )
+from image_builder.pool.run.resume import take_up
 from image_builder.pool.show import report as reports
 from image_builder.pool.show.view import look
 from tests.support.pools.simulated.rollouts import START
@@ -43,6 +46,7 @@ from tests.support.pools.simulated.rolls import (
     NEW,
     OLD,
     REIMAGE,
+    SOON,
     Fate,
     World,
     check_end,
@@ -152,6 +156,36 @@ def test_a_gang_that_ends_at_once_is_taken_as_far_as_hosts_may_be_away() -> None
     assert progress.finished and world.most_unavailable == 15
     assert reports.counts(progress.hosts.values())["ok"] == 300
     check_end(world, progress)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_gang_of_500_that_ends_leaves_too_many_hosts_empty_for_seconds(*, together: bool) -> None:
+    """Of 7,500 hosts, 3,750 are cordoned at work; the gang's come one after another in the rotation, or anywhere."""
+    rolled = plan(7500, gate=CALM, waves=("100%",), canaries=1)
+    names = sorted((host.name for host in rolled.hosts), key=(lambda name: name) if together else rank)
+    gang, end = tuple(names[:500]), 1800.0
+    jobs = dict.fromkeys(gang, end) | dict.fromkeys(names[500:], DAY)
+    world = World(rolled, jobs=jobs.__getitem__, gangs=dict.fromkeys(gang, gang))
+    fenced: list[int] = []
+
+    def stop() -> bool:
+        fenced.append(sum(world.nodes[name].awaited for name in gang))
+        return world.time > START + end + 300
+
+    # All of them were busy in their waves.
+    progress, last = begin(rolled), len(rolled.waves)
+    past: list[Record] = [Opened(at=START, plan=rolled.digest)]
+    for number in range(last):
+        past += [Began(at=START, wave=number), Passed(at=START, wave=number, failed=0, stragglers=0)]
+    past += [
+        Rested(at=START, wave=rest_wave(last, names, rolled.policy, rolled.digest)),
+        Began(at=START, wave=last),
+    ]
+    for record in past:
+        apply(progress, record)
+    run(progress, world, lambda _: None, stop)
+    assert world.most_fenced == 3750 and max(fenced) > 200
+    assert 0 < world.longest_over <= SOON
 
 
 def test_a_host_that_works_while_it_is_cordoned_is_not_away() -> None:
@@ -370,7 +404,7 @@ def test_whatever_happens_and_whenever_the_driver_is_killed(
         run(progress, world, write)
     except KilledError:
         # What it started goes on; the events that it waited for reach no driver.
-        world.events.clear()
+        world.kill()
         records.append(Opened(at=world.time, plan=rolled.digest))
         progress = replay(rolled, records)
         run(progress, world, records.append)
@@ -414,7 +448,7 @@ def test_whenever_the_driver_is_killed_in_the_last_wave(seed: int, share: float,
         try:
             run(replay(rolled, records), world, write)
         except KilledError:
-            world.events.clear()
+            world.kill()
             records.append(Opened(at=world.time, plan=rolled.digest))
             run(replay(rolled, records), world, records.append)
         return world, records, len(records) - began[0]
@@ -481,6 +515,46 @@ def test_a_host_for_which_nothing_was_sent_is_not_touched(joined: Joined, is_tou
         Result(at=5, host=name, step="reimage", attempt=1, outcome=ended("timeout"), joined=joined),
     ]
     assert replay(rolled, records).hosts[name].touched is is_touched
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_driver_that_was_killed_before_it_sent_anything_has_not_touched_a_host(
+    tmp_path: Path, *, sent: bool
+) -> None:
+    """It is freed, not left cordoned, when the run is stopped."""
+    rolled = plan(8)
+    name = rolled.waves[0].hosts[0]
+    path, host = tmp_path / "journal", rolled.host[name]
+    with open_journal(path) as journal:
+        for record in (
+            *_until_drained(rolled, name),
+            Result(at=3, host=name, step="drain", attempt=1, outcome=OK),
+            Intent(at=4, step="reimage", hosts=(name,)),
+        ):
+            journal.append(record)
+    instances = {(host.scale_set_id, host.instance)} if sent else set()
+    with open_journal(path) as journal:
+        progress = take_up(rolled, journal, rolled.hosts, at=5, sent=instances)
+    assert progress.hosts[name].touched is sent and progress.unavailable == 1
+    assert replay(rolled, read_journal(path)).hosts[name].touched is sent
+    for record in (
+        Intent(at=6, step="probe", hosts=(name,)),
+        Stopped(at=7, reason="SIGTERM", asked=True),
+        Result(at=8, host=name, step="probe", attempt=2, outcome=OK, joined="no"),
+    ):
+        apply(progress, record)
+    assert progress.hosts[name].state == ("ended" if sent else "settled")
+
+
+def test_hosts_for_which_nothing_can_be_sent_are_freed_and_not_said_to_be_reimaged() -> None:
+    rolled = plan(8)
+    name = rolled.waves[0].hosts[0]
+    world = World(rolled, {name: "late looks"})
+    progress, _ = roll(world)
+    outcome = progress.hosts[name].outcome
+    assert outcome and outcome.kind == "timeout" and "reimaged" not in outcome.detail
+    assert not world.nodes[name].cordoned and not world.nodes[name].reimages
+    check_end(world, progress)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

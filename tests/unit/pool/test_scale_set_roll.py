@@ -22,6 +22,7 @@ from image_builder.pool.scale_set.records import (
 )
 from image_builder.pool.scale_set.roll import SERVICES, driving, roll_instance, send
 from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
+from image_builder.pool.scale_set.verdict import Node
 from image_builder.text import stamp
 from tests.support.arm.fleet import BUILDS, NEW, OLD
 from tests.support.arm.model import Answer, Fault, Request, error
@@ -300,6 +301,91 @@ def test_nothing_is_sent_long_after_the_last_look(rolling: Rolling, seconds: flo
         assert len(rolling.fleet.posts("/manualupgrade")) == sent == len(drive.requests("1"))
 
 
+@pytest.mark.parametrize("verb", ["upgrade", "reimage"])
+@pytest.mark.parametrize(("slow", "sent"), [(4, True), (5, False), (99, False)])
+def test_last_looks_that_are_late_again_and_again_end_with_their_reason(
+    rolling: Rolling, verb: str, slow: int, *, sent: bool
+) -> None:
+    if rolling.fleet.scale_sets.upgrade_replaces:
+        verb = "upgrade"  # the only request
+    looks: list[float] = []
+    shown: list[str] = []
+
+    def busy() -> str:
+        is_due = verb == "upgrade" or bool(rolling.fleet.posts("/manualupgrade"))
+        looks.extend([rolling.clock()] * is_due)
+        rolling.clock.wait(1.8 if is_due and len(looks) <= slow else 0.1)
+        return ""
+
+    ending = queued(rolling, Queue(), busy, tell=shown.append)
+    assert ending.kind == ("ok" if sent else "busy") and len(shown) == min(slow, 5)
+    assert all("1.8 s" in line and "1.2 s" in line for line in (*shown, ending.reason or shown[0]))
+    assert (verb in rolling.replacements()) is sent
+    if not sent:
+        assert len(looks) == 5 and looks[-1] - looks[0] < 1800
+    rolling.require_clean()
+
+
+def test_those_that_are_late_only_together_are_sent_one_by_one(rolling: Rolling) -> None:
+    with (
+        open_journal(rolling.journal) as journal,
+        driving(rolling.client, rolling.fleet.path, "run-1", journal, patience=PATIENCE) as drive,
+    ):
+        drive.set_image(rolling.client.scale_set(rolling.fleet.path), NEW)
+        version = rolling.client.version(NEW)
+        instances = [drive.instance(number) for number in ("1", "2")]
+        assert version is not None
+        seconds = iter([0.4, 1.0])
+
+        def busy() -> str:
+            rolling.clock.wait(next(seconds))
+            return ""
+
+        members = [Member(each, version, None, busy) for each in instances if each]
+        send(drive, "upgrade", members)
+        assert rolling.fleet.posts("/manualupgrade") == [] and drive.singles == {"1", "2"}
+        assert not any(member.late or member.ending for member in members)
+
+
+@pytest.mark.parametrize("boots_after", [60.0, 900.0, 1400.0])
+def test_a_disk_that_a_driver_was_replacing_whose_journal_is_lost_is_replaced_once(
+    rolling: Rolling, boots_after: float
+) -> None:
+    """Its node is silent while the disk is replaced, and boots late."""
+    client, path, machine = rolling.client, rolling.fleet.path, rolling.fleet.machine("1")
+    client.set_image(client.scale_set(path), NEW)
+    client.upgrade(path, ["1"])
+    rolling.clock.wait(60)
+    if not rolling.fleet.scale_sets.upgrade_replaces:
+        client.reimage(path, "1", force_ephemeral=False)
+    rolling.clock.wait(5)
+    began = rolling.clock()
+    node = rolling.fleet.node("1")
+
+    def late() -> Node | None:
+        return node() if rolling.clock() - began > 240 + boots_after else None
+
+    assert queued(rolling, Queue(), lambda: "", node=late) == Ending("ok")
+    assert machine.reimages == 1 and rolling.replacements() == []
+
+
+def test_an_instance_that_something_keeps_in_work_gets_no_request(rolling: Rolling) -> None:
+    rolling.fleet.scale_sets.seconds["upgrade"] = 1e6
+    rolling.client.upgrade(rolling.fleet.path, ["1"])
+    assert queued(rolling, Queue(), lambda: "").kind == "unknown" and rolling.replacements() == []
+
+
+def test_a_node_that_never_answers_is_repaired_after_the_time_of_a_boot(rolling: Rolling) -> None:
+    """Its instance had the version before: nobody knows why the node is silent."""
+    machine = rolling.fleet.machine("1")
+    machine.version = machine.disk = NEW
+    rolling.fleet.silent.add("1")
+    rolling.fleet.scale_sets.reimaged = lambda _, machine: rolling.fleet.silent.discard(machine.id)
+    began = rolling.clock()
+    assert rolling() == Ending("ok") and rolling.replacements() == ["reimage"]
+    assert read_journal(rolling.journal)[-1].at - began > PATIENCE.boot
+
+
 def test_a_hold_is_renewed_after_half_of_its_time(rolling: Rolling) -> None:
     with (
         open_journal(rolling.journal) as journal,
@@ -329,20 +415,26 @@ class Queue(Upgrades):
 
 
 def queued(
-    rolling: Rolling, queue: Queue, busy: Callable[[], str], works: Callable[[], str] = lambda: ""
+    rolling: Rolling,
+    queue: Queue,
+    busy: Callable[[], str],
+    works: Callable[[], str] = lambda: "",
+    *,
+    node: Callable[[], Node | None] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Ending:
     """Bring an instance to the new version, after other instances of its set."""
     path, client = rolling.fleet.path, rolling.client
     with (
         open_journal(rolling.journal) as journal,
-        driving(client, path, "run-1", journal, patience=PATIENCE) as drive,
+        driving(client, path, "run-1", journal, patience=PATIENCE, tell=tell) as drive,
     ):
         drive.upgrades = queue
         drive.set_image(client.scale_set(path), NEW)
         version = client.version(NEW)
         assert version is not None
         vm_id = rolling.fleet.machine("1").vm_id
-        return roll_instance(drive, "1", vm_id, version, rolling.fleet.node("1"), busy, works)
+        return roll_instance(drive, "1", vm_id, version, node or rolling.fleet.node("1"), busy, works)
 
 
 def test_the_last_look_comes_after_the_wait_for_others_upgrades(rolling: Rolling) -> None:

@@ -15,7 +15,7 @@ HOUR = 3600.0
 # Hours of a job, and how many of ten jobs take that long.
 MIX = ((72.0, 6), (24.0, 3), (4.0, 1))
 # Hosts looked at per second under the drain's policy.
-_LOOKS = 10.0
+_LOOKS = 100.0
 
 
 @dataclass

@@ -12,8 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal
+from math import ceil, inf
+from typing import Any, Literal
 
+from image_builder.drain import fence
+from image_builder.drain.handover import Handover
+from image_builder.drain.ladder import Tenant
+from image_builder.drain.pods import Class, Pod, Verdict
+from image_builder.node.net.kube import Client
+from image_builder.node.net.kubeconfig import Access, Pem
 from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, ended, failed
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.plan.policy import Policy, Roll
@@ -26,14 +33,17 @@ from tests.support.pools.simulated.rollouts import START, make
 
 OLD, NEW = "old", "new"
 BUSY = "pod train-0 of Job train"
-# What a driver takes to release a host, or, after one was killed, to find out about it.
-MOMENT = 60.0
+# What a driver may take to release hosts beyond the limits, or, after one was killed, to find out about one.
+SOON, MOMENT = 10.0, 60.0
+# A request to the API server.
+_REQUEST = 0.002
 REIMAGE, BOOT = 360.0, 480.0
 # The time until a last look finds that a host is in use after all.
 LATE = 2000.0
 _LONGEST = 100 * 86400.0
 # What can go wrong with a host: a new image that never comes, that fails its preflight or its checks, an answer that is
-# lost although the request was accepted, a request that is lost, a node that comes back with its old image once.
+# lost although the request was accepted, a request that is lost, a node that comes back with its old image once, last
+# looks after which it is always too late to send anything.
 Fate = Literal[
     "well",
     "never back",
@@ -44,6 +54,7 @@ Fate = Literal[
     "old once",
     "foreign cordon",
     "busy late",
+    "late looks",
     "disruption budget",
 ]
 
@@ -58,6 +69,49 @@ class Node:
     awaited: bool = False
     away: bool = False
     reimages: Counter[str] = field(default_factory=Counter)
+
+
+class Cluster(Client):
+    """The API server as a driver sees it that awaits hosts: Nodes, whether they are at work, and changed cordons.
+
+    ``seconds`` is how long the requests of the driver's thread have taken since the world's time, ``changes`` counts
+    its patches.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(Access("https://simulated", Pem(text="")))
+        self.world, self.seconds, self.changes = world, 0.0, 0
+
+    def now(self) -> float:
+        return self.world.time + self.seconds
+
+    def node(self, name: str, **_: object) -> dict[str, Any]:
+        self.seconds += _REQUEST
+        node = self.world.nodes[name]
+        marks = {"a": "b"}
+        if node.cordoned == "us":
+            marks[fence.CORDON] = fence.Record(self.world.plan.run, START).text()
+        spec = {"unschedulable": True} if node.cordoned else {}
+        return {"metadata": {"name": name, "uid": name, "annotations": marks}, "spec": spec}
+
+    def tenants(self, name: str, _now: float) -> tuple[Tenant, ...]:
+        self.seconds += _REQUEST
+        if self.world.nodes[name].busy_until <= self.now():
+            return ()
+        gang = f"work/Job {self.world.gangs[name][0]}" if name in self.world.gangs else ""
+        return (Tenant(_POD, Verdict(Class.WAIT, "has GPUs"), gang),)
+
+    def request(self, method: str, path: str, _body: Any = None, _type: str = "") -> dict[str, Any]:
+        self.seconds += _REQUEST
+        if method == "PATCH":
+            self.changes += 1
+            node = self.world.nodes[path.rpartition("/")[2]]
+            assert not node.cordoned
+            node.cordoned, node.awaited = "us", True
+        return {"metadata": {}}
+
+
+_POD = Pod("train", "train-0", "uid", "", None, {}, {})
 
 
 @dataclass
@@ -96,7 +150,13 @@ class World:
     scaled_out: dict[str, str] = field(default_factory=dict)
     most_unavailable: int = 0
     most_fenced: int = 0
+    # For how long more hosts were empty at most than may be away, and since when.
+    longest_over: float = 0.0
+    over_since: float | None = None
     rested: set[str] = field(default_factory=set)
+    # Hosts of the last wave, as the driver's thread waits for them; when its next turn is, if any is due.
+    awaited: dict[str, Work] = field(default_factory=dict)
+    turn_at: float = inf
     log: list[tuple[float, str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -105,6 +165,23 @@ class World:
             self.models[host.scale_set] = OLD
             if self.fates.get(host.name) == "foreign cordon":
                 self.nodes[host.name].cordoned = "somebody"
+        self.kill()
+
+    def kill(self) -> None:
+        """End the driver: what it started goes on; what it waits for reaches no driver."""
+        self.events.clear()
+        self.awaited.clear()
+        self.turn_at = inf
+        self.cluster = Cluster(self)
+        self.handover = Handover(
+            self.cluster,
+            self.plan.run,
+            self.roll.drain,
+            self.plan.max_fenced,
+            deadline=self.roll.deadline_at,
+            wall=self.cluster.now,
+        )
+        self.handover._looker = self.cluster  # type: ignore[assignment]
 
     @property
     def roll(self) -> Roll:
@@ -150,7 +227,12 @@ class World:
 
     def wait(self, until: float) -> Sequence[Event]:
         self._check()
-        if not self.events or self.events[0][0] > until:
+        first = self.events[0][0] if self.events else inf
+        if self.turn_at <= min(until, first):
+            self.time = max(self.time, self.turn_at)
+            self._turn()
+            return ()
+        if first > until:
             self.time = max(self.time, until)
             return ()
         self.time = max(self.time, self.events[0][0])
@@ -169,16 +251,21 @@ class World:
         before the run counts as away even before it is in work.
         """
         assert self.time < START + _LONGEST, "it never ends"
-        away = []
+        away, emptied = list[str](), list[str]()
         for name, node in self.nodes.items():
             is_empty = node.cordoned == "us" and node.busy_until <= self.time
             if name in self.missing_before:
                 away.append(name)
             elif is_empty and node.awaited:
+                emptied.append(name)
                 assert self.time - node.busy_until < MOMENT, name
             elif node.away or (is_empty and (node.reimages or name not in self.cordoned_before)):
                 away.append(name)
-        fenced = sum([node.awaited for node in self.nodes.values()])
+        is_over = len(away) + len(emptied) > self.plan.max_unavailable
+        self.over_since = (self.time if self.over_since is None else self.over_since) if is_over else None
+        if self.over_since is not None:
+            self.longest_over = max(self.longest_over, self.time - self.over_since)
+        fenced = sum([node.awaited and node.busy_until > self.time for node in self.nodes.values()])
         self.most_fenced = max(self.most_fenced, fenced)
         assert fenced <= self.plan.max_fenced
         self.most_unavailable = max(self.most_unavailable, len(away))
@@ -231,23 +318,48 @@ class World:
         assert {host.name for host in hosts} <= self.nodes.keys()
         return self.scaled_out
 
-    def give_up(self, host: str, step: Step, attempt: int) -> None:
+    def give_up(self, host: str, step: Step, attempt: int) -> Joined:
         self.over.add((host, step, attempt))
+        is_unsent = step == "reimage" and not self.nodes[host].reimages.total()
+        return "no" if is_unsent else "unknown"
 
-    def _await(self, w: Work, node: Node, _fate: Fate) -> None:
-        """Wait for a host; as many hosts as allowed are cordoned before their jobs end."""
+    def _await(self, w: Work, _node: Node, _fate: Fate) -> None:
+        """Wait for a host; the drains' thread does, with what the driver has for that."""
         self.rested.add(w.host.name)
-        ends = min(node.busy_until, self.roll.deadline_at)
-        remaining = max(0.0, ends - self.time)
-        unit = self.gangs.get(w.host.name, ()) if node.busy_until > ends else ()
-        room = self.plan.max_fenced - sum(n.awaited for n in self.nodes.values())
-        if remaining and node.cordoned != "somebody" and room > 0:
-            node.cordoned, node.awaited = "us", True
-        # After the deadline hosts are drained at once, whenever that is.
-        if self.time < self.roll.deadline_at and self.time + remaining > w.until:
-            self._later(max(0.0, w.until - self.time), w, "await", ended("busy", BUSY))
-        else:
-            self._later(remaining + 1.0, w, "await", OK, emptied=Emptied(unit=unit))
+        self.awaited[w.host.name] = w
+        self.handover.add([w.host.name])
+        self.turn_at = min(self.turn_at, self.time + self.roll.drain.poll_seconds)
+
+    def _turn(self) -> None:
+        """Let the driver look at awaited hosts, and report what it finds, as ``steps.drains`` does."""
+        self.cluster.seconds = 0.0
+        before = self.cluster.changes
+        due = 0
+        for name, unit in self.handover.turn():
+            due += 1
+            w = self.awaited.pop(name)
+            # The driver takes what has been reported meanwhile all at once.
+            seconds = ceil(self.cluster.seconds * 5) / 5
+            self._later(seconds, w, "await", OK, emptied=Emptied(unit=unit))
+        for name, w in list(self.awaited.items()):
+            if w.until <= self.time:
+                assert self.handover.pod(name) == str(_POD)
+                self.handover.drop(name)
+                del self.awaited[name]
+                self._later(self.cluster.seconds, w, "await", ended("busy", BUSY))
+        self.turn_at = self._next_turn(is_quiet=not due and self.cluster.changes == before)
+
+    def _next_turn(self, *, is_quiet: bool) -> float:
+        """Return when the next turn is: those in which nothing can be seen or done are left out."""
+        soon = self.time + max(self.roll.drain.poll_seconds, self.cluster.seconds)
+        ends = [min(self.nodes[name].busy_until, w.until) for name, w in self.awaited.items()]
+        if not ends:
+            return inf
+        is_known = all(visit.is_known for visit in self.handover._visits.values())
+        if not is_quiet or not is_known:
+            return soon
+        deadline = self.roll.deadline_at
+        return max(soon, min([*ends, *([deadline] if deadline > self.time else [])]))
 
     def _probe(self, w: Work, node: Node, _fate: Fate) -> None:
         if node.away:
@@ -283,6 +395,8 @@ class World:
         if fate == "busy late":
             self._later(LATE, w, "reimage", ended("busy", "a pod runs on it"), "no")
             return
+        if fate == "late looks":
+            return
         self.models[w.host.scale_set] = NEW
         self._replace(w, node, NEW)
         took = REIMAGE + BOOT
@@ -311,6 +425,8 @@ class World:
         self._later(20.0, w, "verify", failed("verify", 101, "test_gpu") if bad else OK)
 
     def _free(self, w: Work, _node: Node, _fate: Fate) -> None:
+        self.handover.drop(w.host.name)
+        self.awaited.pop(w.host.name, None)
         self._later(0.2, w, "free", OK)
 
     def _restore(self, w: Work, node: Node, fate: Fate) -> None:
