@@ -427,13 +427,10 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
     import signal
 
     from image_builder.cli import failure
-    from image_builder.pool.show.report import PLAN_AGAIN, text
+    from image_builder.pool.show.report import PLAN_AGAIN, left_behind, text
 
     show(report, text(report), as_json=as_json)
-    bad = sum(count for name, count in report["counts"].items() if name != "ok")
-    skipped = report["counts"]["skipped"]
-    if skipped == bad <= report.get("skip_budget", 0):
-        bad = 0
+    bad = left_behind(report)
     if signal_number:
         return EXIT_INTERRUPTED if signal_number == signal.SIGINT else 128 + signal_number
     outdated = len(report.get("outdated", ()))
