@@ -161,7 +161,7 @@ def _reason(host: Host | None, instances: Mapping[str, Mapping[str, Instance]], 
         return f"its instance is {instance.state}"
     if instance.state.lower() == "failed":
         return f"its instance failed: {instance.code or 'no code'}"
-    if instance.image.endswith("/versions/"):
+    if not instance.is_known:
         return "its version is unknown"
     return "it has the roll's version" if instance.runs(version) else ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 
 from image_builder.pool.scale_set.model import ScaleSet, Version, is_same_id
@@ -26,6 +26,7 @@ def refusals(
         *_policy(scale_set, force_ephemeral=force_ephemeral),
         *_unfit(target, scale_set, now),
         *_differences(present, target),
+        *_unsupported(scale_set, present, target),
     ]
 
 
@@ -62,6 +63,37 @@ def _unfit(version: Version, scale_set: ScaleSet, now: datetime) -> Iterator[str
         yield f"version {version.name} names no build: a node that runs it couldn't be recognized"
     if scale_set.disk_gib is not None and (version.disk_gib or 0) > scale_set.disk_gib:
         yield f"version {version.name} needs {version.disk_gib} GiB, its OS disks have {scale_set.disk_gib}"
+
+
+def _unsupported(scale_set: ScaleSet, present: Version | None, target: Version) -> Iterator[str]:
+    """Yield what the machines are and a version's definition doesn't support, unless the present one neither says so:
+    Azure fills in features that a definition lacks.
+    """
+    security = scale_set.security_type or "Standard"
+    for name, wanted, is_missing in (
+        (
+            "SecurityType",
+            security,
+            lambda features: not _is_secure(security, features.get("SecurityType", "")),
+        ),
+        ("DiskControllerTypes", scale_set.disk_controller, lambda features: _lacks(features, scale_set)),
+    ):
+        if is_missing(target.features) and present is not None and not is_missing(present.features):
+            has = target.features.get(name) or "nothing"
+            yield f"its machines have {name} {wanted}, version {target.name} is for {has}"
+
+
+def _is_secure(security: str, feature: str) -> bool:
+    """Return whether machines of a security type can run an image whose definition has this feature."""
+    if security == "Standard":
+        return feature not in ("TrustedLaunch", "ConfidentialVM")
+    kind = security.removesuffix("VM").lower()
+    return kind in feature.lower()
+
+
+def _lacks(features: Mapping[str, str], scale_set: ScaleSet) -> bool:
+    controllers = {name.strip().lower() for name in features.get("DiskControllerTypes", "SCSI").split(",")}
+    return bool(scale_set.disk_controller) and scale_set.disk_controller.lower() not in controllers
 
 
 def _differences(present: Version | None, target: Version) -> Iterator[str]:
