@@ -66,34 +66,28 @@ def _unfit(version: Version, scale_set: ScaleSet, now: datetime) -> Iterator[str
 
 
 def _unsupported(scale_set: ScaleSet, present: Version | None, target: Version) -> Iterator[str]:
-    """Yield what the machines are and a version's definition doesn't support, unless the present one neither says so:
+    """Yield what the machines are and a version's definition doesn't support, unless the present one's doesn't either:
     Azure fills in features that a definition lacks.
     """
-    security = scale_set.security_type or "Standard"
-    for name, wanted, is_missing in (
-        (
-            "SecurityType",
-            security,
-            lambda features: not _is_secure(security, features.get("SecurityType", "")),
-        ),
-        ("DiskControllerTypes", scale_set.disk_controller, lambda features: _lacks(features, scale_set)),
-    ):
-        if is_missing(target.features) and present is not None and not is_missing(present.features):
-            has = target.features.get(name) or "nothing"
-            yield f"its machines have {name} {wanted}, version {target.name} is for {has}"
+    before = dict(_missing(scale_set, present.features)) if present else {}
+    for name, machines in _missing(scale_set, target.features):
+        if present and name not in before:
+            supported = target.features.get(name) or "nothing"
+            yield f"its machines have {name} {machines}, version {target.name} is for {supported}"
 
 
-def _is_secure(security: str, feature: str) -> bool:
-    """Return whether machines of a security type can run an image whose definition has this feature."""
-    if security == "Standard":
-        return feature not in ("TrustedLaunch", "ConfidentialVM")
-    kind = security.removesuffix("VM").lower()
-    return kind in feature.lower()
-
-
-def _lacks(features: Mapping[str, str], scale_set: ScaleSet) -> bool:
-    controllers = {name.strip().lower() for name in features.get("DiskControllerTypes", "SCSI").split(",")}
-    return bool(scale_set.disk_controller) and scale_set.disk_controller.lower() not in controllers
+def _missing(scale_set: ScaleSet, features: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the features of a definition that don't cover the machines, and what these have."""
+    security = scale_set.security_type.removeprefix("Standard")
+    secure = features.get("SecurityType", "")
+    # `TrustedLaunchAndConfidentialVmSupported` covers both kinds, and machines without either.
+    if security and security.removesuffix("VM").lower() not in secure.lower():
+        yield "SecurityType", security
+    if not security and secure in ("TrustedLaunch", "ConfidentialVM"):
+        yield "SecurityType", "Standard"
+    controllers = [name.strip().lower() for name in features.get("DiskControllerTypes", "SCSI").split(",")]
+    if scale_set.disk_controller and scale_set.disk_controller.lower() not in controllers:
+        yield "DiskControllerTypes", scale_set.disk_controller
 
 
 def _differences(present: Version | None, target: Version) -> Iterator[str]:
