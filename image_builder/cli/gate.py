@@ -143,9 +143,13 @@ def _run(settings: Settings, connection: Callable[[], Client], *, approves: bool
     with _answered(), waking(over.set, signal.SIGTERM, signal.SIGINT):
         # Two replicas may have the same host name and, each in its own namespace, the same process id.
         identity = f"{os.uname().nodename}_{uuid.uuid4()}"
-        controller = Controller(connection, identity, settings, tell)
-        election = controller.election
-        approver = Approver(connection, lambda: election.leads, tell)
+
+        def knows_nodes() -> bool:
+            return controller.informer.synced.is_set()
+
+        # The controller's watch shows the approver all nodes.
+        approver = Approver(connection, lambda: controller.election.leads, knows_nodes, tell)
+        controller = Controller(connection, identity, settings, tell, approver.see if approves else None)
         controller.run(over, *([approver.run] if approves else []))
 
 

@@ -26,6 +26,11 @@ def placeholders(inventories: Sequence[Path]) -> list[Problem]:
     return [problem for file in sorted(set(_files(inventories))) for problem in _of_file(file)]
 
 
+def is_placeholder(text: str) -> bool:
+    """Return whether a value is one that users must replace."""
+    return bool(_ZEROS.search(text) or _REPLACE.search(text))
+
+
 def _files(inventories: Sequence[Path]) -> Iterator[Path]:
     for inventory in inventories:
         folder = inventory if inventory.is_dir() else inventory.parent

@@ -88,10 +88,30 @@ class _Reading:
         self.uses += [Use(owner, "machines", name, versions.count(name)) for name in dict.fromkeys(versions)]
 
 
+def _shared(reference: Mapping[str, Any], target: Target) -> str:
+    """Return the id of what a reference names by its gallery's unique or public name, if that may be the definition.
+
+    The unique name has subscription and gallery: https://learn.microsoft.com/azure/virtual-machines/share-gallery-direct.
+    A public name says nothing of either: an image of the same name counts as the target's.
+    """
+    shared = str(reference.get("sharedGalleryImageId") or "").lower()
+    name, _, image = (shared or str(reference.get("communityGalleryImageId") or "").lower()).partition(
+        "/images/"
+    )
+    settings = target.settings
+    if shared and name != f"/sharedgalleries/{settings.subscription}-{settings.gallery}".lower():
+        return ""
+    wanted = target.definition.lower().rpartition("/images/")[2]
+    if image != wanted and not image.startswith(f"{wanted}/versions/"):
+        return ""
+    return f"{target.definition}{image.removeprefix(wanted)}"
+
+
 def _version(target: Target, profile: Mapping[str, Any], *, is_model: bool) -> str:
     """Return the version of the target's definition that a profile names, LATEST if none, "" for another image."""
     reference = (profile.get("storageProfile") or {}).get("imageReference") or {}
-    image, definition = str(reference.get("id", "")).lower(), target.definition.lower()
+    definition = target.definition.lower()
+    image = str(reference.get("id") or _shared(reference, target)).lower()
     if image != definition and not image.startswith(f"{definition}/versions/"):
         return ""
     named = image.removeprefix(definition).removeprefix("/versions/")

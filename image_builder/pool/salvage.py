@@ -67,10 +67,13 @@ def salvage(
     run: str,
     version: str,
     *,
+    before: str = "",
     leases: Leases | None = None,
     settle: float = SETTLE_SECONDS,
 ) -> Salvage:
     """Remove a run's marks from the nodes and scale sets of an inventory; hosts that have its ``version`` keep theirs.
+
+    Without the version from ``before`` only hosts with an older version than the roll's are freed.
 
     An unexpired claim or a Lease that is still renewed belongs to a live driver and is respected; the Leases are held
     from then on. Without ``leases`` the driver counts as lost. Raises PoolError for such a claim or Lease, and for a
@@ -79,6 +82,10 @@ def salvage(
     paths = sorted({host.scale_set_id for host in hosts if host.scale_set_id})
     sets = {path: azure.scale_set(path) for path in paths}
     _require_version(azure, sets, version)
+    if before:
+        _require_version(azure, sets, before)
+        if is_same_id(before, version):
+            raise PoolError("the version from before and the roll's are the same", hint="nothing was changed")
     inventory = {host.name: host for host in hosts}
     marks = Marks(_marked(kube, run), _held(sets, run, azure.now(), lost=leases is None))
     if leases:
@@ -90,7 +97,9 @@ def salvage(
         azure.wait(settle)
         instances = {path: {i.id: i for i in azure.instances(path)} for path in paths}
     remaining = {
-        name: reason for name in marks.nodes if (reason := _reason(inventory.get(name), instances, version))
+        name: reason
+        for name in marks.nodes
+        if (reason := _reason(inventory.get(name), instances, version, before))
     }
     for name in [name for name in marks.nodes if name not in remaining]:
         if refusal := _free(kube, name, run, barred=marks.nodes[name]):
@@ -150,7 +159,9 @@ def _held(sets: Mapping[str, ScaleSet], run: str, now: float, *, lost: bool) -> 
     return holders
 
 
-def _reason(host: Host | None, instances: Mapping[str, Mapping[str, Instance]], version: str) -> str:
+def _reason(
+    host: Host | None, instances: Mapping[str, Mapping[str, Instance]], version: str, before: str
+) -> str:
     """Return why a host with a run's marks can't be freed; empty if it has its image from before the run."""
     if host is None:
         return "the inventory doesn't have it: its image is unknown"
@@ -161,9 +172,26 @@ def _reason(host: Host | None, instances: Mapping[str, Mapping[str, Instance]], 
         return f"its instance is {instance.state}"
     if instance.state.lower() == "failed":
         return f"its instance failed: {instance.code or 'no code'}"
-    if instance.image.endswith("/versions/"):
+    if not instance.is_known:
         return "its version is unknown"
-    return "it has the roll's version" if instance.runs(version) else ""
+    if instance.runs(version):
+        return "it has the roll's version"
+    name = instance.image.rpartition("/")[2]
+    if before:
+        return (
+            "" if instance.runs(before) else f"it has {name}, neither the roll's version nor that from before"
+        )
+    # If `version` is that from before, the host may be one whose new image nobody has verified.
+    return "" if _is_older(instance.image, version) else f"it has {name}, which isn't older: --from VERSION"
+
+
+def _is_older(one: str, other: str) -> bool:
+    """Return whether a version (an id) precedes another one of the same image definition."""
+    (image, _, number), (other_image, _, other_number) = (
+        path.lower().partition("/versions/") for path in (one, other)
+    )
+    numbers = [[int(part) for part in text.split(".")] for text in (number, other_number)]
+    return image == other_image and numbers[0] < numbers[1]
 
 
 def _free(kube: Kube, name: str, run: str, *, barred: bool) -> str:

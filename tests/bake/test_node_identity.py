@@ -6,6 +6,7 @@ API server and controller manager are 1.36.2, with the permissions that the docu
 from __future__ import annotations
 
 import base64
+import json
 import os
 import queue
 import subprocess
@@ -30,6 +31,7 @@ from image_builder.node.net.kubeconfig import Access, Pem
 from image_builder.pool.steps.control_plane import REQUESTS
 from tests.support.azure import attested, identities
 from tests.support.control_plane.brokers import (
+    GROUP,
     OTHER_VM,
     RIGHTS,
     SECRETS,
@@ -93,7 +95,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     cluster: Cluster = request.getfixturevalue("cluster")
     for page in (RIGHTS, JOINING, REPO / "docs/how-to/gate-a-pool.md"):
         give_rights(cluster.admin, page)
-    add_policies(cluster.admin, RIGHTS)
+    add_policies(cluster.admin, RIGHTS, groups=json.dumps([base64.b64encode(GROUP.encode()).decode()]))
     with open_world(cluster, tmp_path_factory.mktemp("broker")) as state:
         yield state
 
@@ -312,6 +314,10 @@ def test_the_gate_reads_no_secret(world: World, gate: Gate) -> None:
             assert refusal(partial(client.request, "GET", path))["status"] == 403
 
 
+BOUND = f"{binding.of_machine('a')},{binding.of_node('b')}"
+KUBEADM = "system:bootstrappers:kubeadm:default-node-token"
+
+
 def bootstrap(**parts: Any) -> dict[str, Any]:
     """Return a secret as the broker makes it; ``parts`` replace keys of its data, and ``type`` and ``name``."""
     data = {
@@ -320,7 +326,7 @@ def bootstrap(**parts: Any) -> dict[str, Any]:
         "expiration": _in(1800),
         "usage-bootstrap-authentication": "true",
         "usage-bootstrap-signing": "false",
-        "auth-extra-groups": f"{binding.of_machine('a')},{binding.of_node('b')}",
+        "auth-extra-groups": BOUND,
     }
     replaced = {name.replace("_", "-"): value for name, value in parts.items()}
     kind = replaced.pop("type", "bootstrap.kubernetes.io/token")
@@ -353,6 +359,24 @@ OTHER_SECRETS: dict[str, dict[str, Any]] = {
     "a token that is bound to nothing": {"auth-extra-groups": None},
     "a token that is bound to a machine alone": {"auth-extra-groups": binding.of_machine("a")},
     "somebody else's token": {"metadata": {"labels": {}}},
+    **{
+        f"a token whose groups end with {more}": {"auth-extra-groups": f"{BOUND}{more}"}
+        for more in (
+            f",{KUBEADM}",
+            f",{GROUP},{KUBEADM}",
+            f",{KUBEADM},{GROUP}",
+            ",",
+            f",{GROUP},",
+            f",{GROUP}0",
+        )
+    },
+    # As long as the digits that belong there.
+    "a token with a group for digits": {
+        "auth-extra-groups": f"{binding.MACHINE}{f'0,{KUBEADM},':f<64},{binding.of_node('b')}"
+    },
+    "a token with a group for the last digits": {
+        "auth-extra-groups": f"{binding.of_machine('a')},{binding.NODE}{f',{KUBEADM}':f>64}"
+    },
 }
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+# A report that fits a terminal's history, whatever the size of the fleet.
+_MOST_LINES = 200
 Inventory = Annotated[
     list[Path],
     typer.Option(
@@ -402,9 +404,12 @@ def report(
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="also write it as JUnit XML, for a CI")
     ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--all", help="list every host, not only those that aren't ok")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Report how each host of a run ended, which failures are alike, and when each wave ran.
+    """Report which hosts of a run aren't ok, which failures are alike, and when each wave ran.
 
     Example:
 
@@ -412,18 +417,16 @@ def report(
     """
     from image_builder.pool.show.html import page
     from image_builder.pool.show.junit import junit as junit_document
-    from image_builder.pool.show.report import text
+    from image_builder.pool.show.report import rows, text
 
     progress, records, document = read_run(plan)
     if html:
         _write(html, page(progress, records, document).encode())
     if junit:
         _write(junit, junit_document(progress, document))
-    rows = [
-        (name, result["outcome"]["kind"] if result["outcome"] else result["state"])
-        for name, result in document["results"].items()
-    ]
-    show(document, f"{text(document)}\n{columns(rows)}", as_json=as_json)
+    lines = text(document)
+    hosts = rows(document, None if list_all else _MOST_LINES - lines.count("\n") - 2)
+    show(document, "\n".join(filter(None, (lines, columns(hosts)))), as_json=as_json)
     return 0
 
 

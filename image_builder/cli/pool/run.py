@@ -244,6 +244,12 @@ def abort(
         str,
         typer.Option("--to", metavar="VERSION", help="with --run: the id of the version that it rolled to"),
     ] = "",
+    before: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="VERSION", help="with --run: the version from before, if it isn't older"
+        ),
+    ] = "",
     inventory: Annotated[
         list[Path] | None,
         typer.Option("-i", "--inventory", metavar="PATH", help="with --run: an inventory; repeatable"),
@@ -262,8 +268,8 @@ def abort(
 ) -> int:
     """Stop a plan's run: it starts nothing more, and running steps finish. `pool resume` continues it.
 
-    With --run it cleans up after a roll whose driver and journal are lost: uncordons hosts unless they have its
-    version, resumes services, releases scale sets. The exit status is 16 if a host stays cordoned.
+    With --run it cleans up after a roll whose driver and journal are lost: uncordons hosts with the version from
+    before, resumes services, releases scale sets. The exit status is 16 if a host stays cordoned.
 
     Example:
 
@@ -275,7 +281,7 @@ def abort(
         if not to:
             raise UsageError("--run needs the version that it rolled to", hint="--to VERSION")
         fleet = _fleet_of(inventory, pool, vault)
-        return _salvage(fleet, run, to, kubeconfig, endpoint, lost=lost, as_json=as_json)
+        return _salvage(fleet, run, to, kubeconfig, endpoint, before=before, lost=lost, as_json=as_json)
     return _abort(plan, wait=wait, as_json=as_json)
 
 
@@ -292,6 +298,7 @@ def _salvage(
     kubeconfig: Path | None,
     endpoint: str | None,
     *,
+    before: str,
     lost: bool,
     as_json: bool,
 ) -> int:
@@ -307,7 +314,9 @@ def _salvage(
             open_client(fleet.hosts, endpoint) as manager,
             Leases(cluster, f"abort-{uuid.uuid4().hex[:12]}") as leases,
         ):
-            done = salvage(kube, manager, fleet.hosts, run, version, leases=None if lost else leases)
+            done = salvage(
+                kube, manager, fleet.hosts, run, version, before=before, leases=None if lost else leases
+            )
     except NodeError as error:
         raise PoolError(error.message, hint="rerun the same command to resume; --kubeconfig FILE") from error
     rows = [("host", "", "")]
@@ -427,13 +436,10 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
     import signal
 
     from image_builder.cli import failure
-    from image_builder.pool.show.report import PLAN_AGAIN, text
+    from image_builder.pool.show.report import PLAN_AGAIN, left_behind, text
 
     show(report, text(report), as_json=as_json)
-    bad = sum(count for name, count in report["counts"].items() if name != "ok")
-    skipped = report["counts"]["skipped"]
-    if skipped == bad <= report.get("skip_budget", 0):
-        bad = 0
+    bad = left_behind(report)
     if signal_number:
         return EXIT_INTERRUPTED if signal_number == signal.SIGINT else 128 + signal_number
     outdated = len(report.get("outdated", ()))

@@ -14,6 +14,8 @@ from image_builder.node.join import binding
 _GUID = r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
 # Kubernetes' own rule (bootstrap token secrets, auth-extra-groups).
 _GROUP = r"^system:bootstrappers:[a-z0-9:-]{0,255}[a-z0-9]$"
+# Requests of these bootstrap tokens are approved by the controller manager, for any node.
+_KUBEADM = "system:bootstrappers:kubeadm:"
 # The issuers that Entra ID writes, by the version of the token; a managed identity's is usually the first.
 _ISSUERS = ("https://sts.windows.net/{}/", "https://login.microsoftonline.com/{}/v2.0")
 
@@ -29,6 +31,8 @@ def _pattern(text: str) -> str:
 def _unbound(text: str) -> str:
     if text.startswith(binding.PREFIX):
         raise ValueError("is reserved for binding tokens to machines")
+    if text.startswith(_KUBEADM):
+        raise ValueError("is kubeadm's: the controller manager approves the request of any node with it")
     return text
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import re
 import threading
 import time
@@ -24,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from image_builder.cluster.gate.watcher import Watcher
+from image_builder.drain.pods import moment
 from image_builder.node.errors import NodeError
 from image_builder.node.join import binding
 from image_builder.node.net.kube import CONFLICT, MERGE_PATCH, NOT_FOUND, Client, KubeError, path_of_node
@@ -41,6 +43,9 @@ _NODES, _NODE = "system:nodes", "system:node:"
 _PATH = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 # The time until another look at a request that waits for a node to go, or whose approval failed.
 _PAUSE = 5.0
+# A node that joins again waits until its old self has missed its lease: 50 s by default. A request that is made long
+# before that isn't the machine's own: whoever made it waits for the node to fall.
+_KEPT = 120.0
 _IDLE = 0.5
 
 Connect = Callable[[], Client]
@@ -49,7 +54,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Pending:
-    """An undecided request. ``groups`` and ``user`` were written by the API server."""
+    """An undecided request. ``groups``, ``user`` and ``created`` (Unix time) were written by the API server."""
 
     name: str
     version: str
@@ -58,6 +63,7 @@ class Pending:
     groups: frozenset[str]
     usages: tuple[str, ...]
     request: bytes
+    created: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,11 +76,14 @@ class Bound:
 
 @dataclass(frozen=True)
 class Member:
-    """A Node object: its name, whether it is Ready, and the machine, for each way in which firmware writes its id."""
+    """A Node object: its name, whether it is Ready and since when (Unix time, 0: unknown), and the machine, for each
+    way in which firmware writes its id.
+    """
 
     name: str
     is_ready: bool
     machines: frozenset[str]
+    since: float = 0.0
 
 
 class UnboundError(Exception):
@@ -98,19 +107,21 @@ def pending_from(document: Mapping[str, Any]) -> Pending | None:
         frozenset(map(str, spec.get("groups") or ())),
         tuple(map(str, spec.get("usages") or ())),
         request,
+        moment(document["metadata"].get("creationTimestamp")) or 0.0,
     )
 
 
 def member_from(document: Mapping[str, Any]) -> Member:
     """Return the part of a Node object that matters."""
     status = document.get("status") or {}
-    is_ready = any(
-        c.get("type") == "Ready" and c.get("status") == "True" for c in status.get("conditions") or []
+    ready: Mapping[str, Any] = next(
+        (c for c in status.get("conditions") or [] if c.get("type") == "Ready"), {}
     )
     return Member(
         document["metadata"]["name"],
-        is_ready,
+        ready.get("status") == "True",
         _machines(str((status.get("nodeInfo") or {}).get("systemUUID", ""))),
+        moment(ready.get("lastTransitionTime")) or 0.0,
     )
 
 
@@ -171,6 +182,22 @@ def _subject(request: bytes) -> str:
     return name.removeprefix(_NODE)
 
 
+def check_age(pending: Pending, bound: Bound, members: Iterable[Member], seen: float) -> None:
+    """Raise UnboundError if a request was made while its node was Ready, and long before that fell.
+
+    ``seen`` is for how many seconds the request has been known here. Times of the API server and of the controller
+    manager, which wrote when the node fell, are compared with each other only.
+    """
+    member = next((member for member in members if member.name == bound.node), None)
+    if member is None:
+        return
+    age = seen if member.is_ready else member.since - pending.created
+    if age > _KEPT and (member.is_ready or (member.since and pending.created)):
+        raise UnboundError(
+            f"the node {bound.node} was Ready for more than {_KEPT:.0f} s after it: if that is to join, delete it"
+        )
+
+
 def reason_to_wait(bound: Bound, members: Iterable[Member]) -> str:
     """Return why a request can't be approved as long as these nodes exist; empty if it can."""
     for member in members:
@@ -209,36 +236,54 @@ def approval(pending: Pending, bound: Bound, now: str) -> dict[str, Any]:
 
 
 class Approver:
-    """Runs until it is stopped. ``leads`` returns whether this process may act; ``connect`` opens a connection."""
+    """Runs until it is stopped. ``leads`` returns whether this process may act; ``connect`` opens a connection.
 
-    def __init__(self, connect: Connect, leads: Callable[[], bool], tell: Tell) -> None:
+    ``see`` is to be called with each Node object, by name, and None for one that is gone; ``nodes_known`` returns
+    whether all are known.
+    """
+
+    def __init__(
+        self, connect: Connect, leads: Callable[[], bool], nodes_known: Callable[[], bool], tell: Tell
+    ) -> None:
         self._client = connect()
-        self._leads, self._tell = leads, tell
+        self._leads, self._nodes_known, self._tell = leads, nodes_known, tell
         self._lock = threading.Condition()
         self._due: dict[str, float] = {}
+        # When each request was first seen, on the monotonic clock, and those that are left pending for good.
+        self._seen: dict[str, float] = {}
+        self._left: set[str] = set()
+        self._members: dict[str, Member] = {}
         self._reports: dict[str, str] = {}
         selector = {"fieldSelector": f"spec.signerName={SIGNER}"}
         self._requests = Watcher(
             connect(), path_of(), selector, pending_from, self._changed, self._removed, tell
         )
-        self._members = Watcher(connect(), "/api/v1/nodes", {}, member_from, _pass, _pass, tell)
+
+    def see(self, name: str, document: Mapping[str, Any] | None) -> None:
+        """Take note of a Node object, from any thread."""
+        if document is None:
+            self._members.pop(name, None)
+            return
+        try:
+            self._members[name] = member_from(document)
+        except (
+            Exception
+        ) as error:  # nodes write their own objects; one that can't be read is looked at when it joins
+            self._tell(f"{name} can't be read: {error!r:.300}")
 
     def run(self, stop: threading.Event) -> None:
-        """Run until ``stop`` is set; return early only if a watcher's thread has died."""
-        watchers = (self._requests, self._members)
-        threads = [threading.Thread(target=watcher.run, args=(stop,), daemon=True) for watcher in watchers]
-        for thread in threads:
-            thread.start()
+        """Run until ``stop`` is set; return early only if the watcher's thread has died."""
+        thread = threading.Thread(target=self._requests.run, args=(stop,), daemon=True)
+        thread.start()
         try:
-            while not stop.is_set() and all(thread.is_alive() for thread in threads):
+            while not stop.is_set() and thread.is_alive():
                 self._once(stop)
         finally:
-            for watcher in watchers:
-                watcher.interrupt()
+            self._requests.interrupt()
             self._client.close()
 
     def _once(self, stop: threading.Event) -> None:
-        ready = all(watcher.synced.is_set() for watcher in (self._requests, self._members))
+        ready = self._requests.synced.is_set() and self._nodes_known()
         name = self._next() if ready and self._leads() else None
         pending = self._requests.objects.get(name) if name else None
         if pending is None:
@@ -249,11 +294,14 @@ class Approver:
     def _changed(self, pending: Pending) -> None:
         with self._lock:
             self._due[pending.name] = time.monotonic()
+            self._seen.setdefault(pending.name, time.monotonic())
             self._lock.notify()
 
     def _removed(self, name: str) -> None:
         with self._lock:
             self._due.pop(name, None)
+            self._seen.pop(name, None)
+            self._left.discard(name)
             self._reports.pop(name, None)
 
     def _next(self) -> str | None:
@@ -269,20 +317,24 @@ class Approver:
 
     def _settle(self, pending: Pending) -> None:
         """Approve a request, or report why not, and look again later if that may change."""
-        try:
-            bound = check(pending)
-        except UnboundError as error:
-            # A request's contents never change.
-            self._say(pending, f"left pending: {error}")
+        if pending.name in self._left:
             return
         try:
-            if reason := reason_to_wait(bound, self._nodes(bound)):
+            bound = check(pending)
+            members = self._nodes(bound)
+            check_age(pending, bound, members, time.monotonic() - self._seen.get(pending.name, math.inf))
+            if reason := reason_to_wait(bound, members):
                 self._say(pending, f"waits: {reason}")
                 self._later(pending)
                 return
             self._client.request(
                 "PATCH", path_of(pending.name), approval(pending, bound, _now()), MERGE_PATCH
             )
+        except UnboundError as error:
+            # What it says, and that it is old, never changes.
+            self._left.add(pending.name)
+            self._say(pending, f"left pending: {error}")
+            return
         except NodeError as error:
             if not isinstance(error, KubeError) or error.status not in (NOT_FOUND, CONFLICT):
                 self._say(pending, f"not approved: {error.message}")
@@ -292,7 +344,7 @@ class Approver:
 
     def _nodes(self, bound: Bound) -> list[Member]:
         """Return all nodes, the one that the request is for freshly read. Raises KubeError."""
-        others = [member for name, member in list(self._members.objects.items()) if name != bound.node]
+        others = [member for name, member in list(self._members.items()) if name != bound.node]
         document = self._client.find(path_of_node(bound.node))
         return [member_from(document), *others] if document else others
 
@@ -309,10 +361,6 @@ class Approver:
                 self._reports[pending.name] = text
         if is_new:
             self._tell(f"{pending.name} of {pending.user}: {text}")
-
-
-def _pass(_: object) -> None:
-    """Do nothing: changes of nodes need no reaction, since nodes are looked up when needed."""
 
 
 def _now() -> str:

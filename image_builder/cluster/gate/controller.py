@@ -18,7 +18,7 @@ from image_builder.cluster.gate.decide import Action, decide, patch
 from image_builder.cluster.gate.model import Node, Rules
 from image_builder.cluster.gate.remedies import Remedies
 from image_builder.cluster.gate.retest import Limits, Retester
-from image_builder.cluster.gate.watcher import watch_nodes
+from image_builder.cluster.gate.watcher import Beside, watch_nodes
 from image_builder.cluster.limits import Queue
 from image_builder.drain.lease import Election
 from image_builder.drain.lease import Settings as LeaseSettings
@@ -53,16 +53,19 @@ class Settings:
 
 
 class Controller:
-    """Runs until it is stopped. ``connect`` opens a separate connection for each of the three threads."""
+    """Runs until it is stopped. ``connect`` opens a separate connection for each of the three threads. ``beside`` gets
+    all Node objects (``Watcher``)."""
 
-    def __init__(self, connect: Connect, identity: str, settings: Settings, tell: Tell) -> None:
+    def __init__(
+        self, connect: Connect, identity: str, settings: Settings, tell: Tell, beside: Beside | None = None
+    ) -> None:
         self.settings = settings
         self._tell = tell
         self._client = connect()
         self._lock = threading.Condition()
         self._queue = Queue(settings.rate, settings.burst, _chance)
         self.election = Election(connect(), identity, settings.lease, time.monotonic)
-        self.informer = watch_nodes(connect(), settings.rules, self._changed, self._removed, tell)
+        self.informer = watch_nodes(connect(), settings.rules, self._changed, self._removed, tell, beside)
         self._failures = 0
         self._retester = Retester(self._client, settings.rules, settings.limits, tell)
         self._holder = Holder(

@@ -17,10 +17,12 @@ from image_builder.text import printable
 # The server ends a watch after some minutes; bookmarks break its silence every minute.
 _WATCH_SECONDS = 300
 _IDLE_SECONDS = 90.0
+_NODES = "/api/v1/nodes"
 _GONE = 410
 _chance: Callable[[], float] = random.random
 
 T = TypeVar("T")
+Beside = Callable[[str, Mapping[str, Any] | None], None]
 
 
 class GoneError(Exception):
@@ -31,8 +33,9 @@ class Watcher(Generic[T]):
     """Keeps ``objects`` by name, and calls ``changed`` and ``removed`` for each change, in the thread of ``run``.
 
     ``path`` is what is listed and watched, ``query`` its selectors. ``read`` returns the part of an object that
-    matters, None if the object doesn't; ``unread`` does so for one with which ``read`` fails. A list with
-    resourceVersion=0 is served from the API server's memory, and a watch continues where it broke off.
+    matters, None if the object doesn't; ``unread`` does so for one with which ``read`` fails. ``beside`` gets each
+    object as it is, by name, and None for one that is gone. A list with resourceVersion=0 is served from the API
+    server's memory, and a watch continues where it broke off.
     """
 
     def __init__(
@@ -45,12 +48,14 @@ class Watcher(Generic[T]):
         removed: Callable[[str], None],
         tell: Callable[[str], None],
         unread: Callable[[Mapping[str, Any]], T | None] = lambda _: None,
+        beside: Beside = lambda _name, _item: None,
     ) -> None:
         self.objects: dict[str, T] = {}
         self.synced = threading.Event()
         self._client, self._path, self._query, self._read = client, path, dict(query), read
         self._changed, self._removed, self._tell = changed, removed, tell
-        self._unread = unread
+        self._unread, self._beside = unread, beside
+        self._names: set[str] = set()
         self._unreadable: dict[str, str] = {}
         self._version = ""
 
@@ -93,7 +98,7 @@ class Watcher(Generic[T]):
             self._take(item)
 
         version = self._client.each(self._url(resourceVersion="0"), take)
-        for name in (self.objects.keys() | self._unreadable.keys()) - listed:
+        for name in self._names - listed:
             self._gone(name)
         self._version = version
         self.synced.set()
@@ -128,6 +133,8 @@ class Watcher(Generic[T]):
 
     def _take(self, item: Mapping[str, Any]) -> None:
         name = item["metadata"]["name"]
+        self._names.add(name)
+        self._beside(name, item)
         try:
             value = self._read(item)
             self._unreadable.pop(name, None)
@@ -151,6 +158,8 @@ class Watcher(Generic[T]):
 
     def _gone(self, name: str) -> None:
         self._unreadable.pop(name, None)
+        self._names.discard(name)
+        self._beside(name, None)
         self._drop(name)
 
     def _drop(self, name: str) -> None:
@@ -164,15 +173,22 @@ def watch_nodes(
     changed: Callable[[Node], None],
     removed: Callable[[str], None],
     tell: Callable[[str], None],
+    beside: Beside | None = None,
 ) -> Watcher[Node]:
-    """Return the watcher of all the nodes that the gate handles."""
+    """Return the watcher of all the nodes that the gate handles; ``beside`` gets all others, too."""
 
-    def read(item: Mapping[str, Any]) -> Node:
-        return node_from(item, rules)
+    def is_handled(item: Mapping[str, Any]) -> bool:
+        return rules.label in (item["metadata"].get("labels") or {})
 
-    def unread(item: Mapping[str, Any]) -> Node:
+    def read(item: Mapping[str, Any]) -> Node | None:
+        return node_from(item, rules) if not beside or is_handled(item) else None
+
+    def unread(item: Mapping[str, Any]) -> Node | None:
         """Return a node of which no report is known: whatever it was before, it is gated."""
+        if beside and not is_handled(item):
+            return None
         return Node(item["metadata"]["name"], taints=tuple((item.get("spec") or {}).get("taints") or ()))
 
-    query = {"labelSelector": rules.label}
-    return Watcher(client, "/api/v1/nodes", query, read, changed, removed, tell, unread)
+    if beside:
+        return Watcher(client, _NODES, {}, read, changed, removed, tell, unread, beside)
+    return Watcher(client, _NODES, {"labelSelector": rules.label}, read, changed, removed, tell, unread)

@@ -28,6 +28,7 @@ from typing import Any
 from image_builder.canonical import JSON, digest
 from image_builder.definition import connection
 from image_builder.definition.connection import Connection, Hop
+from image_builder.definition.placeholders import placeholders
 from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
@@ -109,7 +110,7 @@ def read_fleet(
         reading = _Reading(source, str(Place(str(absolute[0]))), frozenset(source.group("images") or ()))
         hosts = _hosts(reading, list(dict.fromkeys(pools)))
         counted_pools = _pools(reading, dict.fromkeys(pools))
-        reading.problems += _doubles(reading)
+        reading.problems += [*_doubles(reading), *placeholders(absolute)]
         skipped = {state: tuple(sorted(names)) for state, names in sorted(reading.skipped.items())}
         if skipped and not hosts:
             states = "; ".join(f"{state}: {short_list(names)}" for state, names in skipped.items())

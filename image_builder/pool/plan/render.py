@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.canonical import JSON
+from image_builder.definition.placeholders import placeholders
 from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.node.join import config as node_config
@@ -89,7 +90,7 @@ def render(
         rendered = [_render(reading, host) for host in hosts]
         for (key, value), alike in one_nodes_of_several(reading.nodes).items():
             reading.faults[_variable(f"node.{key}"), f"{value} can belong to only one node"] += alike
-        problems += _problems(reading)
+        problems += [*_problems(reading), *placeholders(absolute)]
     if problems:
         raise DefinitionError(problems)
     return rendered

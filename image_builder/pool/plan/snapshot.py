@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from image_builder.definition.placeholders import is_placeholder
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.gallery.tags import BUILD_TAG
 from image_builder.pool.plan.plan import doubles
@@ -95,6 +96,8 @@ class Snapshot:
 def parse(text: str) -> ScaleSetId:
     """Return the scale set and pool in ``POOL=SCALE_SET_ID``; raises UsageError."""
     pool, _, name = text.partition("=")
+    if is_placeholder(text):
+        raise UsageError(f"{text} is marked REPLACE", hint="put in your own value, and remove the mark")
     match = SCALE_SET_ID.fullmatch(name.rstrip("/"))
     if not match or not _POOL.fullmatch(pool):
         form = "POOL=/subscriptions/…/resourceGroups/…/providers/Microsoft.Compute/virtualMachineScaleSets/…"

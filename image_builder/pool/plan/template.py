@@ -21,6 +21,7 @@ from pydantic import Field, StringConstraints, ValidationError
 from image_builder.canonical import JSON
 from image_builder.definition.evaluate import resolved_variables
 from image_builder.definition.model import ImageDefinition
+from image_builder.definition.placeholders import placeholders
 from image_builder.definition.values import Place, is_vaulted
 from image_builder.errors import DefinitionError, Problem, UsageError
 from image_builder.node.join import config as node_config
@@ -133,6 +134,7 @@ def read_model(paths: Sequence[Path], pool: str, vault: Sequence[VaultId] = ()) 
             Problem(where(source, machine, variable.partition(".")[0]) or here, variable, reason)
             for variable, reason in faults.items()
         ]
+        problems += placeholders(absolute)
     if problems or azure is None or type(capacity) is not int:
         raise DefinitionError(problems, hint="docs/how-to/make-scale-sets.md has an example")
     size, zone = texts["pool_vm_size"], texts["pool_zone"]

@@ -26,7 +26,7 @@ class Version:
     """A gallery image version. ``regions`` are the states of its replication, by short region name.
 
     ``withdrawn`` and ``unverified`` are the reasons for that, from its tags. ``is_protected``: Azure doesn't delete it
-    before its end of life.
+    before its end of life. ``features`` are its definition's, by name.
     """
 
     id: str
@@ -41,6 +41,7 @@ class Version:
     architecture: str = "x64"
     generation: str = ""
     is_protected: bool = False
+    features: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -62,6 +63,8 @@ class ScaleSet:
     disk_gib: int | None
     tags: Mapping[str, str]
     extensions: tuple[str, ...] = ()
+    security_type: str = ""
+    disk_controller: str = ""
 
     @property
     def is_pinned(self) -> bool:
@@ -93,6 +96,11 @@ class Instance:
     def is_at_rest(self) -> bool:
         return self.state.lower() in ("succeeded", "failed")
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether Azure says which version it runs."""
+        return not self.image.endswith("/versions/")
+
     def runs(self, version: str) -> bool:
         return is_same_id(self.image, version)
 
@@ -119,6 +127,8 @@ def scale_set(answer: Json) -> ScaleSet:
         disk_gib=disk.get("diskSizeGB"),
         tags=dict(answer.get("tags") or {}),
         extensions=tuple(str(extension.get("name")) for extension in extensions),
+        security_type=str((profile.get("securityProfile") or {}).get("securityType") or ""),
+        disk_controller=str(storage.get("diskControllerType") or ""),
     )
 
 
@@ -157,6 +167,10 @@ def version(answer: Json, definition: Json) -> Version:
         # A response without an architecture means x64.
         architecture=definition["properties"].get("architecture") or "x64",
         generation=definition["properties"].get("hyperVGeneration") or "V1",
+        features={
+            str(feature.get("name")): str(feature.get("value") or "")
+            for feature in definition["properties"].get("features") or ()
+        },
         is_protected=bool((properties.get("safetyProfile") or {}).get("blockDeletionBeforeEndOfLife")),
     )
 

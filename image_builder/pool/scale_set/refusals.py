@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 
 from image_builder.pool.scale_set.model import ScaleSet, Version, is_same_id
@@ -26,6 +26,7 @@ def refusals(
         *_policy(scale_set, force_ephemeral=force_ephemeral),
         *_unfit(target, scale_set, now),
         *_differences(present, target),
+        *_unsupported(scale_set, present, target),
     ]
 
 
@@ -62,6 +63,31 @@ def _unfit(version: Version, scale_set: ScaleSet, now: datetime) -> Iterator[str
         yield f"version {version.name} names no build: a node that runs it couldn't be recognized"
     if scale_set.disk_gib is not None and (version.disk_gib or 0) > scale_set.disk_gib:
         yield f"version {version.name} needs {version.disk_gib} GiB, its OS disks have {scale_set.disk_gib}"
+
+
+def _unsupported(scale_set: ScaleSet, present: Version | None, target: Version) -> Iterator[str]:
+    """Yield what the machines are and a version's definition doesn't support, unless the present one's doesn't either:
+    Azure fills in features that a definition lacks.
+    """
+    before = dict(_missing(scale_set, present.features)) if present else {}
+    for name, machines in _missing(scale_set, target.features):
+        if present and name not in before:
+            supported = target.features.get(name) or "nothing"
+            yield f"its machines have {name} {machines}, version {target.name} is for {supported}"
+
+
+def _missing(scale_set: ScaleSet, features: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the features of a definition that don't cover the machines, and what these have."""
+    security = scale_set.security_type.removeprefix("Standard")
+    secure = features.get("SecurityType", "")
+    # `TrustedLaunchAndConfidentialVmSupported` covers both kinds, and machines without either.
+    if security and security.removesuffix("VM").lower() not in secure.lower():
+        yield "SecurityType", security
+    if not security and secure in ("TrustedLaunch", "ConfidentialVM"):
+        yield "SecurityType", "Standard"
+    controllers = [name.strip().lower() for name in features.get("DiskControllerTypes", "SCSI").split(",")]
+    if scale_set.disk_controller and scale_set.disk_controller.lower() not in controllers:
+        yield "DiskControllerTypes", scale_set.disk_controller
 
 
 def _differences(present: Version | None, target: Version) -> Iterator[str]:

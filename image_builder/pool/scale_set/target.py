@@ -50,6 +50,10 @@ def read_target(
     for path in sorted({*more, *(host.scale_set_id for host in hosts if host.scale_set_id)}):
         scale_set = client.scale_set(path)
         before[path] = scale_set.image
+        # Without it no request's result can be told, which the first canary would find out.
+        if unknown := [instance.id for instance in client.instances(path) if not instance.is_known]:
+            reason = f"Azure doesn't say which version these instances run: {short_list(unknown)}"
+            problems.append(Problem(path, "--to", reason))
         if target:
             present = client.version(scale_set.image) if scale_set.is_pinned else None
             wrong = refusals(scale_set, present, target, now, force_ephemeral=force_ephemeral)

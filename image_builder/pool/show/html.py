@@ -21,7 +21,7 @@ from image_builder.pool.plan.model import STEPS, Class, Mode
 from image_builder.pool.plan.plan import Plan
 from image_builder.pool.run.records import Record, Result
 from image_builder.pool.run.state import HostStatus, Progress
-from image_builder.pool.show.report import is_skipped
+from image_builder.pool.show.report import is_skipped, left_behind
 from image_builder.pool.show.timeline import LABELS, ROW, TOP, WIDTH, timeline
 from image_builder.text import human_seconds
 
@@ -90,13 +90,23 @@ class _Drain:
     detail: str
 
 
+def _left(report: Mapping[str, Any]) -> str:
+    """Return why a run whose waves are over is no success; empty if it is one, or if they aren't over."""
+    if report["state"] != "finished":
+        return ""
+    if bad := left_behind(report):
+        return f"{bad} of {report['hosts']} hosts are not up"
+    return "instances that are not in the plan have another version" if report.get("outdated") else ""
+
+
 def page(progress: Progress, records: Sequence[Record], report: Mapping[str, Any]) -> str:
     """Return the page of a run; ``report`` is its report (``pool.show.report.report``)."""
     rows = list(_rows(progress, report))
     style, script = ((_TEMPLATES / name).read_text("utf-8") for name in ("report.css", "report.js"))
     return _template().render(
         report=report,
-        sign=_SIGNS[report["state"]],
+        sign=_SIGNS["interrupted" if (left := _left(report)) else report["state"]],
+        left=left,
         kind=_kind(progress.plan),
         pools=", ".join(pool["name"] for pool in report["pools"]),
         facts=list(_facts(progress, records, report)),

@@ -16,6 +16,8 @@ PLAN_AGAIN = "image-builder pool snapshot, then make a new plan"
 _SLOWEST = 20
 # Names for hosts that have no class yet.
 _NOT_ENDED = ("not started", "in work")
+# What is listed last of the hosts that aren't fine: those of which nothing is wrong.
+_URGENCY = {"skipped": 1, "waiting": 2, "ready": 2, "resting": 2, "deferred": 2}
 
 
 def state(progress: Progress, *, running: bool) -> str:
@@ -236,6 +238,24 @@ def gates(records: Iterable[Record]) -> list[dict[str, Any]]:
     return verdicts
 
 
+def left_behind(report: Mapping[str, Any]) -> int:
+    """Return how many hosts of a report aren't fine; skipped ones alone count if they are more than may be."""
+    bad: int = sum(count for name, count in report["counts"].items() if name != "ok")
+    return 0 if report["counts"]["skipped"] == bad <= report.get("skip_budget", 0) else bad
+
+
+def rows(report: Mapping[str, Any], most: int | None = None) -> list[tuple[str, str]]:
+    """Return each host and how it ended, or its state: all of them, or at most so many of those that aren't fine."""
+    results = [(name, result["outcome"], result["state"]) for name, result in report["results"].items()]
+    lines = [(name, outcome["kind"] if outcome else state) for name, outcome, state in results]
+    if most is None:
+        return lines
+    lines = sorted([line for line in lines if line[1] != "ok"], key=lambda line: _URGENCY.get(line[1], 0))
+    return (
+        lines if len(lines) <= most else [*lines[:most], (f"and {len(lines) - most} more hosts: --all", "")]
+    )
+
+
 def text(report: dict[str, Any]) -> str:
     """Return a report as text for people."""
     ended = ", ".join(f"{count} {name}" for name, count in report["counts"].items() if count)
@@ -250,9 +270,9 @@ def text(report: dict[str, Any]) -> str:
     if report.get("deadline"):
         pods = [pod for on_host in report["evicted"].values() for pod in on_host]
         lines.append(f"deadline {report['deadline']}: {len(pods)} pods evicted")
-        lines += [
-            f"  evicted {', '.join(on_host)} from {host}" for host, on_host in report["evicted"].items()
-        ]
+        lines += _some(
+            [f"  evicted {', '.join(on_host)} from {host}" for host, on_host in report["evicted"].items()]
+        )
     if hours := report.get("idle_hours"):
         lines.append(f"empty for {hours['hosts']:.1f} host-hours, {hours['gpus']:.1f} GPU-hours")
     for wave in report["waves"]:
@@ -261,13 +281,19 @@ def text(report: dict[str, Any]) -> str:
         ends = ", ".join(f"{count} {name}" for name, count in wave["counts"].items() if count)
         lines.append(f"  {wave['name']}: {'over' if wave['passed'] else 'running'}, {ends}")
     skipped = sorted(report.get("skipped", {}).items())
-    lines += [f"  skipped {name}: {detail}" for name, detail in skipped]
+    lines += _some([f"  skipped {name}: {detail}" for name, detail in skipped])
     back = sorted(name for name, is_restored in report.get("restored", {}).items() if is_restored)
     for title, names in (("previous image again", back), ("still cordoned", report.get("cordoned", []))):
         lines += [f"  {title}: {short_list(names)}"] if names else []
     lines += _unplanned_lines(report)
     lines += [f"  {f['count']} x {f['signature']}: {short_list(f['hosts'])}" for f in report["failures"]]
     return "\n".join(map(printable, lines))
+
+
+def _some(lines: list[str]) -> list[str]:
+    if len(lines) <= _SLOWEST:
+        return lines
+    return [*lines[: _SLOWEST - 1], f"  and {len(lines) - _SLOWEST + 1} more hosts: --json has all"]
 
 
 def _unplanned_lines(report: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ import yaml
 from image_builder.drain import fence
 from image_builder.node.net.kube import MERGE_PATCH, Client, path_of_node
 from image_builder.node.net.kubeconfig import load
-from tests.support.control_plane.gates import Cluster, give_rights, wait_until
+from tests.support.control_plane.gates import Cluster, bind, give_rights, wait_until
 from tests.support.control_plane.kubelets import AGENT, Kubelets
 from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.images.builds import REPO
@@ -115,6 +115,8 @@ class Fleet:
 def draining(cluster: Cluster, hosts: Sequence[str], directory: Path) -> Iterator[Fleet]:
     """Run the kubelets of these hosts."""
     give_rights(cluster.admin, RIGHTS)
+    for role in ("image-builder-drain-evict", "image-builder-drain-ask"):
+        bind(cluster.admin, role, ACCOUNT)
     access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
     with Kubelets(lambda: Client(access, agent=AGENT)) as kubelets:
         kubelets.register(hosts)

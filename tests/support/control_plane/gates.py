@@ -32,7 +32,7 @@ from image_builder.cluster.gate.controller import Settings as ControllerSettings
 from image_builder.cluster.gate.model import Node, Rules, node_from
 from image_builder.drain.lease import Settings as LeaseSettings
 from image_builder.events import Monitor
-from image_builder.node.net.kube import STRATEGIC_MERGE, Client, KubeError, path_of_node
+from image_builder.node.net.kube import CONFLICT, STRATEGIC_MERGE, Client, KubeError, path_of_node
 from image_builder.node.preflight import model, report
 from image_builder.pool.steps.control_plane import REQUESTS
 from image_builder.settings import DEFAULT_STORE, Settings
@@ -47,6 +47,7 @@ _CHILD = "import sys; from tests.support.control_plane import gates; sys.exit(ga
 _NOT_READY = "node.kubernetes.io/not-ready"
 TAINT = {"key": "image-builder/preflight", "value": "pending", "effect": "NoSchedule"}
 
+ADMISSION = REPO / "deploy/admission.yml"
 GATE = "system:serviceaccount:kube-system:image-builder-gate"
 HOW_TO = REPO / "docs" / "how-to" / "gate-a-pool.md"
 # This page lists the rights that the user of `pool run --kubeconfig` needs.
@@ -279,20 +280,43 @@ def collection(manifest: dict[str, Any]) -> str:
 
 
 def give_rights(admin: Client, page: Path = HOW_TO) -> None:
-    """Grant exactly the rights that a page or a file describes."""
+    """Grant exactly the rights that a page or a file describes.
+
+    What the accounts may change with them is limited as documented, unless the API server is too old for that.
+    """
     for manifest in manifests(page):
         if manifest["kind"] == "Namespace":
             with suppress(KubeError):  # another page may have created it
                 admin.request("POST", "/api/v1/namespaces", manifest)
         if manifest["kind"] in ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"):
             admin.request("POST", collection(manifest), manifest)
+    if admin.find("/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"):
+        add_policies(admin, ADMISSION)
 
 
-def add_policies(admin: Client, page: Path) -> None:
-    """Add a file's admission policies, for which Debian's API server is too old."""
+def bind(admin: Client, role: str, user: str) -> None:
+    """Bind a ClusterRole that no manifest binds to an account."""
+    manifest = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": role},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+        "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": user}],
+    }
+    admin.request("POST", collection(manifest), manifest)
+
+
+def add_policies(admin: Client, page: Path, **variables: str) -> None:
+    """Add a file's admission policies, for which Debian's API server is too old; ``variables`` replace its own."""
     for manifest in manifests(page):
         if manifest["kind"].startswith("ValidatingAdmissionPolicy"):
-            admin.request("POST", collection(manifest), manifest)
+            for variable in manifest["spec"].get("variables", ()):
+                variable["expression"] = variables.get(variable["name"], variable["expression"])
+            try:
+                admin.request("POST", collection(manifest), manifest)
+            except KubeError as error:
+                if error.status != CONFLICT:  # another page's rights came with them
+                    raise
 
 
 def request_certificate(cluster: Cluster, name: str, signer: str) -> str:

@@ -57,7 +57,7 @@ from tests.support.arm.model import SUBSCRIPTION, Answer, Logged, Request
 from tests.support.arm.scale_sets import SERVICES, Machine, ScaleSets, SetState
 from tests.support.arm.service import Arm
 from tests.support.arm.serving import TOKEN, Served
-from tests.support.control_plane.gates import Cluster, give_rights
+from tests.support.control_plane.gates import Cluster, bind, give_rights
 from tests.support.control_plane.kubelets import AGENT, Kubelets
 from tests.support.control_plane.servers import ADMINISTRATORS
 from tests.support.images.builds import REPO
@@ -298,6 +298,7 @@ def surroundings(
     from tests.support.arm.serving import served
 
     give_rights(cluster.admin, RIGHTS)
+    bind(cluster.admin, "image-builder-roll-evict", ACCOUNT)
     access = load(cluster.kubeconfig("kubelets", ADMINISTRATORS))
     (folder / "cloud").mkdir()
     with (

@@ -90,6 +90,35 @@ def test_a_model_and_its_machines_use_versions(
     assert found == expected + ([Use("/set", "machines", machines, 2)] if machines else [])
 
 
+SHARED = f"/SharedGalleries/{TARGET.settings.subscription}-{TARGET.settings.gallery.upper()}"
+IMAGE = f"Images/{TARGET.settings.definition}"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "version"),
+    [
+        ("sharedGalleryImageId", f"{SHARED}/{IMAGE}/Versions/1.0.0", "1.0.0"),
+        ("sharedGalleryImageId", f"{SHARED}/{IMAGE}", LATEST),
+        ("sharedGalleryImageId", f"{SHARED}/{IMAGE}-b/Versions/1.0.0", ""),
+        ("sharedGalleryImageId", f"{SHARED}2/{IMAGE}/Versions/1.0.0", ""),
+        ("communityGalleryImageId", f"/CommunityGalleries/any-123/{IMAGE}/Versions/1.0.0", "1.0.0"),
+        ("communityGalleryImageId", f"/CommunityGalleries/any-123/{IMAGE}-b/Versions/1.0.0", ""),
+    ],
+)
+def test_versions_that_are_named_by_their_gallery_s_other_names_are_used(
+    key: str, name: str, version: str
+) -> None:
+    class Uses(Lists):
+        def list(self, path: str, _api: str) -> list[dict[str, Any]]:
+            if not path.endswith("virtualMachineScaleSets"):
+                return []
+            profile = {"storageProfile": {"imageReference": {key: name}}}
+            return [{"id": "/set", "properties": {"virtualMachineProfile": profile}}]
+
+    found = read(cast("Service", Uses()), TARGET, ["a"])
+    assert found == ([Use("/set", "model", version)] if version else [])
+
+
 @pytest.mark.parametrize(("mode", "owners"), [("Uniform", ["/set"]), ("Flexible", [])])
 def test_machines_of_a_flexible_scale_set_are_listed_once(mode: str, owners: list[str]) -> None:
     """The subscription's own list has them."""

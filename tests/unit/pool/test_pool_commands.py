@@ -10,11 +10,15 @@ from typer.testing import CliRunner
 
 from image_builder import errors
 from image_builder.cli.main import app
+from image_builder.errors import DefinitionError, UsageError
 from image_builder.pool.plan import plan as plans
 from image_builder.pool.plan.model import CLASSES, failed
+from image_builder.pool.plan.policy import Policy
 from image_builder.pool.run.journal import journal_of, open_journal
 from image_builder.pool.run.records import Opened, Record
+from image_builder.pool.show import report as reports
 from tests.support.pools.simulated.rollouts import Faults, make, simulate
+from tests.support.shipped import filled
 
 HOSTS = """
 all:
@@ -206,3 +210,50 @@ def test_a_damaged_journal_is_an_error(tmp_path: Path) -> None:
     journal_of(path).write_bytes(data.replace(b'"step":"verify"', b'"step":"vandal"', 1))
     status, _, err = _run("status", str(path))
     assert status == errors.ImageBuilderError.exit_code and "the journal is damaged" in err
+
+
+def test_placeholders_are_refused_wherever_an_inventory_is_read(tmp_path: Path) -> None:
+    """As `validate` does: with the file and the line of each one."""
+    example = filled("azure_vmss", tmp_path)
+    marked = example / "group_vars/pools/main.yml"
+    marked.write_text(f"{marked.read_text()}\npool_note: x  # REPLACE\n")
+    line = len(marked.read_text().splitlines())
+    out = str(tmp_path / "out")
+    for argv in (
+        ["plan", "pools", "-i", str(example), "--out", out],
+        ["render", "vmss_cpu", "-i", str(example), "--out", out],
+        ["template", "vmss_h100_a", "-i", str(example), "--out", out, "--version", "2026.1125.0"],
+    ):
+        done = CliRunner().invoke(app, ["pool", *argv])
+        assert done.exit_code == DefinitionError.exit_code, (argv, done.output)
+        assert f"main.yml:{line}" in done.stderr and "REPLACE" in done.stderr and not Path(out).exists()
+    name = (
+        "h100=/subscriptions/REPLACE/resourceGroups/g/providers/Microsoft.Compute/virtualMachineScaleSets/v"
+    )
+    done = CliRunner().invoke(app, ["pool", "snapshot", name, "--out", out])
+    assert done.exit_code == UsageError.exit_code and "REPLACE" in done.stderr and not Path(out).exists()
+
+
+@pytest.mark.parametrize(("fates", "listed"), [(168, 168), (0, 0), (1200, 150)])
+def test_a_report_lists_who_is_not_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fates: int, listed: int
+) -> None:
+    """At most 200 lines for 7,500 hosts; --all lists everyone."""
+    plan = make(7500, Policy(budget="100%", wave_budget="100%", same_share="100%", max_unavailable="100%"))
+    bad = [host.name for host in plan.hosts[:: 7500 // fates if fates else 7501]][:fates]
+    progress, _, records = simulate(
+        plan, Faults(fates={n: failed("gpu", 60 + i % 12) for i, n in enumerate(bad)})
+    )
+    document = reports.report(progress, records)
+    monkeypatch.setattr("image_builder.cli.pool.plan.read_run", lambda _: (progress, records, document))
+    shown = CliRunner().invoke(app, ["pool", "report", str(tmp_path / "plan.json")])
+    lines = shown.stdout.splitlines()
+    assert shown.exit_code == 0 and len(lines) <= 200
+    hosts = [line for line in lines if line.split()[0] in progress.hosts]
+    assert len(hosts) >= listed and all("ok" not in line.split() for line in hosts)
+    if listed < fates:
+        assert f"and {fates - len(hosts)} more hosts" in lines[-1]
+    else:
+        assert len(hosts) == fates
+    everyone = CliRunner().invoke(app, ["pool", "report", str(tmp_path / "plan.json"), "--all"]).stdout
+    assert sum(line.split()[0] in progress.hosts for line in everyone.splitlines()) == 7500

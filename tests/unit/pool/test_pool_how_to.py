@@ -13,6 +13,7 @@ from image_builder import errors
 from image_builder.cli.main import app
 from image_builder.pool.plan import plan as plans
 from image_builder.settings import REPO_ROOT
+from tests.support.shipped import filled
 
 PAGE = (REPO_ROOT / "docs/how-to/bring-a-pool-up.md").read_text(encoding="utf-8")
 
@@ -23,7 +24,8 @@ def _blocks(language: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _where_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "inventories").symlink_to(REPO_ROOT / "inventories")
+    (tmp_path / "inventories").mkdir()
+    filled("azure_vmss", tmp_path / "inventories")
     monkeypatch.chdir(tmp_path)
 
 

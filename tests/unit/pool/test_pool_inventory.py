@@ -13,6 +13,7 @@ from image_builder.errors import DefinitionError, UsageError, VaultError
 from image_builder.pool.plan.inventory import Fleet, read_connection, read_fleet
 from image_builder.pool.plan.model import Host, Pool, ScaleSet
 from image_builder.settings import REPO_ROOT
+from tests.support.shipped import filled
 
 GOOD = """
     all:
@@ -113,8 +114,8 @@ def test_all_pools_are_a_pool_too(write: Write) -> None:
     assert fleet.pools[0].name == "pools" and fleet.pools[0].hosts == 4
 
 
-def test_the_example_for_azure_can_be_planned() -> None:
-    here = REPO_ROOT / "inventories/azure_vmss"
+def test_the_example_for_azure_can_be_planned(tmp_path: Path) -> None:
+    here = filled("azure_vmss", tmp_path)
     fleet = read_fleet([here], ["pools"])
     assert fleet.pools == (
         Pool(
@@ -292,8 +293,8 @@ def test_a_file_that_can_not_be_decrypted_may_hide_what_a_host_is(write: Write) 
     assert read_fleet([folder], ["gpu"]).pools[0].hosts == 2
 
 
-def test_a_vaulted_value_that_no_plan_needs_needs_no_password() -> None:
-    fleet = read_fleet([REPO_ROOT / "inventories/azure_vmss"], ["pools"])
+def test_a_vaulted_value_that_no_plan_needs_needs_no_password(tmp_path: Path) -> None:
+    fleet = read_fleet([filled("azure_vmss", tmp_path)], ["pools"])
     assert "vault" not in repr(fleet.hosts)
 
 

@@ -14,9 +14,8 @@ from image_builder.cli import pool as pool_commands
 from image_builder.errors import DefinitionError, UsageError
 from image_builder.node.join.config import parse
 from image_builder.pool.plan.render import VARIABLES, Rendered, render
-from image_builder.settings import REPO_ROOT
 from tests.support.nodes import joins
-from tests.support.shipped import shipped
+from tests.support.shipped import filled, shipped
 
 CA = joins.authority().certificate
 GOOD = f"""
@@ -67,9 +66,9 @@ def test_what_is_rendered_is_what_a_node_takes(tmp_path: Path) -> None:
     assert rendered[0].user_data_bytes % 4 == 0
 
 
-def test_the_example_for_azure_is_what_its_nodes_take() -> None:
+def test_the_example_for_azure_is_what_its_nodes_take(tmp_path: Path) -> None:
     """The how-to's command, on the inventory that it names, whose images have the layer that takes its output."""
-    example = REPO_ROOT / "inventories/azure_vmss"
+    example = filled("azure_vmss", tmp_path)
     rendered = render([example], ["vmss_h100_a", "vmss_cpu"])
     read = [parse(configuration.text.encode()) for configuration in rendered]
     assert [c.labels["node.example/pool"] for c in read] == ["worker_h100"] * 2 + ["worker_cpu"] * 2

@@ -15,13 +15,12 @@ from image_builder.cli.main import app
 from image_builder.errors import DefinitionError, UsageError
 from image_builder.node.join.config import parse
 from image_builder.pool.plan.template import MachineModel, PoolAzure, capacities
-from image_builder.settings import REPO_ROOT
 from tests.support.arm.place import SETTINGS
 from tests.support.arm.shapes import model, unknown_keys
+from tests.support.shipped import filled
 
 pytestmark = pytest.mark.usefixtures("unread_layers")
 
-EXAMPLE = REPO_ROOT / "inventories/azure_vmss"
 GROUP = f"/subscriptions/{SETTINGS['subscription']}/resourceGroups/pools"
 AZURE: dict[str, Any] = {
     "location": "westus3",
@@ -42,7 +41,15 @@ def _run(tmp_path: Path, *arguments: str, pool: dict[str, Any], image: dict[str,
         "images": {"hosts": {"worker_h100": {"image_gallery": SETTINGS, **(image or {})}}},
     }
     (tmp_path / "more.yml").write_text(yaml.safe_dump({"all": {"children": more}}))
-    argv = ["pool", "template", "vmss_h100_a", "-i", str(EXAMPLE), "-i", str(tmp_path / "more.yml")]
+    argv = [
+        "pool",
+        "template",
+        "vmss_h100_a",
+        "-i",
+        str(filled("azure_vmss", tmp_path)),
+        "-i",
+        str(tmp_path / "more.yml"),
+    ]
     argv += ["--out", str(tmp_path / "template.json"), "--json", "--version", VERSION, *arguments]
     return CliRunner().invoke(app, argv)
 
@@ -134,7 +141,7 @@ def test_a_pool_without_any_machine_yet_has_a_template(tmp_path: Path) -> None:
     images = {"images": {"hosts": {"worker_h100": {"image_gallery": SETTINGS}}}}
     (tmp_path / "images.yml").write_text(yaml.safe_dump({"all": {"children": images}}))
     out = tmp_path / "b.json"
-    argv = ["pool", "template", "vmss_h100_b", "-i", str(EXAMPLE)]
+    argv = ["pool", "template", "vmss_h100_b", "-i", str(filled("azure_vmss", tmp_path))]
     argv += [f"-i{tmp_path / name}" for name in ("b.yml", "images.yml")]
     done = CliRunner().invoke(app, [*argv, "--version", VERSION, "--out", str(out)])
     assert done.exit_code == 0, done.output

@@ -18,6 +18,7 @@ from image_builder import errors
 from image_builder.cli.main import app
 from image_builder.pool.plan import plan as plans
 from image_builder.pool.plan.model import CLASSES, failed
+from image_builder.pool.plan.policy import Policy
 from image_builder.pool.run.journal import journal_of, open_journal
 from image_builder.pool.run.progress import apply, begin, replay
 from image_builder.pool.run.records import Gated, Opened, Record
@@ -339,3 +340,15 @@ def test_of_a_roll_it_says_what_became_of_work() -> None:
     assert text.count("<td>evicted</td>") == len(document["evicted"]) and "<td>deferred</td>" in text
     assert "<td>cordoned by somebody else</td>" in text
     assert "probe/await/drain/reimage/verify/free/restore" in text
+
+
+@pytest.mark.parametrize(("bad", "kind", "sign"), [(0, "finished", "✓"), (1, "incomplete", "!")])
+def test_a_run_with_failed_hosts_is_not_green(bad: int, kind: str, sign: str) -> None:
+    plan = make(300, Policy(wave_budget="100%", budget="100%"))
+    fates = dict.fromkeys(plan.waves[-1].hosts[:bad], failed("gpu", 61))
+    progress, _, records = simulate(plan, Faults(fates=fates))
+    document = report(progress, records)
+    assert document["state"] == "finished"
+    text = page(progress, records, document)
+    assert f'<p class="state {kind}"><strong><span aria-hidden="true">{sign}</span> finished' in text
+    assert ("1 of 300 hosts are not up" in text) == bool(bad)

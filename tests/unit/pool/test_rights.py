@@ -47,8 +47,18 @@ def granted(file: Path, kinds: tuple[str, ...], name: str) -> set[ClusterRight]:
 
 def test_the_manifests_grant_exactly_these(repo_root: Path) -> None:
     roles = ("ClusterRole", "Role")
-    assert granted(repo_root / "deploy/roll.yml", roles, "image-builder-roll") == {*ALWAYS, *EVICTING}
+    assert granted(repo_root / "deploy/roll.yml", roles, "image-builder-roll") == {*ALWAYS}
+    for command in ("roll", "drain"):
+        evict = f"image-builder-{command}-evict"
+        assert granted(repo_root / f"deploy/{command}.yml", roles, evict) == {*EVICTING}
     assert granted(repo_root / "deploy/drain.yml", roles, "image-builder-drain-ask") == {*ASKING}
+
+
+@pytest.mark.parametrize("command", ["roll", "drain"])
+def test_what_the_default_policy_never_does_is_bound_to_no_account(repo_root: Path, command: str) -> None:
+    manifests = list(yaml.safe_load_all((repo_root / f"deploy/{command}.yml").read_text(encoding="utf-8")))
+    bound = {m["roleRef"]["name"] for m in manifests if m["kind"].endswith("Binding")}
+    assert bound == {f"image-builder-{command}"}
 
 
 def test_the_page_lists_exactly_these(repo_root: Path) -> None:

@@ -12,17 +12,18 @@ from image_builder.drain import fence, taint
 from image_builder.drain.lease import Leases
 from image_builder.errors import PoolError
 from image_builder.node.net.kube import KubeError, path_of_node
-from image_builder.pool.salvage import Salvage, salvage
+from image_builder.pool.salvage import Salvage, _is_older, salvage
 from image_builder.pool.scale_set.client import Client
 from image_builder.pool.steps.control_plane import NODES
 from tests.support.arm.direct import Direct
-from tests.support.arm.fleet import DEFINITION, NEW, OLD, Fleet, fleet
+from tests.support.arm.fleet import DEFINITION, NEW, OLD, Fleet, add_version, fleet
 from tests.unit.drain.manifests import node_object
 from tests.unit.drain.test_drain_run import Server
 from tests.unit.pool.cluster import Cluster as Nodes
 from tests.unit.pool.test_scale_set_target import hosts
 
 RUN = "roll-000000000000"
+THIRD = f"{DEFINITION}/versions/1.9.0"
 
 
 class Cluster(Server):
@@ -203,3 +204,44 @@ def test_a_host_whose_instance_is_being_replaced_keeps_its_marks(state: str) -> 
     cluster = Cluster(machines)
     done = _salvage(machines, cluster)
     assert (done.freed, list(done.remaining), cluster.cordoned()) == (("gpu-1",), ["gpu-0"], ["gpu-0"])
+
+
+@pytest.mark.parametrize("model", [OLD, NEW])
+def test_a_wrong_version_frees_no_host_with_the_new_image(model: str) -> None:
+    """The version from before the roll exists, too."""
+    machines = fleet(3)
+    machines.machine("0").version = NEW
+    machines.group.profile["storageProfile"]["imageReference"]["id"] = model
+    cluster = Cluster(machines)
+    done = _salvage(machines, cluster, OLD)
+    assert done.freed == () and cluster.cordoned() == ["gpu-0", "gpu-1", "gpu-2"]
+    assert "1.8.0" in done.remaining["gpu-0"] and "--from" in done.remaining["gpu-0"]
+
+
+def test_after_a_roll_to_an_older_version_the_one_from_before_is_named() -> None:
+    machines = fleet(3)
+    machines.machine("0").version = NEW
+    add_version(machines.arm, THIRD)
+    machines.machine("2").version = THIRD
+    cluster, azure = Cluster(machines), Client(Direct(machines.arm))
+    with pytest.raises(PoolError, match="the same"):
+        salvage(cluster, azure, hosts(machines), RUN, OLD, before=OLD.replace("galleries", "Galleries"))
+    with pytest.raises(PoolError, match="there is no version"):
+        salvage(cluster, azure, hosts(machines), RUN, OLD, before=f"{DEFINITION}/versions/9.0.0")
+    done = salvage(cluster, azure, hosts(machines), RUN, OLD, before=NEW, settle=0.0)
+    assert done.freed == ("gpu-0",) and cluster.cordoned() == ["gpu-1", "gpu-2"]
+    assert "neither" in done.remaining["gpu-2"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "older"),
+    [
+        (OLD, NEW, True),
+        (NEW, OLD, False),
+        (OLD, OLD.upper(), False),
+        (f"{DEFINITION}/versions/1.9.0", f"{DEFINITION}/versions/1.10.0", True),
+        (f"{DEFINITION}-b/versions/1.0.0", NEW, False),
+    ],
+)
+def test_versions_of_one_image_have_an_order(one: str, other: str, *, older: bool) -> None:
+    assert _is_older(one, other) is older

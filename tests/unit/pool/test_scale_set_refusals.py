@@ -213,3 +213,70 @@ def test_a_policy_that_flips_is_seen_right_before_the_model_is_changed(changes: 
     with pytest.raises(PoolError, match="is left alone"):
         client.set_image(before, NEW)
     assert machines.arm.log == []
+
+
+SECURE, CONTROLLERS = "SecurityType", "DiskControllerTypes"
+
+
+@pytest.mark.parametrize(
+    ("security", "controller", "present", "target", "reason"),
+    [
+        ("", "", {}, {SECURE: "TrustedLaunchSupported"}, ""),
+        ("", "", {}, {SECURE: "TrustedLaunch"}, "SecurityType Standard, version 1.8.0 is for TrustedLaunch"),
+        ("TrustedLaunch", "", {SECURE: "TrustedLaunch"}, {SECURE: "TrustedLaunchSupported"}, ""),
+        (
+            "TrustedLaunch",
+            "",
+            {SECURE: "TrustedLaunch"},
+            {},
+            "SecurityType TrustedLaunch, version 1.8.0 is for nothing",
+        ),
+        ("TrustedLaunch", "", {}, {}, ""),
+        (
+            "ConfidentialVM",
+            "",
+            {SECURE: "ConfidentialVmSupported"},
+            {SECURE: "TrustedLaunch"},
+            "ConfidentialVM, version",
+        ),
+        (
+            "ConfidentialVM",
+            "",
+            {SECURE: "ConfidentialVM"},
+            {SECURE: "TrustedLaunchAndConfidentialVmSupported"},
+            "",
+        ),
+        ("", "NVMe", {CONTROLLERS: "SCSI, NVMe"}, {CONTROLLERS: "NVMe"}, ""),
+        (
+            "",
+            "NVMe",
+            {CONTROLLERS: "SCSI,NVMe"},
+            {},
+            "DiskControllerTypes NVMe, version 1.8.0 is for nothing",
+        ),
+        ("", "SCSI", {}, {CONTROLLERS: "NVMe"}, "DiskControllerTypes SCSI, version 1.8.0 is for NVMe"),
+        ("", "NVMe", {}, {}, ""),
+    ],
+)
+def test_a_definition_has_to_support_the_machines(
+    security: str, controller: str, present: dict[str, str], target: dict[str, str], reason: str
+) -> None:
+    client = Client(Direct(fleet().arm))
+    scale_set = replace(client.scale_set(fleet().path), security_type=security, disk_controller=controller)
+    versions = [client.version(path) for path in (OLD, NEW)]
+    assert versions[0] and versions[1]
+    old, new = replace(versions[0], features=present), replace(versions[1], features=target)
+    found = refusals(scale_set, old, new, NOW)
+    assert len(found) == bool(reason) and reason in "".join(found)
+
+
+def test_what_the_machines_are_is_read_from_the_model_and_the_definition() -> None:
+    machines = fleet()
+    machines.group.profile["securityProfile"] = {"securityType": "TrustedLaunch"}
+    _storage(machines)["diskControllerType"] = "NVMe"
+    features = [{"name": SECURE, "value": "TrustedLaunch"}, {"name": CONTROLLERS, "value": "SCSI, NVMe"}]
+    machines.arm.resources[DEFINITION.lower()].content["properties"]["features"] = features
+    client = Client(Direct(machines.arm))
+    scale_set, version = client.scale_set(machines.path), client.version(NEW)
+    assert (scale_set.security_type, scale_set.disk_controller) == ("TrustedLaunch", "NVMe")
+    assert version and version.features == {SECURE: "TrustedLaunch", CONTROLLERS: "SCSI, NVMe"}

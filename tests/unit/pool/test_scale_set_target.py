@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from image_builder.errors import DefinitionError
 from image_builder.gallery.tags import WITHDRAWN_TAG
 from image_builder.pool.plan.model import Host
 from image_builder.pool.scale_set.client import Client
+from image_builder.pool.scale_set.model import Instance
 from image_builder.pool.scale_set.target import read_target, spelled_as_planned
 from tests.support.arm.direct import Direct
-from tests.support.arm.fleet import BUILDS, NEW, OLD, Fleet, fleet
+from tests.support.arm.fleet import BUILDS, DEFINITION, NEW, OLD, Fleet, fleet
 from tests.support.arm.model import Json
 
 
@@ -98,3 +101,23 @@ def test_ids_are_spelled_as_the_plan_does() -> None:
     # A plan may have both spellings: its journal's records have the host's own.
     both = target.model_copy(update={"before": {machines.path: OLD, upper: OLD}})
     assert [one.scale_set_id for one in spelled_as_planned(present[::2], both)] == [upper, machines.path]
+
+
+def test_versions_that_azure_does_not_tell_are_found_out_before_the_first_canary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = fleet(3)
+    known = Client.instances
+
+    def instances(client: Client, path: str) -> list[Instance]:
+        one, two, three = known(client, path)
+        return [
+            one,
+            replace(two, image=f"{DEFINITION}/versions/"),
+            replace(three, image=f"{DEFINITION}/versions/"),
+        ]
+
+    monkeypatch.setattr(Client, "instances", instances)
+    with pytest.raises(DefinitionError) as caught:
+        read_target(Client(Direct(machines.arm)), hosts(machines), NEW)
+    assert "doesn't say which version" in str(caught.value) and "1, 2" in str(caught.value)

@@ -69,6 +69,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a pool of nobody": (pool(resources=[]), "pools.0"),
     "a machine by its name": (pool(resources=["vmss-h100-a"]), "pools.0.resources.0"),
     "an identity in capitals": (pool(objects=[OBJECT.upper()]), "pools.0.objects.0"),
+    "a group whose requests are approved unseen": (
+        pool(groups=["system:bootstrappers:kubeadm:default-node-token"]),
+        "pools.0.groups.0",
+    ),
     "a group that Kubernetes refuses": (pool(groups=["system:masters"]), "pools.0.groups.0"),
     "a group that binds a token": (
         pool(groups=["system:bootstrappers:image-builder:node:0"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import threading
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
@@ -27,10 +28,13 @@ from image_builder.cluster.gate.approver import (
     pending_from,
     reason_to_wait,
 )
+from image_builder.cluster.gate.model import Rules
+from image_builder.cluster.gate.watcher import watch_nodes
 from image_builder.node.join import binding
 from image_builder.node.net.kube import Client
 from tests.support.nodes.joins import VM_ID
 
+MADE = 1_700_000_000.0
 NODE = "vmss-h100-a000017"
 MACHINE = binding.of_machine(VM_ID)
 GROUPS = ["system:authenticated", "system:bootstrappers", MACHINE, binding.of_node(NODE)]
@@ -68,6 +72,11 @@ def changed(old: bytes, new: bytes) -> bytes:
     return f"-----BEGIN CERTIFICATE REQUEST-----\n{lines}\n-----END CERTIFICATE REQUEST-----\n".encode()
 
 
+def at(seconds: float) -> str:
+    """Return a time after the request was made, as the API server writes it."""
+    return datetime.fromtimestamp(MADE + seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def request(data: bytes | None = None, **parts: Any) -> dict[str, Any]:
     """Return a request as the API server returns it; ``parts`` replace keys of its spec."""
     spec = {
@@ -78,7 +87,8 @@ def request(data: bytes | None = None, **parts: Any) -> dict[str, Any]:
         "usages": ["digital signature", "client auth"],
         **parts,
     }
-    return {"metadata": {"name": "node-csr-x", "resourceVersion": "7"}, "spec": spec, "status": {}}
+    meta = {"name": "node-csr-x", "resourceVersion": "7", "creationTimestamp": at(0)}
+    return {"metadata": meta, "spec": spec, "status": {}}
 
 
 def test_a_node_that_asks_for_itself_is_meant() -> None:
@@ -197,7 +207,7 @@ def test_a_request_that_is_gone_leaves_nothing_behind() -> None:
     """The watcher may hear of an approval before the approver has its answer."""
     said: list[str] = []
     connect: Any = lambda: None  # noqa: E731
-    approver = Approver(connect, lambda: True, said.append)
+    approver = Approver(connect, lambda: True, lambda: True, said.append)
     pending = pending_from(request())
     assert pending
     approver._requests.objects[pending.name] = pending
@@ -223,19 +233,105 @@ class Api:
         self.patched.append((path, [condition["type"] for condition in body["status"]["conditions"]]))
 
 
-@pytest.mark.parametrize("lacks", ["", "the lease", "the requests", "the nodes"])
-def test_nothing_is_approved_without_the_lease_or_before_everything_was_read(lacks: str) -> None:
-    api = Api()
-    approver = Approver(lambda: cast("Client", api), lambda: lacks != "the lease", print)
+def approver_of(api: Api, said: list[str], lacks: str = "") -> Approver:
+    """Return an approver that knows one request."""
+    approver = Approver(
+        lambda: cast("Client", api), lambda: lacks != "the lease", lambda: lacks != "the nodes", said.append
+    )
     pending = pending_from(request())
     assert pending
     approver._requests.objects[pending.name] = pending
     approver._changed(pending)
-    for watcher, name in ((approver._requests, "the requests"), (approver._members, "the nodes")):
-        if lacks != name:
-            watcher.synced.set()
+    if lacks != "the requests":
+        approver._requests.synced.set()
+    return approver
+
+
+def once(approver: Approver) -> None:
     over = threading.Event()
     over.set()
     approver._once(over)
-    assert path_of(pending.name).endswith("/certificatesigningrequests/node-csr-x/approval")
-    assert api.patched == ([] if lacks else [(path_of(pending.name), ["Approved"])])
+
+
+@pytest.mark.parametrize("lacks", ["", "the lease", "the requests", "the nodes"])
+def test_nothing_is_approved_without_the_lease_or_before_everything_was_read(lacks: str) -> None:
+    api = Api()
+    once(approver_of(api, [], lacks))
+    path = path_of("node-csr-x")
+    assert path.endswith("/certificatesigningrequests/node-csr-x/approval")
+    assert api.patched == ([] if lacks else [(path, ["Approved"])])
+
+
+class Standing(Api):
+    """An API server with the node that the request is for. ``fell`` is when it stopped to be Ready (0: it hasn't)."""
+
+    fell = 0.0
+
+    def find(self, _path: str) -> Any:
+        ready = {
+            "type": "Ready",
+            "status": "Unknown" if self.fell else "True",
+            "lastTransitionTime": at(self.fell),
+        }
+        return {"metadata": {"name": NODE}, "status": {"conditions": [ready]}}
+
+
+@pytest.mark.parametrize(
+    ("fell", "approved"), [(-3600, True), (1, True), (50, True), (120, True), (121, False), (86_400, False)]
+)
+def test_a_request_that_waited_for_its_node_to_fall_is_left(
+    monkeypatch: pytest.MonkeyPatch, fell: float, *, approved: bool
+) -> None:
+    """Looked at every five seconds, by an approver that sees everything, and by one that starts when the node fell."""
+    monkeypatch.setattr("image_builder.cluster.gate.approver._IDLE", 0.0)
+    for begins in (0.0, fell):
+        api, clock, said = Standing(), [0.0], list[str]()
+        monkeypatch.setattr("image_builder.cluster.gate.approver.time.monotonic", lambda: clock[0])  # noqa: B023
+        approver = approver_of(api, said)
+        ends = max(fell, begins)
+        for now in (*range(int(begins), min(int(ends), 300), 5), ends, ends + 6):
+            clock[0] = now - begins
+            api.fell = fell if now >= fell else 0.0
+            once(approver)
+        assert bool(api.patched) is approved, begins
+        assert any("left pending: the node" in line for line in said) is not approved
+
+
+def test_a_request_that_is_made_again_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    api, clock, said = Standing(), [0.0], list[str]()
+    monkeypatch.setattr("image_builder.cluster.gate.approver.time.monotonic", lambda: clock[0])
+    approver = approver_of(api, said)
+    clock[0] = 121.0
+    once(approver)
+    pending = approver._requests.objects["node-csr-x"]
+    assert "left pending" in said[-1]
+    approver._requests._drop(pending.name)
+    approver._requests.objects[pending.name] = pending
+    approver._changed(pending)
+    api.fell = 20.0
+    once(approver)
+    assert api.patched
+
+
+def test_all_nodes_are_seen_by_the_one_watch() -> None:
+    """Also those that the gate doesn't handle: a machine may be a node of another kind."""
+    approver = Approver(lambda: cast("Client", Api()), lambda: True, lambda: True, print)
+    handled: list[str] = []
+    watch = watch_nodes(
+        cast("Client", Api()), Rules(), lambda n: handled.append(n.name), handled.remove, print, approver.see
+    )
+    status = {"nodeInfo": {"systemUUID": VM_ID}}
+    mine = {
+        "metadata": {"name": "a", "labels": {Rules().label: ""}, "resourceVersion": "1"},
+        "status": status,
+    }
+    other = {"metadata": {"name": "b", "resourceVersion": "2"}, "status": status}
+    for item in (mine, other):
+        watch._event({"type": "ADDED", "object": item})
+    assert handled == ["a"] and [member.name for member in approver._nodes(BOUND)] == ["a", "b"]
+    assert "its machine is the node b" in reason_to_wait(
+        BOUND, [m for m in approver._nodes(BOUND) if m.name == "b"]
+    )
+    for item in (mine, other):
+        watch._event({"type": "DELETED", "object": item})
+    assert not handled and approver._nodes(BOUND) == []
