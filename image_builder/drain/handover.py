@@ -27,7 +27,6 @@ from image_builder.drain.observe import Looker
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client, KubeError
 
-
 # One in this many looks is at hosts without our cordon, even if there are too many with it for one turn.
 _OTHERS = 5
 
