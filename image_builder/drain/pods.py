@@ -71,6 +71,13 @@ class Pod:
     has_empty_dir: bool = False
     tolerates_cordons: bool = False
     group: str = ""
+    # Its containers are started again whenever they end.
+    restarts: bool = False
+
+    @property
+    def never_ends(self) -> bool:
+        """Return whether it runs until somebody deletes it, such as a Deployment's."""
+        return self.restarts and self.deadline is None and not self.is_leaving
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -115,6 +122,7 @@ def pod_from(document: Mapping[str, Any]) -> Pod:
         gpus=_gpus(spec),
         has_empty_dir=any("emptyDir" in volume for volume in spec.get("volumes") or ()),
         tolerates_cordons=any(map(_tolerates_cordons, spec.get("tolerations") or ())),
+        restarts=spec.get("restartPolicy", "Always") == "Always",
         # Kubernetes' own gangs, which the scheduler places together.
         group=str((spec.get("schedulingGroup") or {}).get("podGroupName") or ""),
     )
