@@ -15,12 +15,15 @@ _GROUP_LABELS = (
 )
 _GROUP_ANNOTATIONS = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")
 # Owners that are gangs. If other owners are between a pod and its gang, the pod has the gang's name as a label.
-_GANG_KINDS = frozenset({"Job", "JobSet", "PyTorchJob", "RayCluster"})
+# https://github.com/kubeflow/trainer: the first operator's jobs own their pods, an MPIJob's launcher is a Job of its,
+# and a TrainJob is a JobSet.
+_KUBEFLOW = frozenset({"JAXJob", "MPIJob", "PaddleJob", "PyTorchJob", "TFJob", "XGBoostJob"})
+_GANG_KINDS = frozenset({"Job", "JobSet", "TrainJob", "RayCluster", *_KUBEFLOW})
 _NAMES = {
     "JobSet": "jobset.sigs.k8s.io/jobset-name",
-    "PyTorchJob": "training.kubeflow.org/job-name",
     "RayCluster": "ray.io/cluster",
 }
+_KUBEFLOW_NAME, _KUBEFLOW_OPERATOR = "training.kubeflow.org/job-name", "training.kubeflow.org/operator-name"
 # Each replica of a LeaderWorkerSet is a gang.
 _WORKERS, _WORKERS_INDEX = "leaderworkerset.sigs.k8s.io/name", "leaderworkerset.sigs.k8s.io/group-index"
 
@@ -32,7 +35,8 @@ def gang_of(pod: Pod, parents: Parents) -> str:
     """Return the gang that a pod belongs to, empty if it belongs to none.
 
     A pod group takes precedence over owners: it states itself what is placed together. Of nested owners, the outermost
-    counts: a JobSet's Jobs are one gang.
+    counts: a JobSet's Jobs are one gang. A StatefulSet is one if its pods have devices: it then trains or serves as a
+    whole, and any other replaces its pods one by one.
     """
     for group in (
         pod.group,
@@ -49,7 +53,13 @@ def gang_of(pod: Pod, parents: Parents) -> str:
     for kind, label in _NAMES.items():
         if name := pod.labels.get(label):
             return f"{pod.namespace}/{kind} {name}"
-    return f"{pod.namespace}/{owner}" if owner and owner.kind in _GANG_KINDS else ""
+    kind = owner.kind if owner else ""
+    if (name := pod.labels.get(_KUBEFLOW_NAME)) and kind not in _KUBEFLOW:
+        operator = pod.labels.get(_KUBEFLOW_OPERATOR, "")
+        kinds = {f"{each.lower()}-controller": each for each in _KUBEFLOW}
+        return f"{pod.namespace}/{kinds.get(operator, 'PyTorchJob')} {name}"
+    is_gang = kind in _GANG_KINDS or (kind == "StatefulSet" and pod.has_devices)
+    return f"{pod.namespace}/{owner}" if is_gang else ""
 
 
 def units(hosts: Collection[str], spread: Mapping[str, Iterable[str]]) -> list[frozenset[str]]:

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 from image_builder.drain import event, fence
 from image_builder.drain.gangs import units
 from image_builder.drain.observe import Looker
+from image_builder.drain.overdue import Overdue
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client, KubeError
-
 
 # One in this many looks is at hosts without our cordon, even if there are too many with it for one turn.
 _OTHERS = 5
@@ -68,7 +68,8 @@ class Handover:
         deadline: float = math.inf,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._client, self._run, self._deadline, self._wall = client, run, deadline, wall
+        self._client, self._run, self._wall = client, run, wall
+        self._overdue = Overdue(client, deadline, wall)
         self._max_fenced = 0 if policy.mode == "idle-only" else max_fenced
         self._looker = Looker(client, policy)
         # The number of hosts to look at in one turn.
@@ -96,6 +97,7 @@ class Handover:
 
         After the deadline, all hosts are due as soon as it is known which share a gang. Raises KubeError.
         """
+        self._overdue.check()
         gangs = self._gangs()
         names, looked = deque(self._next(gangs)), set[str]()
         while names:
@@ -113,7 +115,7 @@ class Handover:
         # If an earlier driver was killed, its cordons have to be seen first.
         if not all(visit.is_known for visit in self._visits.values()):
             return
-        if self._wall() < self._deadline:
+        if not self._overdue.check():
             self._fence()
             return
         spread: dict[str, set[str]] = {}

@@ -21,6 +21,7 @@ from typing import Any, Self
 from image_builder.errors import PoolError
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import CONFLICT, Client, KubeError
+from image_builder.system.identity import is_dead
 
 # Of the Leases of scale sets. A namespace of their own allows granting access to them but not to any others.
 NAMESPACE = "image-builder"
@@ -78,8 +79,13 @@ class Election:
             # Not the time of the request: it may have been renewed while the answer was on its way.
             self._observed = Observation(record, self._clock())
         lasts = float(spec.get("leaseDurationSeconds") or self.settings.duration)
-        if holder in ("", self._identity) or now - self._observed.since > lasts:
+        if holder in ("", self._identity) or is_dead(holder) or now - self._observed.since > lasts:
             self._write("PUT", self._path, lease, now)
+
+    def seize(self) -> None:
+        """Take the lease from whoever holds it, who leads until its own deadline nevertheless. Raises KubeError."""
+        lease = self._client.request("GET", self._path)
+        self._write("PUT", self._path, lease, self._clock())
 
     def release(self) -> None:
         """Give the lease back, so that the next holder needn't wait for it to expire. Raises KubeError."""
@@ -178,8 +184,8 @@ class Holders:
 class Leases:
     """Leases of scale sets, held and renewed in a thread until the ``with`` block ends. Thread-safe.
 
-    ``connect`` opens a connection to the API server; ``holder`` is the holder's name: a successor with the same name
-    takes the Leases over at once.
+    ``connect`` opens a connection to the API server; ``holder`` identifies this process. A process on this machine that
+    has ended holds nothing any more.
     """
 
     def __init__(self, connect: Callable[[], Client], holder: str, settings: Settings | None = None) -> None:
@@ -220,16 +226,31 @@ class Leases:
                 raise PoolError(
                     f"the scale set {scale_set} is held by {election.record[0] or 'another'} (Lease {NAMESPACE}/"
                     f"{election.settings.name})",
-                    hint="wait until it ends, or until its Lease expires if it is dead",
+                    hint="wait until it ends; if it hangs: image-builder pool resume --takeover",
                 )
 
-    def take(self, *scale_sets: str) -> None:
+    def take(
+        self, *scale_sets: str, tell: Callable[[str], None] = lambda _: None, takes_over: bool = False
+    ) -> None:
         """Hold each, as ``hold`` does, but wait until Leases whose holder is gone expire, all at the same time. A live
-        holder renews its Lease, which counts as a refusal.
+        holder renews its Lease, which counts as a refusal, unless this process ``takes_over``: it takes the Leases,
+        and waits until their former holders can't act any longer. ``tell`` is told what is waited for.
         """
+        others: dict[str, str] = {}
         for path in scale_sets:
-            with suppress(PoolError):  # from now on its Lease is observed
+            try:
                 self.hold(path)
+            except PoolError:  # from now on its Lease is observed
+                others[path] = self._elections[path].record[0]
+        names = ", ".join(sorted(set(others.values())))
+        if others and takes_over:
+            for path in others:
+                with self._lock:
+                    self._elections[path].seize()
+            tell(f"{names} could act for {self._settings.deadline:.0f} s more, which pass first")
+            self._stop.wait(self._settings.deadline)
+        elif others:
+            tell(f"{names} held Leases, which expire in {self._settings.duration:.0f} s if it is dead")
         for path in scale_sets:
             self._take(path)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from image_builder.drain.policy import Policy, Rule
 
-# Our own mark, set on a pod by its owner: `evict` opts in even a pod with GPUs, `wait` protects any pod.
+# Our own mark, set on a pod by its owner: `evict` opts in even a pod with GPUs, `wait` and any other value protect it.
 MARK = "image-builder/drain"
 # Other projects' marks. https://cluster-api.sigs.k8s.io/tasks/automated-machine-management/machine_deletions,
 # https://karpenter.sh/docs/concepts/disruption/#pod-level-controls,
@@ -71,6 +71,13 @@ class Pod:
     has_empty_dir: bool = False
     tolerates_cordons: bool = False
     group: str = ""
+    # Its containers are started again whenever they end.
+    restarts: bool = False
+
+    @property
+    def never_ends(self) -> bool:
+        """Return whether it runs until somebody deletes it, such as a Deployment's."""
+        return self.restarts and self.deadline is None and not self.is_leaving
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -115,6 +122,7 @@ def pod_from(document: Mapping[str, Any]) -> Pod:
         gpus=_gpus(spec),
         has_empty_dir=any("emptyDir" in volume for volume in spec.get("volumes") or ()),
         tolerates_cordons=any(map(_tolerates_cordons, spec.get("tolerations") or ())),
+        restarts=spec.get("restartPolicy", "Always") == "Always",
         # Kubernetes' own gangs, which the scheduler places together.
         group=str((spec.get("schedulingGroup") or {}).get("podGroupName") or ""),
     )
@@ -137,16 +145,32 @@ def classify(pod: Pod, policy: Policy, now: float, *, overruled: bool = False) -
     """
     if _MIRROR in pod.annotations:
         return Verdict(Class.IGNORED, "mirror of a static pod")
-    if pod.owner and pod.owner.kind == "DaemonSet":
-        return Verdict(Class.IGNORED, "of a DaemonSet")
     if pod.phase in ("Succeeded", "Failed"):
         return Verdict(Class.IGNORED, "finished")
+    if pod.owner and pod.owner.kind == "DaemonSet":
+        return _of_daemon_set(pod, policy, now, overruled=overruled)
     if by_rule := _by_rules(pod, policy.rules):
         return by_rule
     verdict = _by_marks(pod, now) or _by_shape(pod)
     if overruled and verdict.kind is Class.WAIT:
         return Verdict(Class.EVICT, f"the deadline has passed, although: {verdict.reason}")
     return verdict
+
+
+def _of_daemon_set(pod: Pod, policy: Policy, now: float, *, overruled: bool) -> Verdict:
+    """Return what a DaemonSet's pod means: nothing, unless it is protected, or has devices and so does users' work.
+
+    Evicting it is no use: it comes back to the same host. A rule for all pods doesn't mean those that run everywhere.
+    """
+    named = [rule for rule in policy.rules if rule.owner or rule.namespace or rule.labels]
+    if by_rule := _by_rules(pod, named):
+        return by_rule if by_rule.kind is Class.WAIT else Verdict(Class.IGNORED, by_rule.reason)
+    verdict = _by_marks(pod, now)
+    if verdict is None and pod.has_devices:
+        verdict = Verdict(Class.WAIT, "of a DaemonSet, but has GPUs or other devices")
+    if verdict is None or verdict.kind is not Class.WAIT:
+        return Verdict(Class.IGNORED, "of a DaemonSet")
+    return Verdict(Class.IGNORED, f"of a DaemonSet; {verdict.reason}") if overruled else verdict
 
 
 _BY_RULE = {"ignore": Class.IGNORED, "wait": Class.WAIT, "evict": Class.EVICT}
@@ -165,8 +189,9 @@ def _by_rules(pod: Pod, rules: Iterable[Rule]) -> Verdict | None:
 
 def _by_marks(pod: Pod, now: float) -> Verdict | None:
     mark = pod.annotations.get(MARK)
-    if mark == "wait":
-        return Verdict(Class.WAIT, f"{MARK}: wait")
+    if mark not in (None, "evict"):
+        unknown = "" if mark == "wait" else ", which is neither wait nor evict"
+        return Verdict(Class.WAIT, f"{MARK}: {mark}{unknown}")
     # Marks that protect a pod are checked before marks that release it.
     if pod.labels.get(CLUSTER_API) == "wait-completed":
         return Verdict(Class.WAIT, f"{CLUSTER_API}: wait-completed")

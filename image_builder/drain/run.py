@@ -20,6 +20,7 @@ from image_builder.drain.evict import Answer, evict
 from image_builder.drain.fence import Record
 from image_builder.drain.ladder import Action, Host, Tenant, decide
 from image_builder.drain.observe import CURRENT, REMEMBERED, Cordoned, Looker, version_of
+from image_builder.drain.overdue import Overdue
 from image_builder.drain.policy import Policy
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.retry import backoff
@@ -110,7 +111,7 @@ class Drain:
     """A drain in progress. ``turn`` looks at the hosts that are due and takes the next steps; ``outcomes`` has those
     that are done.
 
-    ``clock`` is monotonic, ``wall`` the time of day, both in seconds. After ``deadline``, by the latter, it evicts pods
+    ``clock`` is monotonic, ``wall`` the time of day, both in seconds. After ``deadline`` (``Overdue``) it evicts pods
     whatever their owners say: its mode is `evict` from then on, and each host's timeout starts again. ``cordoned`` is
     shared with parallel drains, and needs the right to list Nodes. ``is_last``: nobody looks again at a host that was
     found empty, so this drain does, at the current state of its pods.
@@ -133,7 +134,7 @@ class Drain:
         # Hosts that were taken on only to drain whole gangs.
         self.partners: set[str] = set()
         self._client, self._run, self._policy, self._tell = client, run, policy, tell
-        self._clock, self._wall, self._deadline = clock, wall, deadline
+        self._clock, self._wall, self._overdue = clock, wall, Overdue(client, deadline, wall)
         # When owners were overruled (monotonic): no host's timeout counts from before that.
         self._overruled: float | None = None
         self._looker, self._is_last = Looker(client, policy, cordoned), is_last
@@ -163,10 +164,11 @@ class Drain:
 
     def turn(self) -> None:
         """Look once, and act. Raises KubeError: nothing is decided from an incomplete look."""
-        if self._overruled is None and self._wall() >= self._deadline:
+        self._overdue.check()
+        looks = self._looks()
+        if self._overruled is None and self._overdue.check():
             self._overrule()
-        due = [name for name in self.open_hosts if self._visits[name].due <= self._clock()]
-        looks = {name: host for name in due if (host := self._look(name)) is not None}
+            looks = self._looks()
         elsewhere = self._elsewhere(looks)
         if self._policy.whole_gangs and self._policy.mode != "idle-only":
             partners = {name for members in elsewhere.values() for name in members} - self._visits.keys()
@@ -188,6 +190,11 @@ class Drain:
                 # Its next look decides about it and all hosts of its gangs; other hosts may be allowed what it is not.
                 self._visits[action.host].denied, self._visits[action.host].due = error.message, 0.0
                 was_denied = True
+
+    def _looks(self) -> dict[str, Host]:
+        """Return the hosts that are due as they are now."""
+        due = [name for name in self.open_hosts if self._visits[name].due <= self._clock()]
+        return {name: host for name in due if (host := self._look(name)) is not None}
 
     def _overrule(self) -> None:
         self._overruled, self._looker.overrules = self._clock(), True

@@ -18,6 +18,7 @@ from image_builder.pool.run.state import HostStatus, Progress
 from image_builder.pool.scale_set.client import Client, claim_of
 from image_builder.pool.scale_set.model import is_same_id
 from image_builder.pool.scale_set.target import read_target
+from image_builder.system.identity import name_of
 from image_builder.text import short_list
 
 
@@ -50,7 +51,9 @@ def plan_rollback(
     omitted |= {host.name: f"its scale set named {target.before[host.scale_set_id]}" for host in others}
     hosts = [host for host in hosts if host not in others]
     sets = {path: client.scale_set(path) for path in target.before}
-    if held := sorted(path for path, scale_set in sets.items() if claim_of(scale_set)[0] == before.run):
+    if held := sorted(
+        path for path, scale_set in sets.items() if name_of(claim_of(scale_set)[0]) == before.run
+    ):
         raise ImageBuilderError(
             f"the driver of this roll was killed, and holds {short_list(held)}",
             hint=f"image-builder pool abort --run {before.run} --to {target.version} releases them",

@@ -56,6 +56,7 @@ from image_builder.pool.steps.roll import RollFleet
 from image_builder.pool.steps.slice import parse_workers
 from image_builder.pool.steps.suite import Suite
 from image_builder.settings import Settings, VaultId
+from image_builder.system.identity import identity
 from image_builder.system.signals import waking
 from image_builder.text import short_list
 from image_builder.verify.runner import read_facts
@@ -69,7 +70,8 @@ class Options(NamedTuple):
     """The command line's options. ``facts`` are ``IMAGE=FILE``, or FILE for the image that the file itself names.
 
     ``azure`` is the address of Resource Manager if it isn't the cloud's own, ``public_key`` verifies the signed
-    statements about versions, ``evict`` names the roll that may evict jobs after its deadline.
+    statements about versions, ``evict`` names the roll that may evict jobs after its deadline. ``takes_over``: a
+    process that still renews its Leases is dismissed.
     """
 
     plan: Path
@@ -86,6 +88,7 @@ class Options(NamedTuple):
     azure: str | None = None
     public_key: Path | None = None
     evict: str = ""
+    takes_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -474,7 +477,7 @@ def _fleet(
     change = Change(
         target=plan.target,
         run=plan.run,
-        holder=plan.holder,
+        holder=identity(plan.holder),
         kube=lambda: Client(access, agent=_AGENT),
         azure=stack.enter_context(open_client(plan.hosts, options.azure)),
         journal=requests_of(options.plan),
@@ -483,6 +486,7 @@ def _fleet(
         deadline=plan.policy.rolls.deadline_at,
         asks_nodes=plan.policy.rolls.ask_nodes,
         force_ephemeral=plan.policy.rolls.force_ephemeral,
+        takes_over=options.takes_over,
     )
     return RollFleet(rollout.setup, change, work, on_wait, on_note)
 

@@ -26,7 +26,7 @@ from image_builder.pool.scale_set.model import Instance, ScaleSet, is_same_id
 from image_builder.pool.scale_set.roll import SERVICES
 from image_builder.pool.scale_set.verdict import SETTLE_SECONDS
 from image_builder.pool.steps.control_plane import NODES
-from image_builder.text import stamp
+from image_builder.system.identity import name_of
 
 _VERSION = re.compile(
     r"/subscriptions/[^/]+/resourceGroups/[^/]+/providers/Microsoft\.Compute"
@@ -75,9 +75,9 @@ def salvage(
 
     Without the version from ``before`` only hosts with an older version than the roll's are freed.
 
-    An unexpired claim or a Lease that is still renewed belongs to a live driver and is respected; the Leases are held
-    from then on. Without ``leases`` the driver counts as lost. Raises PoolError for such a claim or Lease, and for a
-    version that isn't one, before anything is changed; KubeError, FetchError.
+    A Lease that is still renewed belongs to a live driver and is respected; the Leases are held from then on. Without
+    ``leases`` the driver counts as lost. Raises PoolError for such a Lease, and for a version that isn't one, before
+    anything is changed; KubeError, FetchError.
     """
     paths = sorted({host.scale_set_id for host in hosts if host.scale_set_id})
     sets = {path: azure.scale_set(path) for path in paths}
@@ -87,7 +87,7 @@ def salvage(
         if is_same_id(before, version):
             raise PoolError("the version from before and the roll's are the same", hint="nothing was changed")
     inventory = {host.name: host for host in hosts}
-    marks = Marks(_marked(kube, run), _held(sets, run, azure.now(), lost=leases is None))
+    marks = Marks(_marked(kube, run), _held(sets, run))
     if leases:
         marked = {inventory[name].scale_set_id for name in marks.nodes if name in inventory}
         leases.take(*sorted((marked | marks.holders.keys()) - {""}))
@@ -143,18 +143,14 @@ def _marked(kube: Kube, run: str) -> dict[str, bool]:
     return dict(sorted(nodes.items()))
 
 
-def _held(sets: Mapping[str, ScaleSet], run: str, now: float, *, lost: bool) -> dict[str, str]:
+def _held(sets: Mapping[str, ScaleSet], run: str) -> dict[str, str]:
     """Return the scale sets that a run or its rollback has claimed, with the holder as recorded there."""
     holders: dict[str, str] = {}
     for path, scale_set in sets.items():
-        holder, until = claim_of(scale_set)
-        if holder != run and not holder.startswith(f"{run}{BACK}"):
+        holder, _ = claim_of(scale_set)
+        name = name_of(holder)
+        if name != run and not name.startswith(f"{run}{BACK}"):
             continue
-        if until > now and not lost:
-            raise PoolError(
-                f"{path} is claimed by {holder} until {stamp(until)}: its driver may be alive",
-                hint="stop it, or wait until then; if its machine no longer exists: --lost",
-            )
         holders[path] = holder
     return holders
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -141,9 +142,12 @@ def plan(
     target = _target(fleet.hosts, to, chosen, endpoint, proof, kubeconfig, warnings.setdefault)
     rollout_plan = make_plan(fleet.inventory, fleet.pools, fleet.hosts, chosen, target=target)
     keep_begun(out, rollout_plan)
+    stuck = _never_empty(rollout_plan, kubeconfig) if target and kubeconfig else {}
+    if stuck:
+        warnings.setdefault(_stuck_text(rollout_plan, stuck))
     with writing(out):
         save(rollout_plan, out)
-    result = summary(out, rollout_plan, fleet) | {"warnings": list(warnings)}
+    result = summary(out, rollout_plan, fleet) | {"warnings": list(warnings), "never_empty": stuck}
     lines = [*fleet.warnings, *warnings, plan_text(out, rollout_plan)]
     if calls:
         listed = _calls(rollout_plan, endpoint)
@@ -151,6 +155,32 @@ def plan(
         lines.append(columns(call_rows(listed)))
     show(result, "\n".join(lines), as_json=as_json)
     return 0
+
+
+def _never_empty(rollout_plan: Plan, kubeconfig: Path) -> dict[str, str]:
+    """Return the hosts that the roll can't empty, and why not. Raises PoolError if the cluster doesn't answer."""
+    from image_builder.node.errors import NodeError
+    from image_builder.pool.evictions import never_empty
+
+    try:
+        with connect(kubeconfig, "image-builder") as client:
+            return never_empty(client, rollout_plan, time.time())
+    except NodeError as error:
+        raise PoolError(error.message, hint="the rights that it needs are in deploy/roll.yml") from error
+
+
+def _stuck_text(rollout_plan: Plan, stuck: Mapping[str, str]) -> str:
+    from image_builder.text import short_list
+
+    mode = rollout_plan.policy.rolls.drain.mode if rollout_plan.policy.rolls else ""
+    host, pod = next(iter(stuck.items()))
+    remedy = (
+        "" if mode == "evict" else "; mode `evict` evicts those without devices that a controller recreates"
+    )
+    return (
+        f"{len(stuck)} of {len(rollout_plan.hosts)} hosts have pods that never end, and are skipped unless somebody"
+        f" deletes those ({short_list(list(stuck))}; on {host}: {pod}){remedy}"
+    )
 
 
 def _check_version(to: str | None, of_rolls: Mapping[str, object]) -> None:

@@ -217,6 +217,14 @@ def resume(
         typer.Option("-i", "--inventory", metavar="PATH", help="repeatable  [default: the plan's]"),
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="also retry hosts that failed")] = False,
+    takeover: Annotated[
+        bool,
+        typer.Option(
+            "--takeover",
+            help="roll only: dismiss a process that hangs but still renews its Leases, and wait until it can't"
+            " act any more",
+        ),
+    ] = False,
     *,
     hosts: RolloutOptions,
     as_json: AsJson = False,
@@ -228,7 +236,8 @@ def resume(
         image-builder pool resume h100.plan.json --user admin --key id_pool --known-hosts hosts.keys \\
             --facts output/worker/latest/facts.json
     """
-    return _drive(hosts.rollout(plan, inventory, is_resumed=True, retry=retry), as_json=as_json)
+    options = hosts.rollout(plan, inventory, is_resumed=True, retry=retry, takes_over=takeover)
+    return _drive(options, as_json=as_json)
 
 
 @register(app)

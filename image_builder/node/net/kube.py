@@ -18,6 +18,7 @@ import urllib.parse
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -150,6 +151,8 @@ class Client:
         self._agent, self._timeout = agent, timeout
         self._connection: http.client.HTTPSConnection | None = None
         self._sock: socket.socket | None = None
+        # The server's clock at its last answer, in seconds since the epoch; None before the first one.
+        self.served_at: float | None = None
         self._until = math.inf  # when the request in progress must have ended, on the monotonic clock
 
     @classmethod
@@ -341,6 +344,8 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             self.close()
             raise KubeError(f"{method} {self.access.server}{path}: {error}") from error
+        with contextlib.suppress(TypeError, ValueError):  # a proxy may have left it out
+            self.served_at = parsedate_to_datetime(answer.headers.get("Date") or "").timestamp()
         if answer.status >= 300:
             (message, causes), later = _said(answer), fetch.retry_after(answer.headers, time.time())
             self.close()

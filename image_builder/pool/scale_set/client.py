@@ -21,13 +21,14 @@ from image_builder.pool.scale_set import model
 from image_builder.pool.scale_set.model import COMPUTE_API, GALLERY_API, Instance, ScaleSet, Version
 from image_builder.pool.scale_set.refusals import policy_refusals
 from image_builder.pool.scale_set.verdict import Operation
+from image_builder.system.identity import name_of
 from image_builder.system.resource_manager import ResourceManager
 from image_builder.text import stamp
 
 Json = dict[str, Any]
 HOLD_TAG = "image-builder-roll"
 
-_TRIES = 6
+_TRIES, _RACES = 6, 60
 _LONGEST_WAIT = 300.0
 _LOOK_SECONDS = 5.0
 _AGAIN = "rerun the same command to resume"
@@ -195,21 +196,29 @@ class Client:
 
         return self._patch(before.id, change)
 
-    def hold(self, path: str, holder: str, until: float) -> None:
-        """Mark a scale set as driven by ``holder`` until a time; raises PoolError if another holder drives it."""
+    def hold(self, path: str, holder: str, until: float, *, renews: bool = False) -> None:
+        """Mark a scale set as driven by ``holder`` until a time; raises PoolError if another run's process drives it.
+
+        A process takes the mark of an earlier one of its run, which has lost its Lease, but doesn't take it back: one
+        that ``renews`` it must find its own.
+        """
         value = f"{holder} until {stamp(until)}"
 
         def change(present: ScaleSet) -> Json | None:
             self.require_free(present, holder)
+            if renews and claim_of(present)[0] not in ("", holder):
+                raise PoolError(
+                    f"{path} is driven by {present.tags[HOLD_TAG]}", hint="it took over from this process"
+                )
             mark = present.tags.get(HOLD_TAG, "")
             return None if mark == value else {"tags": {**present.tags, HOLD_TAG: value}}
 
         self._patch(path, change, read=False)
 
     def require_free(self, present: ScaleSet, holder: str) -> None:
-        """Raise PoolError if a scale set, as it was read, is driven by a holder other than ``holder``."""
+        """Raise PoolError if a scale set, as it was read, is driven by a run other than that of ``holder``."""
         other, end = claim_of(present)
-        if other not in ("", holder) and end > self.now():
+        if name_of(other) not in ("", name_of(holder)) and end > self.now():
             raise PoolError(
                 f"{present.id} is driven by {present.tags[HOLD_TAG]}",
                 hint="one rollout drives a scale set: wait for it, or abort it",
@@ -262,13 +271,13 @@ class Client:
 
         Return the scale set as it is then or, if what was accepted doesn't have to be ``read``, as it was before.
         """
-        problem = ""
-        for attempt in range(_TRIES + 1):
+        problem, attempt, raced = "", 0, 0
+        while True:
             present = self.scale_set(path)
             body = change(present)
             if body is None:
                 return present
-            if attempt == _TRIES:  # only to see what became of the last request
+            if attempt == _TRIES or raced == _RACES:  # only to see what became of the last request
                 break
             if not present.etag:
                 raise PoolError(
@@ -280,8 +289,11 @@ class Client:
                 break
             if answer.is_accepted and not read:
                 return present
+            # Others may write to it all the time; as long as ``change`` doesn't object, that is no failure.
+            is_raced = answer.status == _CHANGED
+            raced, attempt = raced + is_raced, attempt + (not is_raced)
             if not answer.is_accepted:
-                self.wait(answer.wait * (attempt + 1))
+                self.wait(answer.wait * max(1, attempt))
         raise PoolError(f"{path} was not changed: {problem}", hint=_AGAIN)
 
     def _send(self, method: str, path: str, body: Json, *, if_match: str | None = None) -> Answer:

@@ -33,6 +33,7 @@ from image_builder.pool.scale_set.records import (
 )
 from image_builder.pool.scale_set.upgrades import Ending, Member, Upgrades
 from image_builder.pool.scale_set.verdict import SETTLE_SECONDS, Look, Node, Operation, judge
+from image_builder.system.identity import name_of
 
 # In units of ``Patience.look``: the time until the first look at a request, before which none is over, and between
 # later ones; RARELY is for an instance whose node is booting. Azure counts every look.
@@ -66,7 +67,8 @@ class Patience:
     settle: float = SETTLE_SECONDS
     request: float = 1800.0
     boot: float = 1800.0
-    hold: float = 1800.0
+    # Each renewal of a hold is a write in the way of others'.
+    hold: float = 6 * 3600.0
     minute: float = 65.0
     repetitions: int = 2
 
@@ -185,7 +187,7 @@ class Drive:
         """Extend the hold on the scale set once half of its time is over; raises PoolError if another holder has it."""
         if self.held_until - self.client.now() < self.patience.hold / 2:
             until = self.client.now() + self.patience.hold
-            self.client.hold(self.path, self.holder, until)
+            self.client.hold(self.path, self.holder, until, renews=self.held_until > 0)
             self.held_until = until
 
     def take(self, count: int) -> None:
@@ -241,7 +243,7 @@ def driving(
     )
     drive.take(_FIRST_REQUESTS)
     is_new = not any(record.scale_set == path for record in drive.records)
-    has_lost = is_new and claim_of(client.scale_set(path))[0] == holder
+    has_lost = is_new and name_of(claim_of(client.scale_set(path))[0]) == name_of(holder)
     drive.renew()
     drive.inherited = {number for number in _instances(drive) if _is_upgraded(drive.requests(number))}
     try:
@@ -253,11 +255,13 @@ def driving(
         client.set_services(path, running, "Suspend", states)
         yield drive
     finally:
-        if services := suspended(drive.records, path):
-            client.set_services(path, services, "Resume")
-        for service in sorted(services):
-            drive.append(Suspension(at=client.now(), scale_set=path, service=service, over=True))
-        client.release(path, holder)
+        # A process that took over needs what was suspended, and has marked the set.
+        if claim_of(client.scale_set(path))[0] in ("", holder):
+            if services := suspended(drive.records, path):
+                client.set_services(path, services, "Resume")
+            for service in sorted(services):
+                drive.append(Suspension(at=client.now(), scale_set=path, service=service, over=True))
+            client.release(path, holder)
 
 
 def roll_instance(

@@ -19,7 +19,7 @@ from image_builder.pool.scale_set.client import HOLD_TAG, Client
 from image_builder.pool.scale_set.model import ScaleSet
 from image_builder.pool.scale_set.roll import SERVICES
 
-# Stands for the end of a claim, a time that depends on the run.
+# Stands for the process in a claim and for its end, which depend on the run.
 UNTIL = "…"
 _EVICTION = "/api/v1/namespaces/…/pods/…/eviction"
 
@@ -59,7 +59,7 @@ def calls(plan: Plan, client: Client) -> list[Call]:
 
 
 def _begun(scale_set: ScaleSet, holder: str, running: Iterable[str]) -> Iterator[Call]:
-    tags = {**scale_set.tags, HOLD_TAG: f"{holder} until {UNTIL}"}
+    tags = {**scale_set.tags, HOLD_TAG: f"{holder}@{UNTIL} until {UNTIL}"}
     yield Call("azure", "claim", "PATCH", scale_set.id, {"tags": tags})
     for service in running:
         yield _service(scale_set, service, "Suspend")

@@ -16,6 +16,7 @@ from image_builder.drain.fence import is_denied
 from image_builder.drain.handover import Handover
 from image_builder.drain.ladder import PATIENCE
 from image_builder.drain.observe import Cordoned
+from image_builder.drain.overdue import Overdue
 from image_builder.drain.pods import count_gpus
 from image_builder.drain.policy import Policy
 from image_builder.drain.run import Drain
@@ -136,9 +137,11 @@ class Drains:
         work: list[tuple[Drain, dict[str, Key]]] = []
         kube, failures = self._connect(), 0
         handover = Handover(kube, self._name, self._policy, self._max_fenced, deadline=self._deadline)
+        overdue = Overdue(kube, self._deadline, time.time)
         try:
             while not self._ending.is_set():
-                self._take(work, kube, handover)
+                overdue.check()
+                self._take(work, kube, handover, overdue)
                 pause = TROUBLE_SECONDS
                 try:
                     if self._awaited:
@@ -184,7 +187,9 @@ class Drains:
         if key not in self._over:
             self._report(key, outcome, Emptied(unit=unit))
 
-    def _take(self, work: list[tuple[Drain, dict[str, Key]]], kube: Kube, handover: Handover) -> None:
+    def _take(
+        self, work: list[tuple[Drain, dict[str, Key]]], kube: Kube, handover: Handover, overdue: Overdue
+    ) -> None:
         """Begin what was requested meanwhile, and let go of hosts."""
         while True:
             try:
@@ -208,7 +213,7 @@ class Drains:
                 continue
             self._asked |= {key[0] for key in asked}
             # Hosts of the last wave were idle a moment ago, so they aren't waited for again.
-            is_over = time.time() >= self._deadline
+            is_over = overdue.is_over
             for hurry in (False, True):
                 keys_of = {key[0]: key for key in asked if (key[0] in self._rested and not is_over) == hurry}
                 policy = self._policy.model_copy(update={"max_wait_seconds": 0.0}) if hurry else self._policy

@@ -72,11 +72,11 @@ class Setup:
 class Change:
     """The target, connections and limits of a roll.
 
-    ``run`` names it on nodes, ``holder`` on scale sets. ``kube`` opens a connection to the API server, one per thread;
-    ``journal`` records what is sent to Azure. ``max_fenced``: the maximum number of hosts of the last wave that are
-    cordoned while they work. After ``deadline``, in seconds since the epoch, busy hosts are emptied regardless of what
-    the owners of their pods say. ``asks_nodes``: a node that reports itself busy isn't empty. ``force_ephemeral``:
-    ephemeral OS disks are replaced too.
+    ``run`` names it on nodes, ``holder`` this process on scale sets; ``takes_over``: another process that holds them is
+    dismissed. ``kube`` opens a connection to the API server, one per thread; ``journal`` records what is sent to Azure.
+    ``max_fenced``: the maximum number of hosts of the last wave that are cordoned while they work. After ``deadline``,
+    in seconds since the epoch, busy hosts are emptied regardless of what the owners of their pods say. ``asks_nodes``:
+    a node that reports itself busy isn't empty. ``force_ephemeral``: ephemeral OS disks are replaced too.
     """
 
     target: Target
@@ -90,6 +90,7 @@ class Change:
     deadline: float = math.inf
     asks_nodes: bool = True
     force_ephemeral: bool = False
+    takes_over: bool = False
     patience: Patience = field(default_factory=Patience)
     settle_seconds: float = _SETTLE_SECONDS
 

@@ -158,7 +158,8 @@ class RollFleet(Fleet):
 
     def _hold_all(self) -> None:
         try:
-            self._leases.take(*self._change.target.before)
+            change = self._change
+            self._leases.take(*change.target.before, tell=self._on_note, takes_over=change.takes_over)
         except NodeError as error:
             raise PoolError(error.message, hint="the rights that it needs are in deploy/roll.yml") from error
 

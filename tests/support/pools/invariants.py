@@ -16,6 +16,7 @@ from image_builder.pool.run.progress import replay
 from image_builder.pool.run.records import Began, Finished, Gated, Opened, Passed, Result, Stopped, Turned
 from image_builder.pool.run.state import HostStatus, Progress
 from image_builder.pool.scale_set.records import Replacement, Settled
+from image_builder.system.identity import name_of
 from tests.support.arm.fleet import BUILDS
 from tests.support.arm.limits import Limits
 from tests.support.arm.serving import SECRET, TOKEN
@@ -370,7 +371,7 @@ def one_driver(log: Log) -> Iterator[str]:
     """
     for sent in log.sent:
         holder, _, until = sent.tag.rpartition(" until ")
-        if (sent.replaces or sent.verb in ("model", "service")) and holder != log.run_id:
+        if (sent.replaces or sent.verb in ("model", "service")) and name_of(holder) != log.run_id:
             yield f"{sent.verb} of {sent.scale_set}, which is held by {holder or 'nobody'}"
         elif sent.replaces and moment({"stageTimestamp": until}) < sent.at:
             yield f"{sent.verb} of {sent.scale_set}, held until {until}"

@@ -49,6 +49,7 @@ from image_builder.pool.steps.control_plane import ControlPlane, Unwatched
 from image_builder.pool.steps.drains import Key
 from image_builder.pool.steps.fleet import Change, Setup
 from image_builder.pool.steps.roll import RollFleet
+from image_builder.system.identity import identity
 from image_builder.system.journal import Journal
 from image_builder.system.resource_manager import ResourceManager
 from tests.support.arm.fleet import BUILDS, NEW, OLD, NoDisks, actions, add_version
@@ -392,7 +393,7 @@ def drive(
         change = Change(
             target=rolled.target,
             run=rolled.run,
-            holder=rolled.holder,
+            holder=identity(rolled.holder),
             kube=lambda: Kube(access, agent=RUN_AGENT),
             # The waits that Azure asks for aren't shorter in tests, so they are capped.
             azure=Client(manager, lambda seconds: time.sleep(min(seconds, longest)), pause=patience.look),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -18,6 +19,7 @@ from image_builder.errors import PoolError
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client, KubeError
 from image_builder.node.net.kubeconfig import Access, Pem
+from image_builder.system.identity import identity, is_dead, name_of
 
 BOOT = "11111111-2222-3333-4444-555555555555"
 NOW = 1_700_000_000.0
@@ -100,19 +102,57 @@ class Leased(Client):
         return "1"
 
 
-def test_a_scale_set_has_one_holder_and_a_successor_of_its_name() -> None:
+def test_a_scale_set_has_one_holder_whatever_its_run() -> None:
     server = Leased()
-    first, same = Leases(lambda: server, "roll-1"), Leases(lambda: server, "roll-1")
+    first, copied = Leases(lambda: server, "roll-1@a.1.1"), Leases(lambda: server, "roll-1@b.1.1")
     other = Leases(lambda: server, "roll-2")
     with first:
         first.hold("/Set/A")
-        with pytest.raises(PoolError, match="is held by roll-1 .Lease image-builder/set-"):
+        with pytest.raises(PoolError, match="is held by roll-1@a.1.1 .Lease image-builder/set-"):
             other.hold("/set/a")
         other.hold("/set/b")
-        same.hold("/set/a")  # after a kill
+        with pytest.raises(PoolError, match="held by roll-1"):
+            copied.hold("/set/a")
     other.hold("/set/a")  # released at the end of its block
     with pytest.raises(PoolError, match="held by roll-2"):
         Leases(lambda: server, "roll-1").hold("/set/a")
+
+
+def test_a_process_of_this_machine_that_has_ended_holds_nothing() -> None:
+    """Its number may belong to another process by now, and another machine or container has such a number, too."""
+    machine, number, start = identity("").removeprefix("@").split(".")
+    server = Leased()
+    for place, (holder, is_gone) in enumerate(
+        (
+            (f"roll-1@{machine}.{number}.{start}", False),
+            (f"roll-1@{machine}.{number}.{int(start) - 1}", True),
+            (f"roll-1@{machine}.4194305.7", True),
+            (f"roll-1@{machine}0.4194305.7", False),
+            ("roll-1@elsewhere-1.4194305.7", False),
+            (f"roll-1@{machine}", False),
+            ("roll-1", False),
+        )
+    ):
+        assert is_dead(holder) is is_gone and name_of(holder) == "roll-1"
+        Leases(lambda: server, holder).hold(f"/set/{place}")
+        with nullcontext() if is_gone else pytest.raises(PoolError):
+            Leases(lambda: server, "roll-1@here.1.1").hold(f"/set/{place}")
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_a_process_that_hangs_but_renews_its_lease_can_be_dismissed(*, takes_over: bool) -> None:
+    server, told = Leased(), list[str]()
+    with Leases(lambda: server, "roll-1@a.1.1", BRIEF) as hanging:
+        hanging.hold("/set/a")
+        # A renewal within a second can't be told from none: fractions of a second aren't in a Lease's duration.
+        following = Leases(lambda: server, "roll-1@b.1.1", replace(BRIEF, duration=30.0))
+        with following, nullcontext() if takes_over else pytest.raises(PoolError):
+            following.take("/set/a", tell=told.append, takes_over=takes_over)
+            # It could act for as long as it was sure of its Lease: no longer.
+            with pytest.raises(PoolError, match="held by roll-1@b"):
+                hanging.hold("/set/a")
+            following.hold("/set/a")
+    assert len(told) == 1 and "roll-1@a.1.1" in told[0]
 
 
 BRIEF = Settings(namespace=NAMESPACE, duration=0.4, deadline=0.3, pause=0.1)

@@ -30,7 +30,16 @@ def class_of(policy: Policy | None = None, now: float = START, **parts: Any) -> 
     [
         ({}, "evict"),
         ({"annotations": {"kubernetes.io/config.mirror": "x"}, "owner": "Node", "spec": gpus()}, "ignored"),
-        ({"owner": "DaemonSet", "spec": gpus()}, "ignored"),
+        ({"owner": "DaemonSet", "spec": gpus()}, "wait"),
+        ({"owner": "DaemonSet", "spec": gpus(), "status": {"phase": "Failed"}}, "ignored"),
+        ({"owner": "DaemonSet", "spec": gpus(), "annotations": {MARK: "evict"}}, "ignored"),
+        ({"owner": "DaemonSet", "annotations": {MARK: "evict"}}, "ignored"),
+        ({"owner": "DaemonSet", "annotations": {MARK: "wait"}}, "wait"),
+        ({"owner": "DaemonSet", "annotations": {KARPENTER: "true"}}, "wait"),
+        ({"owner": "DaemonSet", "annotations": {AUTOSCALER: "false"}}, "wait"),
+        ({"owner": "DaemonSet", "annotations": {AUTOSCALER: "true"}}, "ignored"),
+        ({"owner": "DaemonSet", "labels": {CLUSTER_API: "wait-completed"}}, "wait"),
+        ({"owner": "DaemonSet", "spec": EMPTY_DIR}, "ignored"),
         ({"status": {"phase": "Succeeded"}, "spec": gpus()}, "ignored"),
         ({"status": {"phase": "Failed"}}, "ignored"),
         ({"owner": ""}, "wait"),
@@ -54,6 +63,7 @@ def test_the_shape_of_a_pod(parts: dict[str, Any], kind: str) -> None:
         ({"annotations": {MARK: "evict"}, "spec": gpus()}, "evict"),
         ({"annotations": {MARK: "evict"}, "owner": ""}, "evict"),
         ({"annotations": {MARK: "wait"}}, "wait"),
+        *(({"annotations": {MARK: mark}}, "wait") for mark in ("waitt", "Wait", "true", "no", "Evict", "")),
         ({"annotations": {MARK: "waitt"}, "spec": gpus()}, "wait"),
         ({"annotations": {MARK: "false"}, "spec": gpus()}, "wait"),
         # A mark that protects a pod comes before one that gives it away.
@@ -150,3 +160,38 @@ def test_who_tolerates_cordons(toleration: dict[str, str], *, tolerates: bool) -
 
 def test_every_class_is_one_of_three() -> None:
     assert {kind.value for kind in Class} == {"ignored", "wait", "evict"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        ({"action": "wait", "owner": "DaemonSet"}, "wait"),
+        ({"action": "wait", "owner": "DaemonSet", "gpus": True}, "wait"),
+        ({"action": "wait", "namespace": "work"}, "wait"),
+        ({"action": "wait", "namespace": "other"}, "ignored"),
+        # It doesn't name them: no host would ever be empty.
+        ({"action": "wait"}, "ignored"),
+        # It would come back.
+        ({"action": "evict", "owner": "DaemonSet"}, "ignored"),
+        ({"action": "ignore", "owner": "DaemonSet"}, "ignored"),
+    ],
+)
+def test_a_rule_that_names_pods_of_daemon_sets_counts(rule: dict[str, Any], kind: str) -> None:
+    assert class_of(Policy(rules=(Rule(**rule),)), owner="DaemonSet") == kind
+    if rule["action"] == "wait" and kind == "wait":
+        # Not even a deadline overrules a rule.
+        pod = pod_from(pod_object(owner="DaemonSet"))
+        assert classify(pod, Policy(rules=(Rule(**rule),)), 0.0, overruled=True).kind is Class.WAIT
+
+
+def test_who_serves_with_gpus_on_every_node_may_be_let_go_of() -> None:
+    for action in ("ignore", "evict"):
+        rule = Rule(action=action, owner="DaemonSet", gpus=True)
+        assert class_of(Policy(rules=(rule,)), owner="DaemonSet", spec=gpus()) == "ignored"
+    rule = Rule(action="ignore", owner="DaemonSet")
+    assert class_of(Policy(rules=(rule,)), owner="DaemonSet", spec=gpus()) == "wait"
+
+
+def test_a_value_that_means_nothing_is_named() -> None:
+    pod = pod_from(pod_object(annotations={MARK: "waitt"}))
+    assert f"{MARK}: waitt" in classify(pod, Policy(), 0.0).reason

@@ -299,7 +299,7 @@ def test_the_hosts_of_a_gang_are_added_before_anything_is_decided(server: Server
 def test_many_hosts_are_looked_at_less_often(server: Server) -> None:
     work = drain(server, Clock())
     assert work.pause == 5.0
-    work.add([f"gpu-{number}" for number in range(200)])
+    work.add([f"gpu-{number}" for number in range(2000)])
     assert work.pause == 20.0
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from image_builder.errors import UsageError
-from image_builder.pool.evictions import jobs, require_confirmation
+from image_builder.pool.evictions import jobs, never_empty, require_confirmation
+from image_builder.pool.plan.policy import WaveDrain
 from tests.support.pools.simulated.rolls import plan
 from tests.unit.drain.manifests import pod_object
 from tests.unit.drain.test_drain_run import Server
@@ -40,3 +43,34 @@ def test_another_deadline_is_another_run() -> None:
     """The name derives from the plan's digest, so a deadline that was changed since can't be confirmed."""
     runs = {plan(3, deadline=deadline).run for deadline in (DEADLINE, "2026-01-03T00:00:00Z", "")}
     assert len(runs) == 3
+
+
+GPUS = {"name": "main", "resources": {"limits": {"nvidia.com/gpu": "8"}}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "stuck"),
+    [
+        # (in the default mode, in mode `evict`, after a deadline)
+        ({}, (True, False, False)),
+        ({"owner": "StatefulSet"}, (True, False, False)),
+        ({"spec": {"containers": [GPUS]}}, (True, True, False)),
+        ({"annotations": {"image-builder/drain": "wait"}}, (True, True, False)),
+        ({"owner": ""}, (True, True, False)),
+        ({"owner": "Job", "spec": {"restartPolicy": "Never", "containers": [GPUS]}}, (False,) * 3),
+        ({"spec": {"activeDeadlineSeconds": 60}}, (False,) * 3),
+        ({"meta": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}, (False,) * 3),
+        ({"owner": "DaemonSet"}, (False,) * 3),
+        ({"owner": "DaemonSet", "spec": {"containers": [GPUS]}}, (True, True, False)),
+    ],
+)
+def test_hosts_that_a_roll_can_never_empty_are_found(parts: dict[str, Any], stuck: tuple[bool, ...]) -> None:
+    policies: list[dict[str, Any]] = [{}, {"drain": WaveDrain(mode="evict")}, {"deadline": DEADLINE}]
+    for is_stuck, policy in zip(stuck, policies, strict=True):
+        rolled = plan(3, **policy)
+        name = rolled.hosts[0].name
+        server = Server()
+        spec = {"nodeName": name, **parts.get("spec", {})}
+        server.pods = {host: [pod_object(**{**parts, "spec": spec})] for host in (name, "elsewhere")}
+        found = never_empty(server, rolled, 0.0)
+        assert list(found) == [name] * is_stuck and all("work/a" in reason for reason in found.values())

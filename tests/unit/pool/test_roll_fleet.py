@@ -47,6 +47,8 @@ __all__ = ["setup"]
 class Empty:
     """A cluster without any Lease."""
 
+    served_at = None
+
     def find(self, _path: str) -> None:
         return None
 

@@ -119,14 +119,16 @@ def test_an_api_server_that_is_away_ends_it_before_anything_is_released() -> Non
 
 @pytest.mark.parametrize("holder", [RUN, f"{RUN}-back-111111111111"])
 def test_a_driver_that_may_be_alive_is_respected(holder: str) -> None:
-    """It renews the claim on its scale set, which has not expired; nor has that of the run's rollback."""
+    """It renews its Lease. Nobody has to wait until a claim expires whose Lease has."""
     machines = fleet(1)
-    cluster, azure = Cluster(machines), Client(Direct(machines.arm))
-    azure.hold(machines.path, holder, time.time() + 600)
-    leases: Any = object()
-    with pytest.raises(PoolError, match="its driver may be alive"):
-        salvage(cluster, azure, hosts(machines), RUN, NEW, leases=leases, settle=0.0)
+    cluster, azure, leases = Cluster(machines), Client(Direct(machines.arm)), Held()
+    azure.hold(machines.path, f"{holder}@boot.1.1", time.time() + 600)
+    with pytest.raises(PoolError, match="is held by"):
+        salvage(cluster, azure, hosts(machines), RUN, NEW, leases=cast("Leases", leases), settle=0.0)
     assert cluster.cordoned() == ["gpu-0"] and machines.group.content["tags"]
+    leases.is_alive = False
+    done = salvage(cluster, azure, hosts(machines), RUN, NEW, leases=cast("Leases", leases), settle=0.0)
+    assert done.released == (machines.path,) and not machines.group.content["tags"]
 
 
 class Held:
@@ -134,9 +136,12 @@ class Held:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.is_alive = True
 
     def take(self, *scale_sets: str) -> None:
         self.asked += scale_sets
+        if not self.is_alive:
+            return
         raise PoolError(f"the scale set {scale_sets[0]} is held by {RUN}")
 
 

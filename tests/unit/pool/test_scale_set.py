@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import pytest
@@ -91,6 +92,25 @@ def test_another_field_that_somebody_changed_meanwhile_is_kept(client: Client, m
     after = client.set_image(client.scale_set(machines.path), NEW)
     assert (after.image, after.tags) == (NEW, {"owner": "somebody"})
     assert [status for _, status in _patches(machines)] == [412, 200]
+
+
+@pytest.mark.parametrize(("times", "ends"), [(20, True), (10**6, False)])
+def test_others_that_write_to_it_all_the_time_are_no_failed_attempts(
+    client: Client, machines: Fleet, times: int, *, ends: bool
+) -> None:
+    numbers = itertools.count()
+
+    def churn(request: Request) -> None:
+        if request.method == "PATCH" and next(numbers) < times:
+            machines.group.content["tags"]["owner"] = f"provider-{request}"[:20]
+            machines.group.touch()
+
+    before = client.scale_set(machines.path)
+    machines.arm.faults = [churn]
+    with nullcontext() if ends else pytest.raises(PoolError):
+        client.set_image(before, NEW)
+    statuses = [status for _, status in _patches(machines)]
+    assert statuses == [412] * 20 + [200] if ends else set(statuses) == {412} and len(statuses) < 100
 
 
 def test_an_image_or_a_mode_that_somebody_changed_meanwhile_stops(client: Client, machines: Fleet) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -384,6 +384,27 @@ def test_a_node_that_never_answers_is_repaired_after_the_time_of_a_boot(rolling:
     began = rolling.clock()
     assert rolling() == Ending("ok") and rolling.replacements() == ["reimage"]
     assert read_journal(rolling.journal)[-1].at - began > PATIENCE.boot
+
+
+def test_a_process_that_another_of_its_run_took_over_from_leaves_everything_to_it(
+    rolling: Rolling, tmp_path: Path
+) -> None:
+    """Services stay suspended, and the set stays marked."""
+    client, path = rolling.client, rolling.fleet.path
+    with ExitStack() as second, open_journal(rolling.journal) as journal:
+        with driving(client, path, "run-1@a.1.1", journal, patience=PATIENCE) as first:
+            copied = second.enter_context(open_journal(tmp_path / "copy.jsonl"))
+            for record in journal.records:
+                copied.append(record)
+            second.enter_context(driving(client, path, "run-1@b.1.1", copied, patience=PATIENCE))
+            rolling.clock.wait(0.6 * PATIENCE.hold)
+            with pytest.raises(PoolError, match="is driven by run-1@b"):
+                first.renew()
+            with pytest.raises(PoolError, match="is driven by run-1@b"):
+                client.require_free(client.scale_set(path), "run-2@c.1.1")
+        assert set(rolling.fleet.group.services.values()) == {"Suspended"}
+        assert rolling.fleet.group.content["tags"][HOLD_TAG].startswith("run-1@b.1.1 until")
+    rolling.require_clean()
 
 
 def test_a_hold_is_renewed_after_half_of_its_time(rolling: Rolling) -> None:
