@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from image_builder.node import errors
-from image_builder.node.errors import ProgramError
+from image_builder.node.errors import ABSENT_STATUS, ProgramError
 
 _TAIL_LINES = 20
 # How long to wait for a killed program, in seconds: one that takes longer hangs in the kernel.
 END_SECONDS = 10.0
-# The exit status of a program that timed out, and of one that can't be started.
-LATE, ABSENT = 124, 127
+# The exit status of a program that timed out, and of one that can't be started now.
+LATE, REFUSED = 124, 126
 # Programs that could not be killed, kept so that Python doesn't wait for them either.
 _abandoned: list[subprocess.Popen[bytes]] = []
 ENVIRONMENT = {
@@ -167,8 +166,8 @@ def run(
     """Run a program to completion, without inheriting the environment.
 
     ``timeout`` is in seconds; a program that can't be killed then is abandoned. Raises ProgramError with the command
-    and the last lines of its output if the status isn't in ``ok``, the program can't be started (127), or it timed out
-    (124).
+    and the last lines of its output if the status isn't in ``ok``, the program is missing (127) or can't be started
+    (126), or it timed out (124).
     """
     pipe = subprocess.PIPE
     try:
@@ -229,8 +228,8 @@ def watch(
 def cannot_start(argv: Sequence[str], error: OSError) -> ProgramError:
     """Return the error for a program that could not be started."""
     is_absent = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
-    code = errors.ABSENT if is_absent else "program"
-    return ProgramError(f"`{' '.join(argv)}`: {error.strerror}", ABSENT, "", code)
+    status = ABSENT_STATUS if is_absent else REFUSED
+    return ProgramError(f"`{' '.join(argv)}`: {error.strerror}", status, "")
 
 
 def failed(argv: Sequence[str], status: int, output: str) -> ProgramError:

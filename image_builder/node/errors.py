@@ -16,14 +16,14 @@ class NodeError(Exception):
         self.message = message
 
 
-ABSENT = "program.absent"
-"""The code of a program that this image lacks."""
+# The exit status of a program that isn't there, as shells have it, and the code of the error.
+ABSENT_STATUS, ABSENT = 127, "program.absent"
 
 
 class ProgramError(NodeError):
     """A program ended with a status that its caller did not expect. ``tail`` is the end of its output."""
 
-    def __init__(self, message: str, status: int, tail: str, code: str = "program") -> None:
-        super().__init__(code, message)
+    def __init__(self, message: str, status: int, tail: str) -> None:
+        super().__init__(ABSENT if status == ABSENT_STATUS else "program", message)
         self.status = status
         self.tail = tail

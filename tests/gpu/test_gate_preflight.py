@@ -272,7 +272,7 @@ def test_a_section_that_failed_fails_the_boot(machine: Machine) -> None:
     failed = {"state": "failed", "code": "disk.foreign", "reason": "there is data on it"}
     (machine.directory / "run/status.json").write_text(json.dumps({"format": 1, "disk": failed}))
     assert machine.test() == 0
-    assert (machine.verdict["code"], machine.verdict["action"]) == ("disk.foreign", "replace")
+    assert (machine.verdict["code"], machine.verdict["action"]) == ("disk.foreign", "config")
 
 
 def test_no_verdict_is_left_while_it_is_tested_again(machine: Machine) -> None:

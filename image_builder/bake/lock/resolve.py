@@ -12,7 +12,15 @@ from functools import partial
 from pathlib import Path
 
 from image_builder.bake.lock.apt import Apt, Source, debian_sources
-from image_builder.bake.lock.model import DEBIAN, SECURITY, Lock, LockedGroup, LockedPackage, LockedSource
+from image_builder.bake.lock.model import (
+    DEBIAN,
+    SECURITY,
+    Lock,
+    LockedGroup,
+    LockedImage,
+    LockedPackage,
+    LockedSource,
+)
 from image_builder.bake.lock.requirements import Group, Requirements, keyring, node_network
 from image_builder.bake.pull.credentials import credentials_for
 from image_builder.bake.pull.model import MOST_LAYERS, too_deep
@@ -87,7 +95,27 @@ def lock_images(definition: ImageDefinition, lock: Lock, endpoints: Endpoints, m
                 monitor.note(f"left out, it is not required: {error.message}")
                 continue
             images.append(locked)
+        _note_shared_pins(definition, images, monitor)
     return lock.model_copy(update={"images": images, "left_out": left_out})
+
+
+def _note_shared_pins(definition: ImageDefinition, images: Sequence[LockedImage], monitor: Monitor) -> None:
+    """Note the pinned references that Docker can't protect, since they are not their image's only one.
+
+    A node's guard keeps the image, but the kubelet removes an image by each of its names, and only the last one stays.
+    """
+    pinned = {image.ref for image in definition.preload if image.pin}
+    if not pinned or resolved_variables(definition).get("container_runtime_engine") != "docker":
+        return
+    names: dict[str, list[str]] = {}
+    for image in images:
+        names.setdefault(image.config, []).append(image.ref)
+    for refs in names.values():
+        if len(refs) > 1 and (kept := sorted(pinned & set(refs))):
+            monitor.note(
+                f"warning: Docker can't protect {', '.join(kept)} from the kubelet's garbage collection, which "
+                f"removes all names of an image but one until the next boot: {', '.join(sorted(refs))} are one image"
+            )
 
 
 def _note_logins(mirrors: Mirrors, monitor: Monitor) -> None:

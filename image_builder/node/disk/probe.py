@@ -273,6 +273,8 @@ def _array(uuid: str, members: Sequence[Observation], settings: Settings, places
             return Array(uuid, device, _volume(path, contents[0], places, mounts.listed(places.proc)))
         return Array(uuid, device, foreign=" and ".join(sorted({word.type for word in contents})))
     except NodeError as error:
+        if error.code == ABSENT:
+            raise
         return Array(uuid, error=error.message)
     except OSError as error:
         return Array(uuid, error=str(error))

@@ -102,6 +102,9 @@ def message(document: Mapping[str, Any]) -> str:
     )
     if document["state"] != PASSED:
         text += f": {document['code']}: {document['reason']} (action: {document['action']})"
+    for check in document["checks"]:
+        if check["state"] == PASSED and check["code"]:
+            text += f"; {check['code']}: {check['reason']}"
     return text
 
 

@@ -221,13 +221,16 @@ def test_a_program_that_the_image_lacks_is_not_the_disks_error(
     places = Places(sys=tmp_path, proc=tmp_path)
     monkeypatch.setattr(child, "run", run)
     looked_at = Disk("disk", tmp_path / "disk", 4 * MIB)
-    if is_absent:
-        with pytest.raises(NodeError) as caught:
-            probe.observe([looked_at], places, [])
-        assert caught.value.code == "program.absent"
-    else:
-        [seen] = probe.observe([looked_at], places, [])
-        assert seen.error
+    for look in (
+        lambda: probe.observe([looked_at], places, [])[0],
+        lambda: probe._array(UUID, [Observation(looked_at)], Settings(), places),
+    ):
+        if is_absent:
+            with pytest.raises(NodeError) as caught:
+                look()
+            assert caught.value.code == "program.absent"
+        else:
+            assert look().error
 
 
 class PowerCutError(Exception):

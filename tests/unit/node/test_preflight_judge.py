@@ -243,6 +243,18 @@ def test_what_the_boot_has_prepared(section: dict[str, Any] | None, state: str, 
     assert (found.state, found.action) == (state, action)
 
 
+@pytest.mark.parametrize(
+    ("code", "shown"), [("answer.wrong", True), ("worker.crashed", True), ("temp.hidden", False)]
+)
+def test_a_passed_test_with_a_wrong_answer_says_so_in_the_condition(code: str, shown: bool) -> None:
+    said = document(id="kat.mma", status="warn", reason_code=code)
+    found = smoke.judge(0, said, "", BOOT)
+    assert (found.state, found.code) == (PASSED, code if shown else "")
+    told = model.document(Verdict(PASSED), [found], boot_id=BOOT, image_build="b", started="", seconds=1.0)
+    assert (f"; {code}: " in model.message(told)) is shown
+    assert model.failure_of(model.message(told)) == ""
+
+
 def test_no_code_of_a_disk_condemns_a_machine_at_its_first_boot() -> None:
     rows = {row.code for row in decide.TABLE.values() if row.action == "none"}
     for code in rows:

@@ -6,6 +6,7 @@ tests/bake/test_kubelet_versions.py shows the same files to a real kubelet.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -176,6 +177,71 @@ def test_nobody_gets_in_without_a_name(name: str) -> None:
     else:
         assert config["authorization"]["mode"] == "Webhook"
         assert config["authentication"]["x509"]["clientCAFile"]
+
+
+STATIC = {"cpuManagerPolicy": "static", "reservedSystemCPUs": "0,1"}
+MEMORY = {
+    "memoryManagerPolicy": "Static",
+    "reservedMemory": [{"numaNode": 0, "limits": {"memory": "1124Mi"}}],
+    "kubeReserved": {"memory": "1Gi"},
+}
+CPU_NONE = '{"policyName":"none","defaultCpuSet":"","checksum":1353318690}'
+CPU_STATIC = '{"policyName":"static","defaultCpuSet":"0-7","entries":{},"checksum":1}'
+MEMORY_NONE = '{"policyName":"None","machineState":{},"checksum":1}'
+MEMORY_STATIC = '{"policyName":"Static","machineState":{},"checksum":1}'
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "before", "states", "wrong"),
+    [
+        ({}, [], {}, ("", ""), []),
+        ({}, [], {}, (CPU_NONE, MEMORY_NONE), []),
+        (STATIC, [], {}, (CPU_NONE, MEMORY_NONE), ["cpu"]),
+        (STATIC, [], {}, ("", ""), []),
+        ({}, ["--cpu-manager-policy=static"], {}, (CPU_NONE, MEMORY_NONE), ["cpu"]),
+        ({}, [], STATIC, (CPU_STATIC, MEMORY_NONE), ["cpu"]),
+        (STATIC, [], STATIC, (CPU_STATIC, MEMORY_NONE), []),
+        ({**STATIC, "reservedSystemCPUs": "0-3"}, [], STATIC, (CPU_STATIC, MEMORY_NONE), ["cpu"]),
+        (MEMORY, [], {}, (CPU_NONE, MEMORY_NONE), ["memory"]),
+        (MEMORY, [], MEMORY, (CPU_NONE, MEMORY_STATIC), []),
+        ({**MEMORY, "kubeReserved": {"memory": "2Gi"}}, [], MEMORY, (CPU_NONE, MEMORY_STATIC), ["memory"]),
+        ({"maxPods": 60}, [], {}, (CPU_NONE, MEMORY_NONE), []),
+        ({**STATIC, "maxPods": 60}, [], STATIC, (CPU_STATIC, ""), []),
+        ({}, [], {}, ("garbage", ""), ["cpu"]),
+        ({**STATIC, **MEMORY}, [], {}, (CPU_NONE, MEMORY_NONE), ["cpu", "memory"]),
+    ],
+)
+def test_a_configuration_that_would_end_a_running_kubelet_is_noticed(
+    config: dict[str, Any],
+    flags: list[str],
+    before: dict[str, Any],
+    states: tuple[str, str],
+    wrong: list[str],
+) -> None:
+    old = Rendered(containerd("1.36") | {"kubelet_config": before}).file("kubelet.yaml.j2") if before else ""
+    old = old or Rendered(containerd("1.36")).file("kubelet.yaml.j2")
+    kept = [
+        {"content": base64.b64encode(text.encode()).decode()} if text else {"failed": False}
+        for text in (*states, old)
+    ]
+    rendered = Rendered(
+        containerd("1.36")
+        | {"kubelet_config": config, "kubelet_extra_args": flags, "__kubelet_kept": {"results": kept}}
+    )
+    found = rendered.value("__kubelet_conflicts")
+    assert [Path(path).name for path in found] == [f"{name}_manager_state" for name in wrong]
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_the_first_start_of_a_boot_has_no_state_of_another(name: str) -> None:
+    """Neither another policy nor another machine may end it: its state is removed until it was started once."""
+    lines = scenario(name).file("kubelet.service.j2").splitlines()
+    before = [line for line in lines if line.startswith("ExecStartPre=")]
+    states = " ".join(f"/var/lib/kubelet/{kind}_manager_state" for kind in ("cpu", "memory"))
+    assert before == [
+        f"ExecStartPre=/bin/sh -c 'test -e /run/kubelet-started || rm --force {states}'",
+        "ExecStartPre=/usr/bin/touch /run/kubelet-started",
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))

@@ -128,6 +128,36 @@ def test_versions_that_a_generation_lacks_are_refused(size: str, version: str, t
     assert found.startswith(f"nvidia_driver_version: {version} is {told}")
 
 
+SWITCHED = {"generation": "blackwell", "nvswitch": True, "infiniband": 8}
+ALONE = {"generation": "blackwell", "nvswitch": False, "infiniband": 0}
+
+
+@pytest.mark.parametrize(
+    ("size", "row", "needs"),
+    [
+        ("nd128isr_b200_v6", SWITCHED, ["NVLSM"]),
+        ("nd96isr_b300_v6", SWITCHED, ["NVLSM"]),
+        ("nd128isr_ndr_gb200_v6", ALONE, ["IMEX"]),
+        ("nd128isr_gb300_v6", ALONE, ["IMEX"]),
+        ("nd128isr_gb300_v6", SWITCHED, ["NVLSM", "IMEX"]),
+        ("nc128_rtxpro6000bse_v6", ALONE, []),
+        ("nd96isr_h999_v9", {**SWITCHED, "generation": "hopper"}, []),
+    ],
+)
+def test_sizes_that_need_what_nobody_has_run_are_refused_by_name(
+    size: str, row: dict[str, Any], needs: list[str]
+) -> None:
+    found = problems(
+        nvidia_vm_sizes=[f"Standard_{size.upper()}"],
+        nvidia_sizes_extra={size: row},
+        nvidia_driver_version="580.159.04",
+        nvidia_repository={"uris": ["https://x"], "suites": ["/"], "signed_by": "x"},
+        nvidia_fabric_manager="auto",
+    )
+    assert [need for text in found for need in ("NVLSM", "IMEX") if need in text] == needs
+    assert all(size in text for text in found if "NVLSM" in text or "IMEX" in text)
+
+
 @pytest.mark.parametrize("version", ["535", "latest", "535.261.03-1", "535.*"])
 def test_part_of_a_version_is_refused(version: str) -> None:
     assert any("must be a full version" in text for text in problems(nvidia_driver_version=version))

@@ -285,9 +285,10 @@ def test_initramfs_is_configured_before_the_kernel_comes() -> None:
     assert imports == ["preflight.yml", "quiet.yml", "install.yml", "configure.yml", "service.yml"]
 
 
-def test_neighbour_tables_are_those_of_a_large_cluster() -> None:
+@pytest.mark.parametrize("family", ["ipv4", "ipv6"])
+def test_neighbour_tables_are_those_of_a_large_cluster(family: str) -> None:
     sysctl = defaults(REPO / "roles/system")["system_sysctl"]
-    names = [f"net.ipv4.neigh.default.gc_thresh{n}" for n in (1, 2, 3)]
+    names = [f"net.{family}.neigh.default.gc_thresh{n}" for n in (1, 2, 3)]
     assert [sysctl[name] for name in names] == [80000, 90000, 100000]
 
 

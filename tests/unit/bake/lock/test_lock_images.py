@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from image_builder.bake.lock import resolve
-from image_builder.bake.lock.model import Lock, LockedLayer
+from image_builder.bake.lock.model import Image, Lock, LockedLayer
 from image_builder.bake.pull.credentials import VARIABLE
 from image_builder.bake.pull.network import Mirror, Network
 from image_builder.errors import PullError
@@ -32,7 +32,40 @@ class Notes(Monitor):
 class Definition:
     """A definition with one image to preload."""
 
-    preload = (image(REF),)
+    preload = (Image(**dict(image(REF)), pin=False),)
+
+
+OTHER, APART = "docker.io/library/app:stable", "docker.io/library/tool:1"
+
+
+@pytest.mark.parametrize(
+    ("engine", "refs", "pinned", "named"),
+    [
+        ("docker", [REF, OTHER], [REF, OTHER], [REF, OTHER]),
+        ("docker", [REF, OTHER], [REF], [REF]),
+        ("docker", [REF, OTHER], [], []),
+        ("docker", [REF, APART], [REF, APART], []),
+        ("containerd", [REF, OTHER], [REF, OTHER], []),
+    ],
+)
+def test_pinned_names_that_docker_cant_protect_are_named(
+    monkeypatch: pytest.MonkeyPatch, engine: str, refs: list[str], pinned: list[str], named: list[str]
+) -> None:
+    def locked(ref: str) -> Any:
+        digit = "b" if ref == APART else "a"
+        return image(ref).model_copy(update={"config": f"sha256:{digit * 64}"})
+
+    class Several:
+        preload = tuple(Image(**dict(locked(ref)), pin=ref in pinned) for ref in refs)
+
+    monkeypatch.setattr(resolve, "locate", lambda ref, *_, **__: locked(ref))
+    monkeypatch.setattr(resolve, "node_network", lambda _: Network({}))
+    monkeypatch.setattr(resolve, "resolved_variables", lambda _: {"container_runtime_engine": engine})
+    monitor = Notes()
+    lock = Lock(image="worker", source_date_epoch=1, repositories={}, groups={})
+    resolve.lock_images(Several(), lock, {}, monitor)  # type: ignore[arg-type]
+    notes = [note.partition(" from the kubelet's")[0] for note in monitor.notes]
+    assert notes == ([f"warning: Docker can't protect {', '.join(named)}"] if named else [])
 
 
 @pytest.mark.parametrize(("engine", "count"), [("docker", 1), ("containerd", 0)])
