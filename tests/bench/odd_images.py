@@ -43,14 +43,15 @@ def main() -> int:
     place = worker(DEFAULT_STORE)
     figures: dict[str, Any] = {"differing": 0, "images": 0}
     for engine in options.engine or [*ENGINES, *newer]:
-        names = [*odd_images.NAMES, *([odd_images.DEEPER] if engine.startswith("containerd") else [])]
-        found = isolated(scenario, place, engine, *(SMALLEST if options.smallest else names))
+        found = isolated(scenario, place, engine, *(SMALLEST if options.smallest else odd_images.NAMES))
         states = {name: (found["seeded"][name], found["promoted"][name]) for name in found["seeded"]}
         if not options.json:
             print(f"{engine} {found['version']['version']}")
             for name, state in states.items():
                 words = [difference or "equal" for difference in state]
                 print(f"  {name:<28}{words[0]:<10}{words[1]}")
+            for name, reason in found["refused"].items():
+                print(f"  {name:<28}refused by a plain pull: {reason.splitlines()[-1]}")
         figures["differing"] += sum(map(any, states.values()))
         figures["images"] += len(states)
         figures[f"{engine}_seconds_comparing"] = found["seconds_comparing"]

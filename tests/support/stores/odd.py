@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from image_builder.bake.lock.model import LockedImage
+from image_builder.bake.pull.puller import Request
 from image_builder.bake.stages.rehearsal import run as rehearsal
 from image_builder.node import layout
 from image_builder.system import namespace
@@ -25,9 +26,11 @@ def scenario(lab: Lab, *names: str) -> Result:
     """Return, for each image, how it differs from a plain pull when seeded and when promoted; empty if it doesn't."""
     refs = odd_images.push(lab, names)
     images = {name: lab.locate(ref) for name, ref in refs.items()}
-    pulled = plain_pull(lab, images)
+    pulled, refused = plain_pull(lab, images)
+    images = {name: image for name, image in images.items() if name in pulled}
     baked = bake(lab, list(images.values()), pins=list(refs.values()), archive=False)
     found: Result = {
+        "refused": refused,
         "seconds_comparing": rehearse(lab, baked),
         "version": baked.manifest()["engines"][lab.engine],
     }
@@ -49,15 +52,16 @@ def scenario(lab: Lab, *names: str) -> Result:
     return found
 
 
-def plain_pull(lab: Lab, images: Mapping[str, LockedImage]) -> dict[str, View]:
-    """Pull into an empty data root; return what a container sees of each image."""
+def plain_pull(lab: Lab, images: Mapping[str, LockedImage]) -> tuple[dict[str, View], dict[str, str]]:
+    """Pull into an empty data root; return what a container sees of each image, and why others can't be pulled."""
     state = lab.folder("plain")
     lab.endpoints = dict(lab.behind)
     with lab.running(state) as engine:
-        done = lab.pull(engine, list(images.values()), attempts=1)
-        assert not done["error"] and not done["failed"], done
-        folders = {name: engine.layer_folders(image) for name, image in images.items()}
-    return {name: view(lab, [state / folder for folder in of_image]) for name, of_image in folders.items()}
+        done = lab.pull(engine, [Request(image, required=False) for image in images.values()], attempts=1)
+        assert not done["error"] and not done["bug"], done
+        refused = {name: done["failed"][i.ref] for name, i in images.items() if i.ref in done["failed"]}
+        folders = {name: engine.layer_folders(i) for name, i in images.items() if name not in refused}
+    return {name: view(lab, [state / f for f in of_image]) for name, of_image in folders.items()}, refused
 
 
 def rehearse(lab: Lab, baked: Baked) -> float:
