@@ -190,8 +190,18 @@ def test_no_node_identity(tree: Tree) -> None:
     """The node has never joined a cluster: no kubeconfig, token or certificate, no configuration, no saved state."""
     nothing(tree.matching(rf"{_HOME}/\.kube/.*|/etc/kubernetes/(.*\.conf|node\.env|pki/.*)"))
     nothing(tree.matching(r"/var/lib/kubelet/((pki|image_manager)/.*|(bootstrap-)?kubeconfig)"))
-    nothing(tree.matching(r"/var/lib/kubelet/(cpu|memory)_manager_state"))
+    nothing(tree.matching(r"/var/lib/kubelet/(cpu|memory|dra)_manager_state"))
     nothing(tree.matching(r"/etc/node-agent/(node-config|join-taints)\.json|/var/lib/node-agent/.+"))
+
+
+@offline
+def test_no_host_identity(host: Host) -> None:
+    """No file in /etc or /var/lib has a line that is only a name of a machine: a UUID, a host id, an NQN, an IQN."""
+    uuid = "[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}"
+    pattern = f"(nqn[.].*)?{uuid}|[0-9a-f]{{32}}|(InitiatorName=)?iqn[.].+|MY_HOSTID=.+"
+    actual = host.run(f"grep -rIlixE --exclude-dir=dpkg --exclude=machine-id -e '{pattern}' /etc /var/lib")
+    assert actual.rc in (0, 1), actual.stderr
+    nothing(actual.stdout.split())
 
 
 @offline

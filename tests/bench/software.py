@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _LARGE_FILE = 256 * MB
 
 def worker(store: Path) -> Workplace:
     """Return the image `worker`, built up to its layer `node` if the store doesn't have that."""
-    place = Workplace(store, Path(os.devnull), "worker")
+    place = Workplace(store, Path(tempfile.gettempdir()), "worker")
     done = place.build("--stop-after", "node")
     assert done.status == 0, done.stderr
     return dataclasses.replace(place, made=tuple(stage["id"] for stage in done.result["stages"]))

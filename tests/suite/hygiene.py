@@ -113,7 +113,15 @@ record(
     write("/var/lib/kubelet/image_manager/pulled/x"),
     write("/var/lib/kubelet/cpu_manager_state", "{}"),
     write("/var/lib/kubelet/memory_manager_state", "{}"),
+    write("/var/lib/kubelet/dra_manager_state", "{}"),
     write("/root/.kube/config"),
+)
+record(
+    "test_no_host_identity",
+    write("/etc/nvme/hostnqn", "nqn.2014-08.org.nvmexpress:uuid:6b7c9a52-4a1e-4b0f-9c39-0d4f3a4b7b11\n"),
+    write("/etc/nvme/hostid", "6b7c9a52-4a1e-4b0f-9c39-0d4f3a4b7b11\n"),
+    write("/etc/iscsi/initiatorname.iscsi", "InitiatorName=iqn.1993-08.org.debian:01:3a5b8c7d9e\n"),
+    write("/var/lib/agent/machine", "6B7C9A524A1E4B0F9C390D4F3A4B7B11\n"),
 )
 record("test_no_agent_state", write("/var/lib/waagent/ABCDEF.prv", KEY))
 record("test_no_private_keys", write("/etc/somewhere/deep.txt", "intro\n" + KEY), write("/opt/tool/id", KEY))

@@ -260,7 +260,7 @@ class DockerEngine:
                 if command is None:
                     client.start(container)
                 seconds = time.monotonic() - started
-                client.remove_container(container, force=True)
+                client.remove_container(container, v=True, force=True)
             except (DockerException, requests.RequestException) as error:
                 raise PullError(
                     f"no container of {image.ref} starts: {getattr(error, 'explanation', None) or error}",
