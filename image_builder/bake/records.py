@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,10 @@ def living_owner(name: str, project: Path, settings: Settings) -> Path | None:
     record = _owner(settings, name)
     other = Path(str(record.get("repository", "")))
     key = repository_id(project)
-    if not key or not other.is_absolute() or repository_id(other) != key or other.samefile(project):
-        return None
-    return other
+    with suppress(OSError):  # gone, or not for this user to read
+        if key and other.is_absolute() and repository_id(other) == key and not other.samefile(project):
+            return other
+    return None
 
 
 def note_foreign(

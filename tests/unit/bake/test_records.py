@@ -22,7 +22,7 @@ from image_builder.cli.main import app
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import UsageError
 from image_builder.events import Monitor
-from image_builder.settings import REPO_ROOT, REPOSITORY_ID, Settings
+from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT, REPOSITORY_ID, Settings
 from image_builder.system import cgroups
 
 
@@ -97,6 +97,7 @@ def test_two_repositories_have_two_locks(
 ) -> None:
     mirror = _Mirror(monkeypatch)
     definitions = [_node(_init(tmp_path / name)) for name in "ab"]
+    monkeypatch.setenv(PROJECT_VARIABLE, str(tmp_path / "a"))
     for definition in definitions:
         _plan(definition, settings)
         assert definition.record_name not in "".join(_locks(settings))
@@ -108,6 +109,8 @@ def test_two_repositories_have_two_locks(
     for definition in definitions:
         _plan(definition, settings)
         _build(definition, settings)
+        inventory = [str(path) for path in definition.inventory_paths]
+        assert CliRunner().invoke(app, ["validate", "node", "-i", *inventory]).exit_code == 0
     assert (_locks(settings), mirror.asked) == (before, asked)
     assert [_version(path) for path in paths] == ["2", "4"]
 

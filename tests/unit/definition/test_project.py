@@ -139,6 +139,17 @@ def test_no_value_of_a_variable_is_in_a_plan(project: Path, secret: str) -> None
     assert (site.stage, site.changes) == ("site", ("variable site_banner_owner changed",))
 
 
+def test_what_a_role_calls_secret_is_not_published(project: Path) -> None:
+    specs = project / f"{ROLE}/meta/argument_specs.yml"
+    options = {"site_banner_owner": {"type": "str", "no_log": True}, "site_banner_line": {"type": "str"}}
+    main = {"short_description": "A banner", "options": options}
+    specs.write_text(json.dumps({"argument_specs": {"main": main}}))
+    defaults = {"site_banner_owner": "nobody", "site_banner_line": "of {{ site_banner_owner }}"}
+    (project / f"{ROLE}/defaults/main.yml").write_text(json.dumps(defaults))
+    published = published_variables(read(project).define("node"))
+    assert not {"site_banner_owner", "site_banner_line"} & published.keys() and "image_layers" in published
+
+
 @pytest.mark.usefixtures("site")
 def test_own_checks_are_compared_again_before_their_verdict_is_stored(project: Path) -> None:
     """So are all files with a place (``executor``). An editor's lock may be gone by then."""
