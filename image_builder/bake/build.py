@@ -68,6 +68,7 @@ def obtain_lock(
     ``file`` doesn't fit, or a lock is damaged.
     """
     needs = requirements(definition, extensions)
+    note_foreign(definition, needs, settings, monitor, lock_given=file is not None)
     if file:
         lock = Lock.load(file)
         reasons = needs.misfit(lock)
@@ -79,7 +80,6 @@ def obtain_lock(
                 hint="make a new one: image-builder lock",
             )
         return lock
-    note_foreign(definition, needs, settings, monitor)
     earlier, _ = earlier_lock(definition.record_names, settings)
     if earlier and not needs.misfit(part := needs.part_of(earlier)):
         lock = part

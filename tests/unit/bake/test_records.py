@@ -65,7 +65,7 @@ class _Mirror:
         return _fitting(needs, str(self.asked))
 
 
-def _build(definition: ImageDefinition, settings: Settings) -> list[str]:
+def _build(definition: ImageDefinition, settings: Settings, locked: Path | None = None) -> list[str]:
     """Build an image up to its tools, which are there; return the notes."""
     notes: list[str] = []
     monitor = Monitor()
@@ -76,7 +76,7 @@ def _build(definition: ImageDefinition, settings: Settings) -> list[str]:
         with store.staging() as staging:
             (staging / "object/product").mkdir(parents=True)
             store.commit(tools, staging / "object", 1.0, {})
-    building.build(definition, settings, monitor, extensions(), stop_after="tools")
+    building.build(definition, settings, monitor, extensions(), locked=locked, stop_after="tools")
     return notes
 
 
@@ -190,8 +190,10 @@ def test_a_copied_repository_is_noticed_and_changes_nothing(
     assert _build(copy, settings) == []  # it may well be another checkout
     before = _locks(settings)
     _with_package(tmp_path / "copy")
-    (note,) = _build(_node(tmp_path / "copy"), settings)
-    assert os.fspath(project) in note and REPOSITORY_ID in note
+    _fitting(requirements(_node(tmp_path / "copy"), extensions()), "1").save(tmp_path / "lock.json")
+    for locked in (None, tmp_path / "lock.json"):
+        (note,) = _build(_node(tmp_path / "copy"), settings, locked)
+        assert os.fspath(project) in note and REPOSITORY_ID in note
     building.make_lock(_node(tmp_path / "copy"), settings, Monitor(), extensions())
     assert _locks(settings) == before
     _with_package(project)  # both have the same commit again
