@@ -246,6 +246,7 @@ def _configuration(
     return config
 
 
+_RAW = "_raw_params="
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -256,11 +257,31 @@ def _plain(text: str) -> str:
 def _failure(data: Mapping[str, Any]) -> str:
     """Return the failed task, its location and its output, without anything that ``no_log`` hides."""
     result = data.get("res", {})
-    lines = [str(result[key]) for key in ("msg", "stderr", "stdout") if result.get(key)]
+    lines = _ended(result, data)
+    lines += [str(result[key]) for key in ("msg", "stderr", "stdout") if result.get(key)]
     for item in result.get("results", []):
         if item.get("failed") or item.get("unreachable"):
-            lines.append(f"{item.get('item', '')}: {item.get('msg', '')}")
+            lines.append(f"{item.get('item', '')}: {'; '.join([*_ended(item, data), item.get('msg', '')])}")
     return "\n".join([f"task {data.get('task')!r} ({data.get('task_path', '?')})", *lines])
+
+
+def _ended(result: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
+    """Return how a program ended, and which one, if a task's result, or that of one item of its loop, says so.
+
+    `raw` and `script` don't: theirs is in the task's arguments, maybe as a template.
+    """
+    if "rc" not in result:
+        return []
+    command = result.get("cmd") or ""
+    if not isinstance(command, str):
+        command = shlex.join(map(str, command))
+    if _module_name(data) in ("raw", "script"):
+        command = str(data.get("task_args", "")).removeprefix(_RAW)
+    return [f"exit status {result['rc']}{': ' if command else ''}{command}"]
+
+
+def _module_name(data: Mapping[str, Any]) -> str:
+    return str(data.get("resolved_action", "")).rpartition(".")[2]
 
 
 def _environment(
@@ -286,6 +307,8 @@ def _environment(
         "ANSIBLE_SU_FLAGS": "--shell /bin/sh",
         "ANSIBLE_HOME": os.fspath(private / "home"),
         "ANSIBLE_LOCAL_TEMP": os.fspath(private / "tmp"),
+        # So that a failure has the arguments of its task.
+        "ANSIBLE_DISPLAY_ARGS_TO_STDOUT": "true",
         "ANSIBLE_FORCE_COLOR": "false",
         "ANSIBLE_NOCOLOR": "true",
         "ANSIBLE_RETRY_FILES_ENABLED": "false",

@@ -68,6 +68,7 @@ def obtain_lock(
     ``file`` doesn't fit, or a lock is damaged.
     """
     needs = requirements(definition, extensions)
+    note_foreign(definition, needs, settings, monitor, lock_given=file is not None)
     if file:
         lock = Lock.load(file)
         reasons = needs.misfit(lock)
@@ -78,11 +79,10 @@ def obtain_lock(
                 f"the lock {file} doesn't fit the definition:\n  {shown}",
                 hint="make a new one: image-builder lock",
             )
-        return lock
-    note_foreign(definition, needs, settings, monitor)
+        return needs.part_of(lock)
     earlier, _ = earlier_lock(definition.record_names, settings)
-    if earlier and not needs.misfit(part := needs.part_of(earlier)):
-        lock = part
+    if earlier and not needs.misfit(earlier):
+        lock = needs.part_of(earlier)
     else:
         host.check_writable(settings.store)  # package indices are read into it
         lock = resolve_lock(definition, needs, settings, monitor, earlier)

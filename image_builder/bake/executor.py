@@ -24,7 +24,7 @@ from image_builder.bake.lock.fetch import Download, fetch, is_cached
 from image_builder.bake.lock.model import Lock, LockedArchive, LockedFile
 from image_builder.bake.lock.repository import write_repository
 from image_builder.bake.lock.resolve import addresses
-from image_builder.bake.plan.model import Plan, StagePlan
+from image_builder.bake.plan.model import Plan, StagePlan, value_digests
 from image_builder.bake.pull import retry
 from image_builder.bake.pull.network import Endpoints, Network
 from image_builder.bake.stages import Stage, StageContext
@@ -253,7 +253,7 @@ def _changed_variables(
         now = reread(work.definition, work.settings.vault)
         if (now, now.magic) == (work.definition, work.definition.magic):
             return []  # working out what the play reads takes a second, reading the inventory a twentieth
-        before, after = stage.options["variables"], reading(now, stage).variables
+        before, after = stage.options["variables"], value_digests(reading(now, stage).variables)
     except UnreadableError as error:
         raise ImageBuilderError(f"{error.place}: {error.reason}") from error
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))

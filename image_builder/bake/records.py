@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +72,30 @@ def living_owner(name: str, project: Path, settings: Settings) -> Path | None:
     record = _owner(settings, name)
     other = Path(str(record.get("repository", "")))
     key = repository_id(project)
-    if not key or not other.is_absolute() or repository_id(other) != key or other.samefile(project):
-        return None
-    return other
+    with suppress(OSError):  # gone, or not for this user to read
+        if key and other.is_absolute() and repository_id(other) == key and not other.samefile(project):
+            return other
+    return None
 
 
 def note_foreign(
-    definition: ImageDefinition, needs: Requirements, settings: Settings, monitor: Monitor
+    definition: ImageDefinition,
+    needs: Requirements,
+    settings: Settings,
+    monitor: Monitor,
+    *,
+    lock_given: bool = False,
 ) -> None:
-    """Note if this repository is a copy whose lock isn't remembered, or if only other repositories have a lock."""
+    """Note if this repository is a copy of which nothing is remembered.
+
+    Otherwise note if only other repositories have a lock, unless there is a ``lock_given``.
+    """
     if other := other_owner(definition, needs, settings):
         monitor.note(
             f"warning: {other} has the same id as this repository and other requirements: neither locks nor builds of"
             f" this one are remembered; give the copy an id of its own: uuidgen >{REPOSITORY_ID}"
         )
-    elif earlier_lock(definition.record_names, settings)[0] is None:
+    elif not lock_given and earlier_lock(definition.record_names, settings)[0] is None:
         folder = settings.store / "locks"
         known = sorted(folder.glob(f"{definition.record_name.rpartition('-')[0]}-*.lock.json"))
         if known:

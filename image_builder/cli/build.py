@@ -78,7 +78,7 @@ def validate(
     """
     from image_builder.errors import DefinitionError
 
-    loaded_inventory = read_inventory(inventory, vault, extra_vars)
+    loaded_inventory = read_inventory(inventory, vault, extra_vars, of_user=True)
     chosen = loaded_inventory.select(names or ())
     if problems := loaded_inventory.problems(chosen):
         raise DefinitionError(problems)

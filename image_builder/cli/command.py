@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
@@ -16,7 +17,16 @@ import typer
 
 from image_builder.cli import failure
 from image_builder.errors import UsageError
-from image_builder.settings import LAUNCHER, Settings, VaultId, ansible_config, project_root
+from image_builder.settings import (
+    CONFIGURATION,
+    LAUNCHER,
+    PROJECT_VARIABLE,
+    REPO_ROOT,
+    Settings,
+    VaultId,
+    ansible_config,
+    project_root,
+)
 
 if TYPE_CHECKING:
     from image_builder.bake.stages.kind import Extensions
@@ -118,21 +128,43 @@ def read_inventory(
     paths: Sequence[Path] | None,
     vault: Sequence[VaultId] | None = None,
     extra: Sequence[str] | None = None,
+    *,
+    of_user: bool = False,
 ) -> Inventory:
-    """Return an inventory, by default that of the ``ansible.cfg`` in effect."""
+    """Return an inventory, by default that of the ``ansible.cfg`` in effect; see ``inventory_paths``."""
     from image_builder.definition import load_inventory
 
-    return load_inventory(inventory_paths(paths), vault or (), project=project_root(), extra=extra or ())
+    paths = inventory_paths(paths, of_user=of_user)
+    return load_inventory(paths, vault or (), project=project_root(), extra=extra or ())
 
 
-def inventory_paths(paths: Sequence[Path] | None) -> Sequence[Path]:
-    """Return the paths of the inventory: those given, or else those that the ``ansible.cfg`` in effect names."""
+def inventory_paths(paths: Sequence[Path] | None, *, of_user: bool = False) -> Sequence[Path]:
+    """Return the paths of the inventory: those given, or else those that the ``ansible.cfg`` in effect names.
+
+    Where there is neither a project nor this program's checkout, that is its own ``ansible.cfg``, with a note; if the
+    inventory must be ``of_user``, it is a UsageError.
+    """
     from image_builder.definition import configured_inventories
 
-    if not (paths or (paths := configured_inventories())):
-        reason = f"no inventory was given, and {ansible_config([project_root()])} names none"
+    if paths:
+        return paths
+    project, here = project_root(), Path.cwd()
+    configured = configured_inventories()
+    if not (project / CONFIGURATION).is_file() or (project == REPO_ROOT and not _is_in_own_checkout(here)):
+        reason = f"no {CONFIGURATION} in {here if project == REPO_ROOT else project}"
+        if of_user:
+            hint = f"change to your repository, name it with {PROJECT_VARIABLE}=DIR, or give an inventory with -i"
+            raise UsageError(reason, hint=hint)
+        named = ", ".join(map(os.fspath, configured))
+        print(f"note: {reason}: using the inventory of image-builder itself, {named}", file=sys.stderr)
+    if not configured:
+        reason = f"no inventory was given, and {ansible_config([project])} names none"
         raise UsageError(reason, hint="give one with -i")
-    return paths
+    return configured
+
+
+def _is_in_own_checkout(here: Path) -> bool:
+    return here.is_relative_to(REPO_ROOT) or bool(os.environ.get(PROJECT_VARIABLE))
 
 
 def extensions() -> Extensions:

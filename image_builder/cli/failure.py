@@ -160,7 +160,30 @@ def end_on_sigterm() -> None:
 
 
 def command_line() -> str:
-    """Return this run's command as the user would type it again."""
+    """Return this run's command as the user would type it again; in a log, without repeating the values of ``-e``."""
     import shlex
+    import shutil
 
-    return shlex.join([Path(sys.argv[0]).name.replace("cli.py", "image-builder"), *sys.argv[1:]])
+    started = os.environ.get("_IMAGE_BUILDER_NAME") or sys.argv[0]
+    program = [started]
+    if started.endswith("__main__.py"):
+        program = [sys.executable, "-m", "image_builder.cli"]
+    elif (
+        (found := shutil.which(Path(started).name))
+        and Path(started).exists()
+        and Path(found).samefile(started)
+    ):
+        program = [Path(started).name]
+    if not sys.stderr.isatty() and any(
+        _has_values(*pair) for pair in zip(sys.argv, sys.argv[1:], strict=False)
+    ):
+        return "the same command with"
+    return shlex.join([*program, *sys.argv[1:]])
+
+
+def _has_values(before: str, word: str) -> bool:
+    """Return whether a word of the command line, after another one, holds extra variables, not just their file."""
+    if before in ("-e", "--extra-vars"):
+        return not word.startswith("@")
+    option, _, value = word.partition("=") if word.startswith("--") else (word[:2], "", word[2:])
+    return option in ("-e", "--extra-vars") and bool(value) and not value.startswith("@")

@@ -202,14 +202,16 @@ def resolved_variables(definition: ImageDefinition) -> dict[str, JSON]:
 
 
 def published_variables(definition: ImageDefinition) -> dict[str, JSON]:
-    """Return the ``resolved_variables`` that may be published: those that are declared and don't depend on a lookup."""
+    """Return the ``resolved_variables`` that may be published.
+
+    These are declared, and depend on no lookup and on no option with ``no_log``.
+    """
     published: dict[str, JSON] = {}
     book = RoleBook(definition.roots)
     for role in evaluated_roles(definition):
-        declared = (
-            BUILDER_NAMES
-            | book.role(role.use.name).options.keys()
-            | book.role(role.use.name).constants.keys()
-        )
+        options = book.role(role.use.name).options
+        declared = BUILDER_NAMES | options.keys() | book.role(role.use.name).constants.keys()
+        hidden = made_from({name for name, option in options.items() if option.get("no_log")}, role.raw)
+        declared -= hidden
         published |= {name: value for name, value in role.values.items() if name in declared - role.looked_up}
     return published

@@ -77,10 +77,16 @@ class Inventory:
             if not matched:
                 raise UsageError(
                     f"no image matches `{pattern}`{did_you_mean(pattern, self.images)}",
-                    hint=f"images of this inventory: {', '.join(self.images)}",
+                    hint=self._hint,
                 )
             chosen |= matched
         return tuple(name for name in self.images if not requested or name in chosen)
+
+    @property
+    def _hint(self) -> str:
+        return (
+            f"images of {', '.join(str(Place(str(path))) for path in self.paths)}: {', '.join(self.images)}"
+        )
 
     def variables(self, name: str) -> HostVariables:
         """Return an image's variables. Raises VaultError if a value can't be decrypted."""
@@ -97,7 +103,7 @@ class Inventory:
         if name not in self.images:
             raise UsageError(
                 f"unknown image `{name}`{did_you_mean(name, self.images)}",
-                hint=f"images of this inventory: {', '.join(self.images)}",
+                hint=self._hint,
             )
         definition, problems = self._define(name)
         if problems or definition is None:

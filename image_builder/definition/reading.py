@@ -306,9 +306,10 @@ class _Reader:
             for text in strings(value):
                 if is_template(text):
                     self._volatile(name, [text])
-                    self._run_lookups(name, text, lambda: scope)
+                    self._run_lookups(name, text, lambda: scope, shown=False)
 
-    def _run_lookups(self, where: str, text: str, scope: _Scope) -> None:
+    def _run_lookups(self, where: str, text: str, scope: _Scope, *, shown: bool = True) -> None:
+        """Run the lookups in a text; those that can't be are reported, with their terms if these may be ``shown``."""
         self._file_answer(where, text)
         calls = list(lookup_calls(text))
         if not calls:
@@ -323,7 +324,8 @@ class _Reader:
             except engine.UnpredictableValueError as error:
                 self.unknown.add(f"{where}: {error}")
             except engine.EvaluationError:
-                self.unknown.add(f"{where}: what `{call}` reads is known only while the play runs")
+                named = call if shown else f"lookup('{lookup or '…'}', …)"
+                self.unknown.add(f"{where}: what `{named}` reads is known only while the play runs")
         self.opened |= {path for path in evaluator.reads.files if path.is_file()}
 
     def _values(self) -> dict[str, JSON]:

@@ -111,7 +111,7 @@ def test_what_an_ordinary_user_may_do(installed: Installed, place: Path) -> None
         return done.stdout
 
     assert "tiny" in run("images").split()
-    assert run("validate", "tiny") == "tiny: no problems\n"
+    assert run("validate", "tiny", "-i", installed.root / "inventories/lab") == "tiny: no problems\n"
     store = ("--store", place / "store")
     assert "packages" in run("lock", "tiny", *store)
     assert len(json.loads(run("plan", "tiny", *store, "--json"))["stages"]) > 5

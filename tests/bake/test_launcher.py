@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,6 +106,34 @@ def test_the_venv_is_made_once_and_used(checkout: Checkout) -> None:
     assert "setting up .venv" in first.stderr
     second = checkout.start("images")
     assert (second.returncode, second.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "name", ["{place}/image-builder", "./image-builder", "image-builder", "sh image-builder"]
+)
+def test_a_line_to_paste_starts_the_same_program(checkout: Checkout, name: str) -> None:
+    """It is read as the launcher's program prints it, and given to a shell."""
+    (checkout.path / "image_builder/cli/__main__.py").write_text(
+        f"import sys\nsys.path[:0] = {[str(REPO_ROOT), *filter(None, sys.path)]!r}\n"
+        "for name in [name for name in sys.modules if name.startswith('image_builder')]: del sys.modules[name]\n"
+        "from image_builder.cli import failure\nprint(failure.command_line() + ' --shell-on-failure')\n"
+    )
+    checkout.start("images")  # makes its venv
+    environment = {**os.environ, "PATH": f"{checkout.path}:{os.environ['PATH']}"}
+
+    def line(command: str) -> str:
+        return subprocess.run(
+            ["sh", "-euc", command],
+            cwd=checkout.path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+
+    printed = line(f"{name.replace('{place}', shlex.quote(str(checkout.path)))} images 'a b'")
+    assert printed.endswith(" images 'a b' --shell-on-failure")
+    assert line(printed) == f"{printed} --shell-on-failure"
 
 
 def test_a_second_start_adds_little(checkout: Checkout) -> None:

@@ -225,10 +225,8 @@ class Lock(Strict):
         ``sources`` maps the names of Debian source packages to their suites.
         """
         reasons = []
-        for name in sorted(questions.keys() | self.groups.keys()):
-            if name not in questions:
-                reasons.append(f"{name}: locked, but not a stage of the definition")
-            elif name not in self.groups:
+        for name in sorted(questions):
+            if name not in self.groups:
                 reasons.append(f"{name}: not locked")
             else:
                 reasons += [

@@ -80,7 +80,11 @@ class Requirements:
         return [ref for ref in self.preload if lock.locked_image(ref) is None and ref not in answered]
 
     def misfit(self, lock: Lock) -> list[str]:
-        """Return why ``lock`` doesn't meet these requirements, apart from images: one sentence per difference."""
+        """Return why ``lock`` doesn't meet these requirements, apart from images: one sentence per difference.
+
+        What it has besides is no misfit.
+        """
+        lock = self.part_of(lock)
         questions = {name: group.question for name, group in self.groups.items()}
         reasons = lock.misfit(questions, self.sources, self.all_archives)
         return reasons or [

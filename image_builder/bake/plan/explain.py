@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from image_builder.bake.plan.model import Plan
+from image_builder.bake.plan.model import Plan, value_digests
 from image_builder.canonical import JSON
 
 
@@ -41,12 +41,31 @@ def explain(
 
 
 def _changes(now: Mapping[str, JSON], before: Mapping[str, Any]) -> Iterator[str]:
-    for part, shown in (("code", "file"), ("options", "option")):
-        yield from _differences(shown, _flat(now[part]), _flat(before.get(part, {})))
+    options: dict[str, Any] = dict(now["options"])  # type: ignore[arg-type]
+    earlier: dict[str, Any] = dict(before.get("options", {}))
+    reported: dict[str, str] = {}
+    for part in ("variables", "values"):  # as the inventory has them; and as roles' templates evaluate them
+        reported = _changed_values(options.pop(part, {}), earlier.pop(part, {})) | reported
+    yield from reported.values()
+    yield from _differences("file", _flat(now["code"]), _flat(before.get("code", {})))
+    yield from _differences("option", _flat(options), _flat(earlier))
     if list(now["lowers"]) != list(before.get("lowers", [])):  # type: ignore[arg-type]
         yield "below: a stage that it stands on changed"
     if _flat(now["inputs"]) != _flat(before.get("inputs", {})):
         yield "below: a stage whose product it uses changed"
+
+
+def _changed_values(now: Mapping[str, str], before: Mapping[str, JSON]) -> dict[str, str]:
+    """Return a sentence for each variable whose digest differs. Records of earlier versions have the values."""
+    of_values, changes = value_digests(before), {}
+    for name in sorted(now.keys() | before.keys()):
+        if name not in before:
+            changes[name] = f"variable {name} is new"
+        elif name not in now:
+            changes[name] = f"variable {name} is gone"
+        elif now[name] not in (before[name], of_values[name]):
+            changes[name] = f"variable {name} changed"
+    return changes
 
 
 def _differences(shown: str, now: Mapping[str, JSON], before: Mapping[str, JSON]) -> Iterator[str]:

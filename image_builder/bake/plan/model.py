@@ -11,6 +11,11 @@ from typing import Any
 from image_builder.canonical import JSON, digest
 
 
+def value_digests(values: Mapping[str, JSON]) -> dict[str, str]:
+    """Return the SHA-256 of each variable's name and value: a plan is shown and recorded without the values."""
+    return {name: digest([name, value]) for name, value in values.items()}
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """One planned stage.

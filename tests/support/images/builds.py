@@ -19,7 +19,7 @@ from image_builder.bake.lock import repository
 from image_builder.bake.lock.model import Lock
 from image_builder.bake.store import Store
 from image_builder.definition.model import record_name
-from image_builder.settings import REPO_ROOT
+from image_builder.settings import REPO_ROOT, REPOSITORY_ID
 from image_builder.system import sparse
 
 REPO = REPO_ROOT
@@ -27,7 +27,11 @@ IMAGE = "tiny"
 
 
 def make_tiny(project: Path) -> None:
-    """Let the image of a repository that `init` made be as small as the lab's smallest one."""
+    """Let the image of a repository that `init` made be as small as the lab's smallest one.
+
+    All of these are checkouts of one repository: a test uses the lock, and so the stages, of another one.
+    """
+    (project / REPOSITORY_ID).write_text("of tests\n")
     lab = yaml.safe_load((REPO / "inventories/lab/hosts.yml").read_text())
     path = project / "inventories/site/host_vars/node.yml"
     path.parent.mkdir()

@@ -123,7 +123,7 @@ def test_what_is_no_index_is_refused_before_there_is_a_store(
 def test_an_image_that_was_not_built_is_named(tmp_path: Path) -> None:
     Store(tmp_path / "store").prepare()
     with pytest.raises(StoreError, match=r"has no build of worker@lab-1"):
-        export(["worker@lab-1"], tmp_path / "out", Settings(store=tmp_path / "store"), {}, Monitor())
+        export({"worker@lab-1": ()}, tmp_path / "out", Settings(store=tmp_path / "store"), {}, Monitor())
     assert not (tmp_path / "out").exists()
 
 
@@ -133,7 +133,7 @@ def test_a_directory_of_something_else_is_not_written_to(tmp_path: Path) -> None
     (tmp_path / "home").mkdir()
     (tmp_path / "home/letter").touch()
     with pytest.raises(UsageError, match="is no export, it has letter"):
-        export([], tmp_path / "home", settings, {}, Monitor())
+        export({}, tmp_path / "home", settings, {}, Monitor())
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["letter"]
 
 
@@ -162,7 +162,7 @@ def test_a_file_is_no_place_for_an_export(tmp_path: Path, place: str) -> None:
     Store(settings.store).prepare()
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=f"{place} is no directory") as raised:
-        export([], tmp_path / place, settings, {}, Monitor())
+        export({}, tmp_path / place, settings, {}, Monitor())
     assert raised.value.hint
 
 

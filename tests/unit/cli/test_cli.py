@@ -24,7 +24,7 @@ from image_builder.drain import run as drains
 from image_builder.drain.policy import Policy
 from image_builder.pool.run import abort as pool_abort
 from image_builder.pool.show import report as pool_report
-from image_builder.settings import REPO_ROOT
+from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT
 from image_builder.verify import boot as booting
 from image_builder.verify.result import Check, SuiteResult
 from tests.support.azure.attested import SUBSCRIPTION
@@ -264,6 +264,36 @@ def test_an_option_of_a_drain_changes_its_policy(
     (tmp_path / "policy.yml").write_text(json.dumps(file))
     status, _, err = _run("pool", "drain", "gpu-1", "--policy", str(tmp_path / "policy.yml"), *options)
     assert (status, policies) == (0, [Policy(**{**file, **changes})]), err
+
+
+@pytest.mark.parametrize("place", ["empty", "project"])
+def test_a_directory_without_a_project_is_not_sound(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inventory of this program's own checkout would be checked instead."""
+    monkeypatch.delenv(PROJECT_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    if place == "project":
+        monkeypatch.setenv(PROJECT_VARIABLE, str(tmp_path))
+    status, out, err = _run("validate", "minimal")
+    assert (status, out) == (errors.UsageError.exit_code, "") and str(tmp_path) in err
+    lab = str(REPO_ROOT / "inventories/lab")
+    if place == "empty":
+        assert _run("validate", "minimal", "-i", lab)[0] == 0
+        status, out, err = _run("images")  # which checks nothing
+        assert status == 0 and "minimal" in out and str(tmp_path) in err and lab in err
+        status, _, err = _run("plan", "node")
+        assert status == errors.UsageError.exit_code and lab in err.partition("hint: ")[2]
+    monkeypatch.setenv(PROJECT_VARIABLE, str(REPO_ROOT))
+    assert _run("validate", "minimal")[0] == 0
+
+
+@pytest.mark.parametrize("place", [REPO_ROOT, REPO_ROOT / "docs"])
+def test_a_checkout_of_this_program_is_a_project(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PROJECT_VARIABLE, raising=False)
+    monkeypatch.chdir(place)
+    status, out, err = _run("validate", "minimal")
+    assert (status, out, err) == (0, "minimal: no problems\n", "")
 
 
 def test_explain_says_of_no_stage_that_is_there_that_it_was_never_built(

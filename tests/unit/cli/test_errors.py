@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import re
+import sys
+from pathlib import Path
 from signal import SIGHUP, SIGPIPE, SIGTERM
 
 import pytest
@@ -48,6 +50,52 @@ def test_a_failed_stage_reads_from_the_command_to_the_next_step() -> None:
         "log: /store/logs/system.log",
         "to enter the sandbox: image-builder build worker --shell-on-failure",
     ]
+
+
+@pytest.mark.parametrize(
+    ("started", "expected"),
+    [
+        ("image-builder", "image-builder"),  # on the PATH
+        ("./image-builder", "./image-builder"),
+        ("/some where/image-builder", "'/some where/image-builder'"),
+        ("/p/image_builder/cli/__main__.py", f"{sys.executable} -m image_builder.cli"),
+    ],
+)
+def test_the_command_is_named_as_it_was_started(
+    started: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "image-builder").write_text("#!/bin/sh\n")
+    (tmp_path / "image-builder").chmod(0o755)
+    monkeypatch.delenv("_IMAGE_BUILDER_NAME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path) if started == "image-builder" else "/nowhere")
+    name = str(tmp_path / started) if started == "image-builder" else started
+    for set_by_launcher in (False, not name.endswith(".py")):
+        monkeypatch.setattr(sys, "argv", ["/p/__main__.py" if set_by_launcher else name, "build", "a b"])
+        if set_by_launcher:
+            monkeypatch.setenv("_IMAGE_BUILDER_NAME", name)
+        assert failure.command_line() == f"{expected} build 'a b'"
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (["-e", "token=S3cret"], False),
+        (["-etoken=S3cret"], False),
+        (["--extra-vars", '{"token": "S3cret"}'], False),
+        (["--extra-vars=token=S3cret"], False),
+        (["-e", "@file.yml"], True),
+        (["--extra-vars=@file.yml"], True),
+    ],
+)
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_log_repeats_no_extra_variables(
+    options: list[str], shown: bool, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal, who reads the line has just typed them."""
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/x", "build", *options])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    line = failure.command_line()
+    assert ("S3cret" in line or "@file.yml" in line) is (shown or terminal)
 
 
 def test_a_failed_stage_ends_with_the_code_of_its_cause() -> None:

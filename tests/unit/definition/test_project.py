@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from image_builder import settings
 from image_builder.bake.lock.model import Lock, LockedGroup
+from image_builder.bake.plan.explain import explain
 from image_builder.bake.plan.model import Plan
 from image_builder.bake.plan.resolve import requirements, resolve
 from image_builder.cli import init
@@ -122,6 +124,30 @@ def test_what_changes_in_the_repository_changes_the_stages_that_read_it(
         stream.write("# more\n")
     changed = [name for name, stage_id in stage_ids(project).items() if stage_id != unchanged[name]]
     assert changed[0] == first
+
+
+@pytest.mark.parametrize("secret", ["S3cretCLI", "{{ 'S3cret' }}CLI"])
+def test_no_value_of_a_variable_is_in_a_plan(project: Path, secret: str) -> None:
+    """Nor in a stage's record, which has the same parts."""
+    given = [json.dumps({"site_banner_owner": value}) for value in (secret, "another")]
+    first, second = (plan(project, extra) for extra in given)
+    assert "S3cret" not in json.dumps(first.as_json(), default=dict)
+    assert first.stage("site").id != second.stage("site").id
+    assert "site_banner_owner" in first.stage("site").options["variables"]
+    before = {stage.name: dict(stage.parts) for stage in first.stages}
+    (site, *_) = explain(second, before)
+    assert (site.stage, site.changes) == ("site", ("variable site_banner_owner changed",))
+
+
+def test_what_a_role_calls_secret_is_not_published(project: Path) -> None:
+    specs = project / f"{ROLE}/meta/argument_specs.yml"
+    options = {"site_banner_owner": {"type": "str", "no_log": True}, "site_banner_line": {"type": "str"}}
+    main = {"short_description": "A banner", "options": options}
+    specs.write_text(json.dumps({"argument_specs": {"main": main}}))
+    defaults = {"site_banner_owner": "nobody", "site_banner_line": "of {{ site_banner_owner }}"}
+    (project / f"{ROLE}/defaults/main.yml").write_text(json.dumps(defaults))
+    published = published_variables(read(project).define("node"))
+    assert not {"site_banner_owner", "site_banner_line"} & published.keys() and "image_layers" in published
 
 
 @pytest.mark.usefixtures("site")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from image_builder.bake.lock.model import Lock, LockedArchive
 from image_builder.bake.lock.requirements import Group, Requirements
-from image_builder.bake.plan.model import StagePlan
+from image_builder.bake.plan.model import StagePlan, value_digests
 from image_builder.bake.stages.kind import MIB, Draft, Need, Sizes, StageKind
 from image_builder.bake.stages.root import BASE
 from image_builder.canonical import JSON
@@ -17,8 +17,8 @@ from image_builder.system.trees import named_digests
 
 # Files that a play reads by path, not by import.
 PLAY_DATA = ("image_builder/bake/plugins/connection/sandbox.py",)
-# The packages that decide bytes when Ansible evaluates and templates: Ansible itself and its libraries.
-EVALUATORS = ("ansible-core", "jinja2", "pyyaml")
+# The packages that decide bytes when Ansible evaluates and templates: Ansible itself, its libraries, those of filters.
+EVALUATORS = ("ansible-core", "jinja2", "pyyaml", "libpass", "netaddr", "jmespath")
 # Space for what a layer writes besides its packages: initramfs, dpkg's database, copied-up files, built programs.
 WRITTEN = 60 * MIB
 
@@ -26,8 +26,8 @@ WRITTEN = 60 * MIB
 def play_options(draft: Draft, stage: str, reading: PlaybookReading) -> dict[str, JSON]:
     """Return the options that say what a play reads. What only the play can know counts as new every time."""
     options: dict[str, JSON] = {
-        "variables": reading.variables,
-        "values": reading.values,
+        "variables": value_digests(reading.variables),
+        "values": value_digests(reading.values),
         "ansible": {name: importlib.metadata.version(name) for name in EVALUATORS},
     }
     if reading.unknown:

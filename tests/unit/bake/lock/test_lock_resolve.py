@@ -48,7 +48,7 @@ class _Apt:
 
 def _definition() -> Any:
     base = SimpleNamespace(distribution="debian", architecture="amd64")
-    return SimpleNamespace(name="worker", record_name="worker", base=base)
+    return SimpleNamespace(name="worker", record_names=("worker",), base=base)
 
 
 def test_only_debians_own_repositories_are_locked_without_an_address(

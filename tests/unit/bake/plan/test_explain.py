@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from image_builder.bake.plan.explain import explain
-from image_builder.bake.plan.model import Plan, StagePlan
+from image_builder.bake.plan.model import Plan, StagePlan, value_digests
+from image_builder.canonical import JSON
 
 
-def _plan(option: str, code: str) -> Plan:
-    system = StagePlan("system", "layer", {"variables": {"system_swap": option}}, {"roles/system/a.j2": code})
+def _plan(option: JSON, code: str) -> Plan:
+    options = {"variables": value_digests({"system_swap": option})}
+    system = StagePlan("system", "layer", options, {"roles/system/a.j2": code})
     seal = StagePlan("seal", "seal", {}, {"x": "1"}, (system.id,))
     return Plan("worker", (system, seal))
 
@@ -26,9 +32,25 @@ def test_a_changed_file_is_named_where_it_counts() -> None:
     assert (second.stage, second.changes) == ("seal", ("below: a stage that it stands on changed",))
 
 
-def test_a_changed_variable_is_shown_with_both_values() -> None:
-    first, *_ = explain(_plan("on", "1"), _parts(_plan("off", "1")))
-    assert first.changes == ("option variables.system_swap changed: off -> on",)
+@pytest.mark.parametrize("part", ["variables", "values"])
+@pytest.mark.parametrize("former", [False, True], ids=["today", "values as earlier versions recorded them"])
+@pytest.mark.parametrize("secret", ["off", 1234, {"token": "S3cret"}], ids=str)
+def test_a_changed_variable_is_named_without_its_values(part: str, former: bool, secret: JSON) -> None:
+    def system(value: JSON, name: str = "system_swap") -> StagePlan:
+        return StagePlan("system", "layer", {part: value_digests({name: value})})
+
+    def changes(now: StagePlan) -> list[str]:
+        options = {part: {"system_swap": secret}} if former else system(secret).options
+        before = {"system": {**now.parts, "options": options}}
+        return [c for r in explain(Plan("worker", (now,)), before) for c in r.changes]
+
+    assert changes(system(secret)) == []
+    assert changes(system("on")) == ["variable system_swap changed"]
+    assert changes(system(secret, "system_zram")) == [
+        "variable system_swap is gone",
+        "variable system_zram is new",
+    ]
+    assert not any(word in json.dumps(system(secret).parts) for word in ("off", "1234", "S3cret", "token"))
 
 
 def test_a_first_build() -> None:
