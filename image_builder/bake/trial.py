@@ -1,9 +1,10 @@
-"""The trial: the image's own kubelet, containerd and dockerd read what was written for them, before the seal.
+"""The trial: the image's own kubelet, engines and node agent read what was written for them, before the seal.
 
-Each is started as its unit starts it, on a throwaway copy of the tree and in a network of its own, and is ended as soon
-as it has read all of its configuration. The kubelet gets a runtime to talk to: with none, it never comes to quantities
-and thresholds. What belongs to this machine decides nothing: swap, the version of the control groups, kernel settings
-and the number of processors are hidden, come later or are known by what the program says of them.
+The agent has a command for it. Each of the others is started as its unit starts it, on a throwaway copy of the tree and
+in a network of its own, and is ended as soon as it has read all of its configuration. The kubelet gets a runtime to
+talk to: with none, it never comes to quantities and thresholds. What belongs to this machine decides nothing: swap, the
+version of the control groups, kernel settings and the number of processors are hidden, come later, or are known by what
+the program says of them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from image_builder.errors import CommandError
 from image_builder.system import process
 from image_builder.system.sandbox import Root, open_root
 
+_AGENT = "/usr/local/sbin/node-agent"
 _SECONDS = 60.0
 _POLL_SECONDS = 0.02
 # What each program logs once it has read all of its configuration, in every version.
@@ -118,6 +120,8 @@ def ask(root: Root, log: Path) -> Iterator[Refusal]:
     """Yield what the programs in an open root refuse. The root has no network, and is changed."""
     engine, docker, kubelet = (read_unit(root.path, name) for name in ("containerd", "docker", "kubelet"))
     prepare(root)
+    if (root.path / _AGENT.lstrip("/")).exists():
+        yield from ask_agent(root, log)
     with ExitStack() as running:
         if engine:
             yield from running.enter_context(containerd(root, engine, log))
@@ -187,6 +191,21 @@ def _flag(unit: Unit, name: str, default: str = "") -> str:
         if flag == f"--{name}":
             values.append(value if equals else following)
     return values[-1]
+
+
+# -- the node agent ----------------------------------------------------------------------------------------------
+
+
+def ask_agent(root: Root, log: Path) -> list[Refusal]:
+    """Return what the node agent refuses in its settings, and those that it has no file for aren't asked about."""
+    done = process.run(root.argv([_AGENT, "check"]), ok=range(256), log=log)
+    problems = [line.partition(": ") for line in done.stdout.splitlines()] if done.returncode else []
+    return [
+        Refusal(
+            "node-agent", f"/etc/node-agent/{file}" if problem else _AGENT, problem or file, done.returncode
+        )
+        for file, _, problem in problems
+    ]
 
 
 # -- containerd --------------------------------------------------------------------------------------------------
