@@ -1,9 +1,10 @@
-"""The trial: the image's own kubelet, containerd and dockerd read what was written for them, before the seal.
+"""The trial: the image's own kubelet, engines and node agent read what was written for them, before the seal.
 
-Each is started as its unit starts it, on a throwaway copy of the tree and in a network of its own, and is ended as soon
-as it has read all of its configuration. The kubelet gets a runtime to talk to: with none, it never comes to quantities
-and thresholds. What belongs to this machine decides nothing: swap, the version of the control groups, kernel settings
-and the number of processors are hidden, come later or are known by what the program says of them.
+The agent has a command for it. Each of the others is started as its unit starts it, on a throwaway copy of the tree and
+in a network of its own, and is ended as soon as it has read all of its configuration. The kubelet gets a runtime to
+talk to: with none, it never comes to quantities and thresholds. What belongs to this machine decides nothing: swap, the
+version of the control groups, kernel settings and the number of processors are hidden, come later, or are known by what
+the program says of them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from image_builder.errors import CommandError
 from image_builder.system import process
 from image_builder.system.sandbox import Root, open_root
 
-_SECONDS = 60.0
+_AGENT = "/usr/local/sbin/node-agent"
+_SECONDS = 30.0
 _POLL_SECONDS = 0.02
 # What each program logs once it has read all of its configuration, in every version.
-_STARTED = {"kubelet": "Started kubelet", "dockerd": "Loading containers: start"}
+_STARTED = {"kubelet": "Started kubelet", "dockerd": "API listen on", "cri-dockerd": "Starting cri-dockerd"}
 # What programs say of the machine rather than of their configuration.
 _THIS_MACHINE = re.compile(
     r"online-cpus|required amount of CPUs|NUMA nodes?\b|/sys/fs/cgroup|/proc/sys|/dev/kmsg|running with swap"
-    r"|cgroups? (?:v1|controllers|subsystem|mount)|Cannot connect to the Docker daemon",
+    r"|mountpoint for|[Cc]groups? (?:v1|controllers|subsystem|mount)|subsystem mount|clock speed"
+    r"|Cannot connect to the Docker daemon"
+    # All is read: an image without a runtime has none to ask, and this network is none that Docker could set up.
+    r"|validate service connection: .* no such file|initializing network controller",
 )
 # Settings of the kubelet that only the right machine can judge: without them, the trial goes on to all others.
 _OF_A_MACHINE = (
@@ -118,11 +123,18 @@ def ask(root: Root, log: Path) -> Iterator[Refusal]:
     """Yield what the programs in an open root refuse. The root has no network, and is changed."""
     engine, docker, kubelet = (read_unit(root.path, name) for name in ("containerd", "docker", "kubelet"))
     prepare(root)
+    if (root.path / _AGENT.lstrip("/")).exists():
+        yield from ask_agent(root, log)
     with ExitStack() as running:
         if engine:
-            yield from running.enter_context(containerd(root, engine, log))
+            refused = running.enter_context(containerd(root, engine, log))
+            yield from refused
+            if any(each.status is not None for each in refused):
+                return  # the others would wait for it
         if docker:
             yield from ask_dockerd(root, docker, log)
+        if shim := read_unit(root.path, "cri-docker"):
+            yield from ask_cri_dockerd(root, shim, log)
         if kubelet:
             endpoint = runtime_endpoint(root, kubelet)
             if engine and endpoint and not (root.path / endpoint.lstrip("/")).exists():
@@ -187,6 +199,16 @@ def _flag(unit: Unit, name: str, default: str = "") -> str:
         if flag == f"--{name}":
             values.append(value if equals else following)
     return values[-1]
+
+
+# -- the node agent ----------------------------------------------------------------------------------------------
+
+
+def ask_agent(root: Root, log: Path) -> list[Refusal]:
+    """Return what the node agent refuses in its settings."""
+    done = process.run(root.argv([_AGENT, "check"]), ok=range(256), log=log)
+    problems = [line.partition(": ") for line in done.stdout.splitlines()] if done.returncode == 1 else []
+    return [Refusal("node-agent", f"/etc/node-agent/{file}", problem, 1) for file, _, problem in problems]
 
 
 # -- containerd --------------------------------------------------------------------------------------------------
@@ -308,6 +330,15 @@ def ask_dockerd(root: Root, unit: Unit, log: Path) -> list[Refusal]:
     status, said = _start(root, "dockerd", argv, unit.environment, log, data if isinstance(data, str) else "")
     lines = [line for line in said.splitlines() if line.strip()]
     return _refusals("dockerd", file, (lines or [""])[-1].removeprefix("failed to start daemon: "), status)
+
+
+def ask_cri_dockerd(root: Root, unit: Unit, log: Path) -> list[Refusal]:
+    """Return what cri-dockerd refuses in its unit's flags, which are all of its configuration."""
+    argv = [word.replace("fd://", "unix:///run/trial/shim.sock") for word in unit.argv]
+    status, said = _start(root, "cri-dockerd", argv, unit.environment, log)
+    lines = [line for line in said.splitlines() if "level=fatal" in line]
+    file = "/etc/systemd/system/cri-docker.service"
+    return _refusals("cri-dockerd", file, _field(lines[-1], "msg") if lines else said[-200:], status)
 
 
 def runtime_endpoint(root: Root, unit: Unit) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 
 from image_builder.canonical import JSON
 from image_builder.definition import engine
+from image_builder.definition.host_variables import HostVariables
 from image_builder.definition.model import BUILDER_NAMES, ImageDefinition
-from image_builder.definition.roles import Layer, RoleBook, RoleUse, short_name
+from image_builder.definition.roles import Layer, Role, RoleBook, RoleUse, short_name
 from image_builder.definition.values import is_template, looked_up_names, made_from, strings, vaulted_names
 
 # A value that no lookup returns.
@@ -215,3 +216,10 @@ def published_variables(definition: ImageDefinition) -> dict[str, JSON]:
         declared -= hidden
         published |= {name: value for name, value in role.values.items() if name in declared - role.looked_up}
     return published
+
+
+def where_set(role: Role, evaluated: EvaluatedRole, variables: HostVariables, name: str) -> str:
+    """Return where a role's variable was given its value: by the play, the inventory, or the role."""
+    if name in evaluated.use.vars:
+        return str(engine.place_in(evaluated.use.vars, [name]) or evaluated.use.place or "")
+    return variables.where([name]) or str(engine.place_in({**role.defaults, **role.constants}, [name]) or "")

@@ -10,12 +10,14 @@ import difflib
 from pathlib import Path
 
 from image_builder.definition import engine
+from image_builder.definition.agent_settings import agent_problems
 from image_builder.definition.evaluate import (
     EvaluatedRole,
     evaluated_roles,
     layer_variables,
     owner,
     play_variables,
+    where_set,
 )
 from image_builder.definition.host_variables import HostVariables
 from image_builder.definition.model import BUILDER_NAMES, PREFIX, ImageDefinition
@@ -85,6 +87,8 @@ def role_problems(definition: ImageDefinition, variables: HostVariables) -> list
             texts = [text for text in strings(template) if is_template(text)]
             made_from[problem.path] = frozenset(word for text in texts for word in words(text))
         problems += faults + judged_problems(definition, evaluated, variables, excused=bool(faults))
+        known = {problem.path.partition(".")[0].partition("[")[0] for problem in problems}
+        problems += agent_problems(book.role(evaluated.use.name), evaluated, variables, known)
     problems += _overridden(definition, [evaluated.use for evaluated in every], variables)
     # A value derived from a wrong one is wrong too: reporting it would be noise.
     wrong = made_from.keys()
@@ -176,13 +180,6 @@ def unpredictable_layers(definition: ImageDefinition) -> list[Problem]:
     ]
 
 
-def _where(role: Role, evaluated: EvaluatedRole, variables: HostVariables, name: str) -> str:
-    """Return where a role's variable was given its value: by the play, the inventory, or the role."""
-    if name in evaluated.use.vars:
-        return str(engine.place_in(evaluated.use.vars, [name]) or evaluated.use.place or "")
-    return variables.where([name]) or str(engine.place_in({**role.defaults, **role.constants}, [name]) or "")
-
-
 def _overridden(definition: ImageDefinition, every: list[RoleUse], variables: HostVariables) -> list[Problem]:
     """Return the inventory's variables that have no effect because every use of a role passes it another value."""
     uses: dict[str, list[RoleUse]] = {}
@@ -204,7 +201,7 @@ def argument_problems(
     role = RoleBook(definition.roots).role(evaluated.use.name)
     problems: list[Problem] = []
     for name, option in role.options.items():
-        where = _where(role, evaluated, variables, name)
+        where = where_set(role, evaluated, variables, name)
         if name in evaluated.values:
             faults = engine.argument_faults(name, option, evaluated.values[name])
             problems += [Problem(where, name, reason) for reason in faults]
@@ -229,7 +226,7 @@ def judged_problems(
     if name in evaluated.failures and excused:
         return []
     if name in evaluated.failures:
-        return [Problem(_where(role, evaluated, variables, name), name, evaluated.failures[name])]
+        return [Problem(where_set(role, evaluated, variables, name), name, evaluated.failures[name])]
     texts = evaluated.values.get(name)
     problems = []
     for text in texts if isinstance(texts, list) else []:
@@ -237,7 +234,7 @@ def judged_problems(
         if not colon:
             variable, reason = role.name, str(text)
         judged = variable.split(".")[0].split("[")[0]
-        where = _where(role, evaluated, variables, judged)
+        where = where_set(role, evaluated, variables, judged)
         value = evaluated.values.get(judged)
         if isinstance(value, int | float) and role.options.get(judged, {}).get("type", "str") == "str":
             reason += f' (a number: put it in quotes, "{value}")'

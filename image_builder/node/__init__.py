@@ -16,6 +16,7 @@ the container engine or the kubelet:
     node-agent health           check the running node and report changes               (health/)
     node-agent health-endpoint  report the node's health to Azure's extension           (health/)
     node-agent status           show what happened, and why                             (report.py)
+    node-agent check            read the settings as the other commands do              (check.py)
     node-agent compile          write this agent to a file that starts faster           (zipapp.py)
 
 Shared modules are next to these packages: ``decode`` (settings), ``files`` (files that survive a power cut), ``child``

@@ -43,6 +43,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     worker.add_argument("--seed", type=int, required=True)
     worker.add_argument("--peer", action="append", default=[], help="test only the links to this GPU")
     worker.add_argument("--drill", default="", help="go wrong on purpose")
+    check = commands.add_parser("check", help="read the settings as the other commands do")
+    check.add_argument("name", nargs="?", help="of one document, such as disk")
+    check.add_argument("file", nargs="?", type=Path, help="where it is")
     compile_ = commands.add_parser("compile", help="write this agent to a file that starts faster")
     compile_.add_argument("target", type=Path)
     return parser.parse_args(argv)
@@ -91,6 +94,10 @@ def run(options: argparse.Namespace) -> int:
             return gpu_worker(
                 options.gpu, options.tier, options.seed, peers=options.peer, drill=options.drill
             )
+        case "check":
+            from image_builder.node.check import run as check
+
+            return check(options.name, options.file)
         case "compile":
             from image_builder.node.zipapp import install
 

@@ -103,7 +103,12 @@ def load(directory: Path = settings.DIRECTORY) -> Preload:
 
 def load_all(directory: Path = settings.DIRECTORY) -> Settings:
     """Return the settings of the preload and of the promotion. Raises NodeError (``settings``)."""
-    preload = load(directory)
+    return parse(settings.load("preload", directory))
+
+
+def parse(document: Mapping[str, Any]) -> Settings:
+    """Return the settings of the preload and of the promotion. Raises NodeError (``settings``)."""
+    preload = settings.parse(Preload, document, "preload")
     try:
         return Settings(preload, decode(Promotion, preload.promote, "promote"))
     except DecodeError as error:

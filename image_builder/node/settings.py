@@ -27,10 +27,13 @@ T = TypeVar("T")
 def load(name: str, directory: Path = DIRECTORY) -> dict[str, Any]:
     """Return a role's settings; empty if the role wrote none. Raises NodeError (``settings``)."""
     path = directory / f"{name}.json"
+    return read(path) if path.exists() else {}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the settings in a file. Raises NodeError (``settings``)."""
     try:
         document = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError) as error:
         raise NodeError("settings", f"{path} can't be read: {error}") from error
     if not isinstance(document, dict):

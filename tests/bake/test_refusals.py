@@ -31,7 +31,8 @@ def test_each_wrong_setting_is_refused(
 ) -> None:
     """The same programs accept what the roles write, or there would be no table."""
     place: Workplace = request.getfixturevalue(image)
-    argv = [sys.executable, REPO / "tests/bench/refusals.py", "--json", "--trees", *place.trees(stage)]
+    argv = [sys.executable, str(REPO / "tests/bench/refusals.py"), "--json", "--trees"]
+    argv += [str(tree) for tree in place.trees(stage)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

@@ -153,7 +153,6 @@ _DOCKER: tuple[Mapping[str, Any], ...] = (
     *({"log-opts": {key: "5"}} for key in ("max-fil", "size")),
     {"log-opts": {"max-size": "50m", "max-file": 5}},
     {"exec-opts": ["native.cgroupdriver=sys"]},
-    {"exec-opts": ["cgroups"]},
     {"hosts": ["fd://"]},
     {"storage-drivr": "overlay2"},
     {"live-restore": "yes"},
@@ -162,7 +161,6 @@ _DOCKER: tuple[Mapping[str, Any], ...] = (
     {"max-download-attempts": -1},
     {"registry-mirrors": ["mirror.example"]},
     {"default-shm-size": "5x"},
-    {"default-ulimits": {"nofile": {"Name": "nofile", "Hard": 1, "Soft": 5}}},
     {"dns": ["dns.example"]},
     {"labels": ["pool"]},
     {"log-level": "loud"},
@@ -171,6 +169,11 @@ _DOCKER: tuple[Mapping[str, Any], ...] = (
     {"shutdown-timeout": "5m"},
     {"default-cgroupns-mode": "none such"},
     {"data-root": 5},
+)
+
+_CRI_DOCKERD = (
+    *("--image-pull-progress-deadline=30min", "--image-pull-progress-deadline=14d", "--no-such-flag"),
+    *("--ipv6-dual-stack=perhaps", "--network-plugin-mtu=big"),
 )
 
 
@@ -197,7 +200,13 @@ def rows(root: Root, log: Path) -> Iterator[Row]:
     ):
         yield from _containerd(root, engine, log)
     if docker:
-        yield from _docker(root, docker, log)
+        with trial.containerd(root, engine, log) as refused:
+            assert refused == []
+            yield from _docker(root, docker, log)
+    if shim := trial.read_unit(root.path, "cri-docker"):
+        for flag in _CRI_DOCKERD:
+            asked = dataclasses.replace(shim, argv=(*shim.argv, flag))
+            yield _row("cri-dockerd", flag, trial.ask_cri_dockerd(root, asked, log))
     if kubelet:
         endpoint = trial.runtime_endpoint(root, kubelet)
         with trial.runtime(root, engine, endpoint, log):
@@ -220,7 +229,9 @@ def _added(text: str, part: str, line: str) -> str:
     if not part:
         return f"{line}\n" + re.sub(rf"^{re.escape(key)} = .*\n", "", text, flags=re.MULTILINE)
     first, dot, more = part.partition(".")
-    plugin = f"io.containerd.cri.v1.{first}" if "io.containerd.cri.v1" in text else "io.containerd.grpc.v1.cri"
+    plugin = (
+        f"io.containerd.cri.v1.{first}" if "io.containerd.cri.v1" in text else "io.containerd.grpc.v1.cri"
+    )
     head = f'plugins."{plugin}"{dot}{more}'
     before, _, after = text.partition(f"[{head}]\n")
     own, bracket, others = after.partition("\n[")

@@ -98,6 +98,8 @@ def test_a_kubelet_is_quoted(said: str, sentence: str) -> None:
         "kubelet is configured to not run on a host using cgroup v1",
         "running with swap on is not supported, please disable swap",
         "Enabling IP forwarding failed: open /proc/sys/net/ipv4/ip_forward: read-only file system",
+        "validate service connection: validate CRI v1 API: dial unix /run/c.sock: connect: no such file or directory",
+        "Error initializing network controller: Error creating default bridge network: operation not permitted",
         "failed to get docker version: Cannot connect to the Docker daemon at unix:///var/run/docker.sock",
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from image_builder.node.errors import NodeError
 from image_builder.node.health import application
-from image_builder.node.health.settings import CHECKS, Settings, parse
+from image_builder.node.health.settings import Settings, parse
 from tests.support.roles import templates
 
 ROLE = "node_health"
@@ -64,24 +64,6 @@ def test_a_process_that_hangs_does_not_hold_up_the_next_look() -> None:
     assert "KillMode=process" in lines, "systemd would wait for it, four times 90 s"
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "thresholds": ({"full_warn_percent": 99}, "must not be above node_health_full_fail_percent"),
-    "path": ({"paths": ["/", "mnt"]}, "mnt is not an absolute path"),
-    "endpoint": ({"registries": ["registry.test"]}, "registry.test is not HOST:PORT"),
-    "severity": ({"severities": {"network.dns": "bad"}}, "ignore, warn, fail"),
-    "low port": ({"endpoint_port": 80}, "1024 to 65535"),
-    "no phase": ({"endpoint_phases": 0}, "at least 1"),
-    "no lease": ({"endpoint_lease_seconds": 0}, "at least 1"),
-    "fewer than none": ({"endpoint_idle_gpu_users": -1}, "at least 0"),
-    "check": ({"intervals": {"disk": 60}}, "there is no check disk"),
-}
-
-
-@pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_definitions_are_told(given: dict[str, Any], words: str) -> None:
-    (found,) = problems(**{f"node_health_{name}": value for name, value in given.items()})
-    assert words in found
-
-
-def test_role_knows_every_check() -> None:
-    assert set(templates.role_file(ROLE, "vars/main.yml")["__node_health_names"]) == set(CHECKS)
+def test_a_port_that_nobody_may_use_is_refused() -> None:
+    (found,) = problems(node_health_endpoint_port=80)
+    assert "1024 to 65535" in found

@@ -49,7 +49,7 @@ def run(ctx: StageContext) -> Mapping[str, JSON]:
     Raises DefinitionError if a program of the image refuses its configuration, ImageBuilderError if a file still has a
     trace of the bake.
     """
-    ctx.doing("asking the kubelet and the engines about their configuration")
+    ctx.doing("asking the image's programs about their configuration")
     if refusals := trial.hold(ctx.lowers, ctx.work / "trial", ctx.log):
         raise DefinitionError([problem_in(ctx.definition, str(each), each.file) for each in refusals])
     tree = ctx.product / "tree"

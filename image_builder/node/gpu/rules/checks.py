@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from image_builder.node.errors import NodeError
+from image_builder.node.gpu import settings
 from image_builder.node.gpu.evidence import NOT_APPLICABLE, Evidence, broken
 from image_builder.node.gpu.model import TIERS, Check, Tier
 from image_builder.node.gpu.rules import active, gpu, node, policy
@@ -144,11 +146,21 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+def parse(document: Mapping[str, Any]) -> settings.Settings:
+    """Return the GPUs' settings, in which only known checks are waived. Raises NodeError (``gpu.settings``)."""
+    parsed = settings.parse(document)
+    _require_known(parsed)
+    return parsed
+
+
+def _require_known(given: settings.Settings) -> None:
+    if unknown := sorted(set(given.waived) - set(RULES)):
+        raise NodeError("gpu.settings", f"waived: unknown check {', '.join(unknown)}")
+
+
 def judge(evidence: Evidence) -> tuple[Check, ...]:
     """Return all checks. A rule that yields nothing counts as a check that could not be made."""
-    unknown = sorted(set(evidence.expected.settings.waived) - set(RULES))
-    if unknown:
-        raise NodeError("gpu.settings", f"waived: unknown check {', '.join(unknown)}")
+    _require_known(evidence.expected.settings)
     checks: list[Check] = []
     for name, rule in RULES.items():
         outcomes = list(rule.judge(evidence)) or [broken("rule.silent", "the rule gave no result")]
