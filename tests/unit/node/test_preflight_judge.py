@@ -224,12 +224,58 @@ def test_a_wrong_answer_is_final_whatever_the_status(status: int) -> None:
         (None, INCONCLUSIVE, "reboot"),
         ({"state": "ok"}, PASSED, "none"),
         ({"state": "degraded", "code": "disk.none", "reason": "r"}, PASSED, "none"),
-        ({"state": "failed", "code": "disk.foreign", "reason": "r"}, FAILED, "replace"),
+        ({"state": "failed", "code": "disk.foreign", "reason": "r", "action": "none"}, FAILED, "replace"),
     ],
 )
 def test_what_the_boot_has_prepared(section: dict[str, Any] | None, state: str, action: str) -> None:
     [found] = checks.prepared({"disk": section} if section else {}, ["disk"])
     assert (found.state, found.action) == (state, action)
+
+
+@pytest.mark.parametrize("name", ["disk", "preload"])
+@pytest.mark.parametrize("attempts", [{}, {"attempts": 1}, {"attempts": 2}])
+def test_no_unit_that_is_retried_is_judged(name: str, attempts: dict[str, int]) -> None:
+    section = {"state": "failed", "code": f"{name}.failed", "reason": "r", **attempts}
+    [found] = checks.prepared({name: section}, [name])
+    assert (found.state, found.code, found.action) == (INCONCLUSIVE, f"{name}.failed", "none")
+    assert judge([found, GOOD]).state == INCONCLUSIVE
+    [found] = checks.prepared({name: section | {"attempts": 3}}, [name])
+    assert found.state == FAILED and found.action != "none"
+
+
+@pytest.mark.parametrize(
+    ("disk", "uptime", "action"),
+    [
+        ({"state": "ok"}, 60.0, "none"),
+        ({"state": "ok"}, 1200.0, "reboot"),
+        ({"state": "failed", "attempts": 2}, 1200.0, "none"),
+        ({"state": "failed", "attempts": 3}, 1200.0, "reboot"),
+    ],
+)
+def test_a_report_that_is_missing_may_still_come(disk: dict[str, Any], uptime: float, action: str) -> None:
+    found = checks.prepared({"disk": disk}, ["disk", "preload"], uptime)[1]
+    assert (found.state, found.code, found.action) == (INCONCLUSIVE, "preload.missing", action)
+
+
+@pytest.mark.parametrize(
+    ("failed", "is_unsettled"),
+    [
+        (["disk"], True),
+        (["disk", "preload", "engine"], True),
+        (["engine"], True),
+        (["disk", "gpu"], False),
+        (["gpu"], False),
+        ([], False),
+    ],
+)
+def test_only_what_other_units_prepare_is_asked_for_again_after_a_failure(
+    failed: list[str], is_unsettled: bool
+) -> None:
+    results = [GOOD, *(Check(name, FAILED, "x", "r", "replace") for name in failed)]
+    document = model.document(
+        judge(results), results, boot_id=BOOT, image_build="b1", started="now", seconds=1
+    )
+    assert model.is_unsettled(document) is is_unsettled
 
 
 def test_the_message_begins_with_the_boot_that_it_speaks_of() -> None:

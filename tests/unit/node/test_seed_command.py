@@ -197,6 +197,32 @@ def test_a_store_that_can_not_be_read_once_is_read_again(
     assert settings.marker.exists()
 
 
+@pytest.mark.parametrize(
+    ("disk", "is_seeded"),
+    [
+        (None, False),
+        ({"state": "failed", "code": "disk.failed", "reason": "EIO"}, False),
+        ({"state": "failed", "code": "disk.none", "reason": "none", "action": "none"}, True),
+        ({"state": "degraded", "code": "disk.none", "reason": "none", "action": "none"}, True),
+        ({"state": "ok", "action": "format"}, True),
+    ],
+)
+def test_nothing_is_seeded_before_there_is_a_decision_on_the_disk(
+    disk: dict[str, Any] | None, is_seeded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, path = _settings(tmp_path), _stored(tmp_path, monkeypatch)
+    (tmp_path / "disk.json").write_text("{}")
+    if disk:
+        status.update("disk", disk, Places(tmp_path / "run", tmp_path))
+    code, section = _run(settings, path)
+    assert (code, settings.data_root.exists(), settings.marker.exists()) == (
+        not is_seeded,
+        is_seeded,
+        is_seeded,
+    )
+    assert section.get("code", "") == ("" if is_seeded else "seed.disk")
+
+
 def test_a_root_of_this_store_is_left_to_the_engine_that_runs_on_it_and_repaired_once_it_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
