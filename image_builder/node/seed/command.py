@@ -244,8 +244,6 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
     check_version(store, settings.engine)
     _open(settings, store)
     filled = docker.fill(images, settings.data_root, copy=_copy)
-    if filled.images:
-        files.syncfs(settings.data_root)
     if not ours:
         _mark(settings, store)
     if not filled.images:

@@ -447,6 +447,23 @@ def test_a_layer_that_was_half_taken_out_is_taken_out(tmp_path: Path) -> None:
     assert lost.caches(settings.data_root) == set()
 
 
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"\0" * 8, b"..", b".", b"../../volumes", b""])
+@pytest.mark.parametrize("name", ["cache-id", "parent"])
+def test_a_damaged_record_takes_nothing_else_along(name: str, data: bytes, tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    _used(settings)
+    content = settings.data_root / "image/overlay2/imagedb/content/sha256/odd"
+    content.parent.mkdir(parents=True)
+    content.write_text('{"rootfs": {"diff_ids": 3}}')
+    records = settings.data_root / "image/overlay2/layerdb/sha256"
+    (records / "pulled" / name).write_bytes(data)
+    lost.take_out(settings.data_root, settings.state / "trash", "boot")
+    assert os.listdir(records) == ["pulled"] and content.exists()
+    assert (settings.data_root / "overlay2/pulled-files/diff/file").exists()
+    assert (settings.data_root / "volumes/mine/_data/precious").exists()
+    assert scan(settings.data_root, "docker").broken == frozenset()
+
+
 def test_a_layer_that_is_there_is_not_lost(tmp_path: Path) -> None:
     settings, store = _settings(tmp_path), tmp_path / "store"
     (store / "layers/abc").mkdir(parents=True)
