@@ -52,9 +52,9 @@ def network(identity: Identity, guard: PodGuard, deadline: Deadline) -> Done:
     while guard.unit.exists() and not guard.mark.exists():
         if not deadline.poll(_POLL):
             raise JoinError(24, f"{guard.unit.name} has not finished: see systemctl status {guard.unit.name}")
-    while identity.ip and not _is_ours(identity.ip):
+    while foreign := [ip for ip in identity.ip.split(",") if ip and not _is_ours(ip)]:
         if not deadline.poll(_POLL):
-            raise JoinError(21, f"{identity.ip} is not an address of this machine")
+            raise JoinError(21, f"{foreign[0]} is not an address of this machine")
     host, port = identity.config.endpoint
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     endpoints = Endpoints(

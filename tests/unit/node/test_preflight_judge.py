@@ -138,6 +138,13 @@ def test_a_pass_clears_the_account_and_keeps_a_month_of_it() -> None:
     assert parse_attempts(json.loads(json.dumps(found.as_json()))) == found
 
 
+def test_a_reboot_of_a_wrong_clock_grows_old_once_a_test_has_passed() -> None:
+    found = rebooted(*[-70 * 365] * 3, helped=False)
+    assert found.recent("x", "another boot", NOW) == 3
+    assert found.passed(NOW).recent("x", "another boot", NOW + 29 * DAY) == 3
+    assert found.passed(NOW).recent("x", "another boot", NOW + 31 * DAY) == 0
+
+
 @pytest.mark.parametrize(
     "found",
     [
