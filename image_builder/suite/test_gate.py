@@ -42,10 +42,13 @@ DECLARED = (
     "dns",
     "tcp",
     "engine",
+    "wait_seconds",
     "gpu_tier",
     "gpu_seconds",
     "kubeconfig",
+    "healthz",
     "jitter_seconds",
+    "retest_days",
 )
 
 gate = needs("gate")
