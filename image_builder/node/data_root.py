@@ -169,6 +169,12 @@ def scan(data_root: Path, engine: str) -> Links:
     return Links(frozenset(served), frozenset(broken), directories, local)
 
 
+def cache_id(record: str | Path) -> str:
+    """Return the directory in ``overlay2`` that a layer's record names; empty if it is damaged. Raises OSError."""
+    name = files.read_text(f"{record}/cache-id")
+    return "" if "/" in name or name in (".", "..") else name
+
+
 def _docker_chains(root: Path) -> frozenset[str]:
     """Return the chain ids of the layers that Docker has a record of and that are on the local disk."""
     chains = set()
@@ -178,10 +184,11 @@ def _docker_chains(root: Path) -> frozenset[str]:
         records = []
     for record in records:
         try:
-            diff = root / "overlay2" / (record / "cache-id").read_text() / "diff"
-        except (OSError, ValueError):
+            cache = cache_id(record)
+        except OSError:
             continue
-        if diff.is_dir() and not diff.is_symlink():
+        diff = root / "overlay2" / cache / "diff"
+        if cache and diff.is_dir() and not diff.is_symlink():
             chains.add(record.name)
     return frozenset(chains)
 

@@ -122,6 +122,16 @@ def write_changed(path: Path, data: bytes, mode: int = 0o644, *, durable: bool =
     return True
 
 
+def read_text(path: str | Path) -> str:
+    """Return the one line of a small file; empty if it is missing or damaged, as by a power cut. Raises OSError."""
+    try:
+        with open(path, encoding="ascii") as file:
+            text = file.read()
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        return ""
+    return text if text.isprintable() else ""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing, unreadable or not a JSON object."""
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 # The flags of mount(2) that are used here (linux/mount.h).
 RDONLY, NOSUID, NODEV, NOEXEC, NOATIME, BIND = 1, 2, 4, 8, 1024, 4096
+PRIVATE, SHARED = 1 << 18, 1 << 20
 # For looking at filesystems whose origin is unknown.
 READ_ONLY = RDONLY | NOSUID | NODEV | NOEXEC
 # How mountinfo escapes a space, a tab, a newline, a backslash and a hash.
@@ -80,9 +81,16 @@ def mount(source: str | Path, target: str | Path, filesystem: str, flags: int = 
     check(result, f"mount {filesystem or 'bind'} {source}", target)
 
 
-def bind(source: str | Path, target: str | Path) -> None:
-    """Bind-mount ``source`` at ``target``. Raises OSError."""
+def bind(source: str | Path, target: str | Path, *, apart: bool = False) -> None:
+    """Bind-mount ``source`` at ``target``. Raises OSError.
+
+    ``apart``: it is shared in a peer group of its own. In that of the filesystem of ``source``, whatever is mounted
+    below ``target`` would appear below ``source`` too.
+    """
     mount(source, target, "", BIND)
+    if apart:
+        mount("none", target, "", PRIVATE)
+        mount("none", target, "", SHARED)
 
 
 def unmount(target: str | Path) -> None:

@@ -96,11 +96,15 @@ def update(
     """Set a section, and update the kubelet's environment.
 
     ``required`` are the sections without which the node isn't ready, by default those that its settings call for.
-    Several processes may call this at the same time.
+    ``attempts`` in a failed section is how often in a row it has failed. Several processes may call this at the same
+    time.
     """
     run, etc = places.run, places.etc
     with files.lock(run / ".lock", 60):
-        document = {**read(run), section: dict(value)}
+        before = read(run)
+        document = {**before, section: dict(value)}
+        if section in SECTIONS and value["state"] == FAILED:
+            document[section]["attempts"] = before.get(section, {}).get("attempts", 0) + 1
         document["ready"] = is_ready(document, wanted_sections(etc) if required is None else required)
         files.write_json(run / "status.json", document, durable=False)
         environment = kubelet_environment(document, _taints(etc), _gate(etc))

@@ -22,7 +22,18 @@ _DATE = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can represent
 _PACKAGE = "image_builder/node"
 # Code, tables, GPU kernels. Files that an editor leaves behind are not packed.
 _PACKED = (".py", ".json", ".ptx")
-_MAIN = "import sys\n\nfrom image_builder.node.__main__ import main\n\nsys.exit(main())\n"
+# A running agent reads modules and tables later than this: it keeps the file that it was started from, which an update
+# replaces by another one with other offsets.
+_MAIN = """\
+import os
+import sys
+
+sys.path.insert(0, f"/proc/self/fd/{os.open(sys.path[0], os.O_RDONLY | os.O_CLOEXEC)}")
+
+from image_builder.node.__main__ import main
+
+sys.exit(main())
+"""
 # PEP 552: a compiled file that contains its source's hash but is never checked against it. Nobody edits an archive.
 _UNCHECKED_HASH = 0b01
 

@@ -18,6 +18,20 @@ SOURCES = "/usr/local/lib/node-agent/node-agent.pyz"
 STATUS = "/run/node/status.json"
 ENGINES = ("docker.service", "containerd.service", "kubelet.service")
 
+DECLARED = (
+    "policy",
+    "mount_point",
+    "filesystem",
+    "label",
+    "selector",
+    "expected_disks",
+    "wait_seconds",
+    "incomplete_array",
+    "wipe",
+    "directories",
+    "binds",
+)
+
 node = needs("node")
 # The agent comes with either layer.
 agent = needs(image_layers=lambda names: not {"node", "gate"}.isdisjoint(names))
@@ -68,21 +82,10 @@ def test_local_disk_is_tried_again(host: Host) -> None:
 @node
 def test_local_disk_settings_are_declared_ones(host: Host, v: V) -> None:
     """The agent's disk settings are those that the definition declares."""
-    expected = {
-        key: v[f"local_disk_{key}"]
-        for key in (
-            *(
-                "policy",
-                "mount_point",
-                "filesystem",
-                "label",
-                "selector",
-                "expected_disks",
-                "incomplete_array",
-            ),
-            "wipe",
-        )
-    }
+    expected = {key: v[f"local_disk_{key}"] for key in DECLARED}
+    quota = v["local_disk_cache_quota_bytes"] or None
+    path = v["local_disk_cache_path"]
+    expected["cache"] = {"path": path, "quota_bytes": quota} if path else None
     nothing(differences(expected, load(host, SETTINGS)))
 
 
@@ -108,6 +111,31 @@ def test_local_disk_is_mounted(host: Host, v: V) -> None:
     nothing(differences(expected, actual))
     assert actual["source"] != output(host, "findmnt --noheadings --output SOURCE /").strip()
     assert "noatime" in actual["options"].split(","), actual["options"]
+
+
+@booted
+@node
+def test_local_disk_is_furnished(host: Host, v: V) -> None:
+    """Declared directories are on the local disk, the cache has its quota, and binds are where programs expect them."""
+    root = v["local_disk_mount_point"]
+    local = output(host, "stat --format %%d %s", root).strip()
+    directories = {f"{root}/{item['path']}": str(item["mode"]) for item in v["local_disk_directories"]}
+    for path, mode in directories.items():
+        actual = output(host, "stat --format '%%d %%a' %s", path).split()
+        assert actual == [local, mode.lstrip("0")], f"{path}: {actual}"
+    if cache := v["local_disk_cache_path"]:
+        device = output(host, "stat --format %%d %s", f"{root}/{cache}").strip()
+        assert device == local, f"the cache is not on {root}"
+        if quota := v["local_disk_cache_quota_bytes"]:
+            # In blocks of 1 KiB: project, used, soft limit, hard limit; the kernel rounds up to its own blocks.
+            report = output(host, "xfs_quota -x -c 'report -p -b -N' %s", root).splitlines()
+            limits = [int(line.split()[3]) for line in report if line.split()[:1] == ["#1"]]
+            is_limited = len(limits) == 1 and 0 <= limits[0] - quota // 1024 <= 4
+            assert is_limited, f"the cache's limit is {limits} KiB, not {quota // 1024}"
+    for item in v["local_disk_binds"]:
+        source = output(host, "findmnt --noheadings --output FSROOT --mountpoint %s", item["target"]).strip()
+        device = output(host, "stat --format %%d %s", item["target"]).strip()
+        assert (device, source) == (local, f"/{item['source']}"), f"{item['target']} is {source}"
 
 
 @booted

@@ -31,6 +31,7 @@ V = dict[str, Any]
 STATUS = "/run/node/status.json"
 SETTINGS = "/etc/node-agent/preload.json"
 UNIT, SEED, PROMOTE = "image-preload.service", "preload-seed.service", "preload-promote.service"
+DISK = "local-disk.service"
 # The lab's registries exist only while the lab bakes.
 LAB = ".lab.internal"
 
@@ -178,10 +179,13 @@ def _started(unit: list[str]) -> str:
 @booted
 @with_unit
 def test_seed_comes_before_the_engines(host: Host, tree: Tree, v: V) -> None:
-    """The seed starts at boot, after the local disk is ready, and both engines wait for it."""
+    """The seed starts at boot, once the local disk is ready, and both engines wait for it."""
     assert starts_at_boot(tree, SEED), f"{SEED} does not start at boot"
     unit = _unit(host, SEED)
-    assert "local-disk.service" in named(unit, "After"), f"{SEED} does not wait for the local disk"
+    own = read(host, f"/etc/systemd/system/{SEED}").splitlines()
+    assert DISK in named(own, "After"), f"{SEED} does not wait for the local disk"
+    # Ordered only, they would run beside a disk that is retried, and not again when it is there.
+    nothing(f"{u} starts without {DISK}" for u in (SEED, UNIT, PROMOTE) if DISK not in _required(host, u))
     marker = f"{v['image_preload_mount_point']}/.node/seed/{v['image_preload_engine']}.json"
     assert {"ConditionPathExists=|/opt/preload/store.json", f"ConditionPathExists=|{marker}"} <= set(unit)
     assert {"Type=oneshot", "RemainAfterExit=yes"} <= set(unit)
@@ -192,6 +196,13 @@ def test_seed_comes_before_the_engines(host: Host, tree: Tree, v: V) -> None:
         drop_in = read(host, f"/etc/systemd/system/{engine}.service.d/10-preload-seed.conf").splitlines()
         waits = named(drop_in, "After") & named(drop_in, "Wants")
         assert SEED in waits, f"{engine} does not wait for {SEED}"
+        gates = [line.removeprefix("ExecStartPre=") for line in drop_in if line.startswith("ExecStartPre=")]
+        assert gates == [v["__image_preload_engine_gate"]], f"{engine} starts on a data root without images"
+
+
+def _required(host: Host, name: str) -> set[str]:
+    lines = _unit(host, name)
+    return named(lines, "Requires") & named(lines, "After")
 
 
 @offline

@@ -241,7 +241,48 @@ OTHERS: tuple[Row, ...] = (
     ),
 )
 
-ROWS = LIFE + OTHERS
+_AGAIN = {
+    "ready": True,
+    "disk": "format",
+    "disk_state": "ok",
+    "seed": "seeded",
+    "preload": "ok",
+    "archive": [],
+    "tainted": False,
+    "broken_links": 0,
+    "restarts": "1",
+    "condemned": [],
+}
+
+
+def _second_attempt(unit: str, what: str, *first: Step) -> Row:
+    return Row(
+        f"{unit} fails once",
+        "d",
+        (Local("six"),),
+        (*first, steps.fail_once(unit), steps.boot_blank, steps.recovered(unit), steps.run_images),
+        {**_AGAIN, **RUNS},
+        what,
+    )
+
+
+SECOND_ATTEMPTS: tuple[Row, ...] = (
+    _second_attempt(
+        "local-disk",
+        "The first attempt of the disk's unit fails: nothing is seeded on the OS disk, all else follows the second.",
+        steps.boot,
+    ),
+    _second_attempt(
+        "preload-seed",
+        "The first attempt of the seed fails in an image without an archive: the engine waits for the second.",
+        steps.drop_archive,
+    ),
+    _second_attempt(
+        "image-preload", "The first attempt of the preload fails: the kubelet waits for the second."
+    ),
+)
+
+ROWS = LIFE + OTHERS + SECOND_ATTEMPTS
 
 
 def _of_life(name: str, *more: Step, **facts: Any) -> Row:

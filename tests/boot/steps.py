@@ -16,7 +16,7 @@ from image_builder.node import layout
 from image_builder.verify.boot import SUITE_SECONDS, start_pod
 from image_builder.verify.runner import observe_suite
 from tests.boot.engines import engine_of
-from tests.boot.node import BOOT_SECONDS, GIB, MIB, Image, Instance, Local, allocated
+from tests.boot.node import BOOT_SECONDS, GIB, MIB, SHELL_SECONDS, Image, Instance, Local, allocated
 
 Facts = dict[str, Any]
 DISK_LINE, SEED_LINE = "node-agent: disk: ", "node-agent: seed: "
@@ -130,6 +130,65 @@ def _observe(node: Instance, state: str) -> Facts:
         "tainted": "--register-with-taints=" in kubelet and "image-builder/local-disk=" in kubelet,
         "broken_links": found["layers"]["broken"],
     }
+
+
+# -- second attempts -------------------------------------------------------------------------------------------
+
+
+def fail_once(unit: str) -> Step:
+    """Return a step that has only this unit fail at its first start in each boot from now on."""
+    drop_in = Path(f"/etc/systemd/system/{unit}.service.d/00-fails-once.conf")
+    marker = f"/run/failed-{unit}"
+    command = f"ExecStartPre=/bin/sh -c 'test -e {marker} || {{ touch {marker}; exit 1; }}'"
+
+    def step(place: Place) -> Facts:
+        place.node.shell(
+            f"rm -f {drop_in.parents[1]}/*/{drop_in.name}\nmkdir -p {drop_in.parent}\n"
+            f"printf '%s\\n' '[Service]' \"{command}\" > {drop_in}\nsync"
+        )
+        return {}
+
+    return step
+
+
+def drop_archive(place: Place) -> Facts:
+    """Turn the image into one without an archive of its container images."""
+    edit = "v = json.load(open(p)); v['archive'] = None; json.dump(v, open(p, 'w'))"
+    place.node.shell(
+        f"python3 -c \"import json; p = '{layout.LIST}'; {edit}\"\nrm -f {layout.LIST.with_suffix('.tar')}\nsync"
+    )
+    return {}
+
+
+def boot_blank(place: Place) -> Facts:
+    """Boot with the row's disks erased, as after a deallocation."""
+    place.node.end()
+    for number in range(len(place.disks or ())):
+        place.file(number).unlink(missing_ok=True)
+    return _boot(place)
+
+
+def recovered(unit: str) -> Step:
+    """Return a step that waits for a unit's second attempt and for what follows it."""
+
+    def step(place: Place) -> Facts:
+        node = place.node
+
+        def is_ready() -> bool:
+            state = node.shell(f"systemctl is-active {unit}.service kubelet.service", ok=(0, 3)).split()
+            return state == ["active", "active"] and bool(node.status()["ready"])
+
+        node.wait(is_ready, SHELL_SECONDS, f"{unit} has recovered", poll=5)
+        restarts = node.shell(f"systemctl show --property=NRestarts --value {unit}.service").strip()
+        said = node.shell("journalctl --boot --no-pager --grep='action: (replace|reimage|reboot)'", ok=(0, 1))
+        facts = _observe(node, "")
+        return {
+            **facts,
+            "restarts": restarts,
+            "condemned": [line for line in said.splitlines() if "action" in line],
+        }
+
+    return step
 
 
 # -- power cuts ------------------------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ record(
     change(SETTINGS, '"taint": "[^"]*"', '"taint": "other/taint"'),
     change(SETTINGS, '"gpu_tier": "[^"]*"', '"gpu_tier": "none"'),
     change(SETTINGS, '"reboot": true', '"reboot": false'),
+    change(SETTINGS, '"wait_seconds": [0-9.]+', '"wait_seconds": 1'),
+    change(SETTINGS, '"healthz": "[^"]*"', '"healthz": ""'),
+    change(SETTINGS, '"retest_days": [0-9.]+', '"retest_days": 0'),
 )
 record(
     "test_verdict_is_reported_where_somebody_hears_it",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.suite.booted import edited, record_booted
-from tests.suite.offline import change, chmod, outside, record, remove, write
+from tests.suite.offline import change, chmod, edit_json, outside, record, remove, write
 
 PROGRAM = "/usr/local/sbin/node-agent"
 SOURCES = "/usr/local/lib/node-agent/node-agent.pyz"
@@ -42,12 +42,27 @@ record(
     "test_local_disk_settings_are_declared_ones",
     change(SETTINGS, '"policy": "[a-z]+"', '"policy": "none"'),
     change(SETTINGS, '"label": "[a-z]+"', '"label": "other"'),
+    *(
+        edit_json(SETTINGS, setting)
+        for setting in (
+            lambda settings: settings.update(wait_seconds=299),
+            lambda settings: settings["directories"].append({"path": "more", "mode": "0755"}),
+            lambda settings: settings["binds"].append({"source": "pods", "target": "/var/lib/other"}),
+            lambda settings: settings.update(cache={"path": "other", "quota_bytes": None}),
+            lambda settings: settings["cache"].update(quota_bytes=4096),
+        )
+    ),
 )
 record(
     "test_nothing_else_assembles_arrays",
     change("/etc/mdadm/mdadm.conf", "^AUTO -all$", "AUTO +all"),
 )
 record_booted("test_local_disk_is_mounted", "mount -o remount,atime,strictatime /mnt/local")
+record_booted(
+    "test_local_disk_is_furnished",
+    "mv /mnt/local/cache /mnt/local/mutation",
+    mend="mv /mnt/local/mutation /mnt/local/cache",
+)
 record_booted(
     "test_local_disk_is_marked_as_this_images", **edited("/mnt/local/.node/disk.json", 's/"image": "/&other/')
 )

@@ -205,6 +205,10 @@ record(
     change(SEED, "^ExecStart=(.*) seed$", r"ExecStart=\1 status"),
     remove("/etc/systemd/system/containerd.service.d/10-preload-seed.conf"),
     change("/etc/systemd/system/docker.service.d/10-preload-seed.conf", "^After=.*\n", ""),
+    change("/etc/systemd/system/docker.service.d/10-preload-seed.conf", "^ExecStartPre=.*\n", ""),
+    change(f"{SEED}.d/05-local-disk.conf", "^Requires=", "Wants="),
+    change(f"{UNIT}.d/05-local-disk.conf", "^Requires=.*\n", ""),
+    remove(f"{PROMOTE}.d/05-local-disk.conf"),
 )
 record(
     "test_promotion_does_not_delay_the_boot",

@@ -282,7 +282,7 @@ def _bind(settings: Settings) -> None:
         (root / item.source).mkdir(parents=True, exist_ok=True)
         Path(item.target).mkdir(parents=True, exist_ok=True)
         if os.path.realpath(item.target) not in mount_points:
-            mounts.bind(root / item.source, Path(item.target))
+            mounts.bind(root / item.source, Path(item.target), apart=True)
 
 
 def hidden_bytes(root: Path, most: int = 20_000) -> int:

@@ -152,13 +152,22 @@ def collect(raw: Iterable[bytes], last: int) -> tuple[list[Record], int]:
 
 
 def find(records: Iterable[Record]) -> list[Trouble]:
-    """Return the troubles in the log, one for each record that reports one."""
+    """Return the troubles in the log, one for each record that reports one; ``count`` 0: one is over."""
     troubles = []
     for record in records:
-        if record.is_kernels and (named := trouble(record.text)):
-            code, subject = named
-            troubles.append(Trouble(code, subject, 1, record.seconds, record.text[:_DETAIL]))
+        if not record.is_kernels:
+            continue
+        if named := trouble(record.text):
+            troubles.append(Trouble(*named, 1, record.seconds, record.text[:_DETAIL]))
+        elif subject := recovered(record.text):
+            troubles.append(Trouble("gpu.xid", subject, 0, record.seconds, record.text[:_DETAIL]))
     return troubles
+
+
+def recovered(text: str) -> str:
+    """Return the subject of the Xid 154 that a line ends: the GPU needs no recovery any more. Empty for other lines."""
+    xid = xids.parse_message(text, 0) if "NVRM:" in text else None
+    return f"{xid.number} {xid.pci}" if xid and not xid.switch and xids.needs_nothing(xid) else ""
 
 
 def trouble(text: str) -> tuple[str, str] | None:
@@ -186,9 +195,12 @@ def trouble(text: str) -> tuple[str, str] | None:
 
 
 def merge(earlier: Iterable[Trouble], new: Iterable[Trouble]) -> list[Trouble]:
-    """Return all troubles, one for each code and subject; if there are too many, only the latest."""
+    """Return all troubles that aren't over, one for each code and subject; if there are too many, only the latest."""
     troubles = {(trouble.code, trouble.subject): trouble for trouble in earlier}
     for trouble in new:
+        if not trouble.count:
+            troubles.pop((trouble.code, trouble.subject), None)
+            continue
         before = troubles.get((trouble.code, trouble.subject))
         count = trouble.count + (before.count if before else 0)
         troubles[trouble.code, trouble.subject] = replace(trouble, count=count)

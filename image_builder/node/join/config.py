@@ -227,8 +227,12 @@ def _rules(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for number, address in enumerate(cluster.get("dns", ())):
         if not reach.is_address(address):
             yield f"cluster.dns[{number}]", "must be an IP address"
-    if (ip := node.get("ip", NONE)) not in (PLATFORM, NONE) and not reach.is_address(ip):
-        yield "node.ip", "must be an IP address"
+    if (ip := node.get("ip", NONE)) not in (PLATFORM, NONE):
+        addresses = ip.split(",")
+        if not all(map(reach.is_address, addresses)):
+            yield "node.ip", "must be an IP address"
+        elif len({":" in address for address in addresses}) < len(addresses):
+            yield "node.ip", "must have addresses of different families"
     yield from _label_rules(node)
     taints = [(taint["key"], taint["effect"]) for taint in node.get("taints", ())]
     for number, taint in enumerate(taints):

@@ -52,9 +52,9 @@ def network(identity: Identity, guard: PodGuard, deadline: Deadline) -> Done:
     while guard.unit.exists() and not guard.mark.exists():
         if not deadline.poll(_POLL):
             raise JoinError(24, f"{guard.unit.name} has not finished: see systemctl status {guard.unit.name}")
-    while identity.ip and not _is_ours(identity.ip):
+    while foreign := [ip for ip in identity.ip.split(",") if ip and not _is_ours(ip)]:
         if not deadline.poll(_POLL):
-            raise JoinError(21, f"{identity.ip} is not an address of this machine")
+            raise JoinError(21, f"{foreign[0]} is not an address of this machine")
     host, port = identity.config.endpoint
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     endpoints = Endpoints(
@@ -96,18 +96,21 @@ def runtime(places: Places, engine: str, deadline: Deadline) -> Done:
 
 
 def _section(name: str, numbers: tuple[int, int], places: Places, deadline: Deadline) -> Done:
-    """Read a section of this boot's status, waiting for a missing one. Raises JoinError with one of ``numbers``."""
+    """Read a section of this boot's status, waiting for one that is missing or retried.
+
+    Raises JoinError with one of ``numbers``: the section failed, or it is missing.
+    """
     failed, missing = numbers
     if name not in status.wanted_sections(places.etc, places.listed):
         return Done("none", "this image has none", is_skipped=True)
     while True:
         sections = status.read(places.run)
         (check,) = checks.prepared(sections, [name])
-        if check.state == FAILED:
-            raise JoinError(failed, f"{check.code}: {check.reason}")
         if check.state == PASSED:
             return Done(_digest(sections[name]), check.reason or str(sections[name]["state"]))
-        if not deadline.poll(_POLL):
+        if check.state == FAILED or not deadline.poll(_POLL):
+            if name in sections:
+                raise JoinError(failed, f"{check.code}: {check.reason}")
             raise JoinError(missing, check.reason)
 
 

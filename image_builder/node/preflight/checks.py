@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
@@ -20,6 +21,10 @@ _ENGINES: Mapping[str, list[str]] = {
 }
 # The timeout of one attempt, and the pause between two (seconds).
 _ATTEMPT, _PAUSE = 10.0, 2.0
+# A unit that failed is started again after 30 to 60 seconds. Its section is judged once it failed this often in a row.
+ATTEMPTS = 3
+# After so many seconds of a boot, a unit that has not reported at all hangs, or dies each time.
+LATE = 1200.0
 # The action for a section that failed. Missing images are the node image's fault. Without a disk, only a reboot that
 # doesn't help (`judge.settle`) proves that the machine is to blame.
 _HELP: Mapping[str, Action] = {"disk": "reboot", "seed": "reimage", "preload": "reimage"}
@@ -35,21 +40,37 @@ _HELP_BY_CODE: Mapping[str, Action] = {
 Probe = Callable[[], str]
 
 
-def prepared(sections: Mapping[str, Any], names: Sequence[str]) -> list[Check]:
-    """Judge the sections of ``/run/node/status.json`` that a boot of this node fills before the kubelet starts."""
+def prepared(sections: Mapping[str, Any], names: Sequence[str], uptime: float = math.inf) -> list[Check]:
+    """Judge the sections of ``/run/node/status.json`` that a boot of this node fills before the kubelet starts.
+
+    A section whose unit is being retried is inconclusive, and calls for nothing. So is one that is missing ``uptime``
+    seconds after the boot, while there is time or another section is being retried: its unit may wait for that one.
+    """
     checks = []
+    may_come = uptime < LATE or any(name in sections and is_retried(sections[name]) for name in names)
     for name in names:
         section = sections.get(name)
         if section is None:
             reason = f"node-agent {name} has not reported in this boot"
-            checks.append(Check(name, INCONCLUSIVE, f"{name}.missing", reason, "reboot"))
+            checks.append(
+                Check(name, INCONCLUSIVE, f"{name}.missing", reason, "none" if may_come else "reboot")
+            )
         elif section["state"] == status.FAILED:
             code, reason = str(section.get("code") or f"{name}.failed"), str(section.get("reason", ""))
-            action = _HELP_BY_CODE.get(code, _HELP.get(name, "reboot"))
-            checks.append(Check(name, FAILED, code, reason, action))
+            if is_retried(section):
+                checks.append(Check(name, INCONCLUSIVE, code, f"{reason}; it is retried"))
+            else:
+                action = _HELP_BY_CODE.get(code, _HELP.get(name, "reboot"))
+                checks.append(Check(name, FAILED, code, reason, action))
         else:
             checks.append(Check(name, PASSED, reason=str(section.get("reason", ""))))
     return checks
+
+
+def is_retried(section: Mapping[str, Any]) -> bool:
+    """Return whether a section failed and its unit's next attempt may change that. A decision, its action, is final."""
+    has_failed = section["state"] == status.FAILED and "action" not in section
+    return has_failed and int(section.get("attempts", 1)) < ATTEMPTS
 
 
 def reach_all(settings: Settings, passed: Container[str] = ()) -> list[Check]:

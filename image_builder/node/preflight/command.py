@@ -17,7 +17,7 @@ from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.gpu import settings as gpu_settings
 from image_builder.node.preflight import checks, hold, model, report, smoke
 from image_builder.node.preflight.judge import Attempts, judge, parse_attempts, settle
-from image_builder.node.preflight.model import INCONCLUSIVE, PASSED, Check, Verdict
+from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, Check, Verdict
 from image_builder.node.preflight.settings import Settings, parse
 
 _UNTESTED = Check(
@@ -34,6 +34,7 @@ class Places(status.Places):
     report: Sequence[str] = field(default=("systemctl", "--no-block", "restart", "preflight-report.service"))
     smoke: Callable[[str], Sequence[str]] = smoke.command
     now: Callable[[], float] = time.time
+    uptime: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def run(places: Places = Places()) -> int:
@@ -65,14 +66,14 @@ def run(places: Places = Places()) -> int:
 
 
 def again(places: Places = Places()) -> int:
-    """Repeat the tests that this boot left inconclusive, and report changes; return 0.
+    """Repeat the tests that this boot has not settled (``model.is_unsettled``), and report changes; return 0.
 
     The kubelet and pods may be running by now: no result reboots the node. Raises OSError, and NodeError if this boot
     has no verdict.
     """
     with files.lock(places.run / "preflight.lock"):
         before = model.read_verdict(places)
-        if before["state"] == INCONCLUSIVE:
+        if model.is_unsettled(before):
             checks_before = [Check(**check) for check in before["checks"]]
             settings, verdict, document = _test(
                 places, str(before["boot_id"]), str(before["image_build"]), checks_before
@@ -140,11 +141,16 @@ def examine(
         settings_files.kubelet_taints(places.etc)
     except NodeError as error:
         return Settings(), [Check("settings", INCONCLUSIVE, error.code, error.message, "reimage")]
-    results = checks.prepared(status.read(places.run), status.wanted_sections(places.etc))
+    sections = status.read(places.run)
+    results = checks.prepared(sections, status.wanted_sections(places.etc), places.uptime())
+    is_retried = any(check.state == INCONCLUSIVE for check in results)
     passed = [check for check in before or () if check.state == PASSED and check.id not in status.SECTIONS]
     results += passed
     names = {check.id for check in passed}
-    results += checks.reach_all(settings, names)
+    for check in checks.reach_all(settings, names):
+        # The engine waits for the disk, and the preload for the engine: while they are retried, so is the engine.
+        is_late = is_retried and check.state == FAILED
+        results.append(replace(check, state=INCONCLUSIVE, action="none") if is_late else check)
     if expects_gpus and smoke.ID not in names:
         tested = next((check for check in before or () if check.id == smoke.ID), _UNTESTED)
         # A GPU that a person has to look at may well give the right answer the next time.

@@ -59,9 +59,12 @@ class Attempts:
         )
 
     def passed(self, now: float) -> Attempts:
-        """Return the reboots to keep when a test passes: recent ones, all marked as having helped."""
+        """Return the reboots to keep when a test passes: recent ones, all marked as having helped.
+
+        One in the future, recorded by a clock that was wrong, becomes one of now: it would never grow old.
+        """
         recent = [reboot for reboot in self.reboots if now - reboot.at < REBOOT_WINDOW]
-        return Attempts(tuple(replace(reboot, helped=True) for reboot in recent))
+        return Attempts(tuple(replace(reboot, helped=True, at=min(reboot.at, now)) for reboot in recent))
 
     def ordered(self, code: str, build: str, boot_id: str, now: float) -> Attempts:
         """Return the reboots plus a new one; a boot that orders a reboot again for the same code counts once."""

@@ -149,12 +149,21 @@ def read_verdict(places: status.Places) -> dict[str, Any]:
     return document
 
 
+def is_unsettled(document: Mapping[str, Any]) -> bool:
+    """Return whether this boot must be tested again: its verdict is inconclusive, or nothing of the machine failed.
+
+    What other units prepare (disk, images, engine) may be ready later, and asking for it again costs nothing.
+    """
+    failed = {check["id"] for check in document["checks"] if check["state"] == FAILED}
+    return document["state"] == INCONCLUSIVE or (bool(failed) and failed <= {*status.SECTIONS, "engine"})
+
+
 def admit(document: Mapping[str, Any], run: Path, *, hard: bool) -> None:
-    """Allow the kubelet to start, or not, and mark an inconclusive verdict for another test. Raises OSError.
+    """Allow the kubelet to start, or not, and mark an unsettled verdict for another test. Raises OSError.
 
     A running kubelet isn't stopped.
     """
-    _mark(run / UNSETTLED, document["state"] == INCONCLUSIVE)
+    _mark(run / UNSETTLED, is_unsettled(document))
     _mark(run / ADMITTED, document["state"] == PASSED or not hard)
 
 

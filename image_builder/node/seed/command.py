@@ -49,12 +49,12 @@ def run(places: Places = Places(), *, pause: float = 1.0) -> int:
     else:
         # Another agent may be seeding: then this one finds the work done.
         with files.lock(places.run / "seed.lock"):
-            section = _attempt(settings, places.manifest)
+            section = _attempt(settings, places)
             for _ in range(_ATTEMPTS - 1):
                 if section.get("code") not in _FOR_NOW:
                     break
                 time.sleep(pause)
-                section = _attempt(settings, places.manifest)
+                section = _attempt(settings, places)
         if section.get("code") == "seed.busy":
             section = _earlier(places.run, section)
     section["seconds"] = round(time.monotonic() - started, 3)
@@ -63,12 +63,24 @@ def run(places: Places = Places(), *, pause: float = 1.0) -> int:
     return 1 if section.get("code") in _FOR_NOW and "busy" not in section else 0
 
 
-def _attempt(settings: Preload, manifest: Path) -> dict[str, Any]:
+def _attempt(settings: Preload, places: Places) -> dict[str, Any]:
+    manifest = places.manifest
     try:
+        _require_disk(places)
         is_baked = any(map(os.path.lexists, (manifest, manifest.with_name(layout.STORE_FILE.name))))
         return seed(settings, read_manifest(manifest)) if is_baked else leave(settings)
     except (NodeError, OSError) as error:
         return _failed(settings, error)
+
+
+def _require_disk(places: Places) -> None:
+    """Raise NodeError (``seed.disk``) before a decision on the local disk: a later mount would hide the seed."""
+    if "disk" not in status.wanted_sections(places.etc):
+        return
+    disk = status.read(places.run).get("disk", {})
+    if "action" not in disk:
+        why = disk.get("reason") or "node-agent disk has not reported in this boot"
+        raise NodeError("seed.disk", f"the local disk is not ready: {why}")
 
 
 def _earlier(directory: Path, busy: dict[str, Any]) -> dict[str, Any]:
@@ -237,8 +249,6 @@ def _keep(settings: Preload, store: Store, marker: Mapping[str, Any]) -> dict[st
     check_version(store, settings.engine)
     _open(settings, store)
     filled = docker.fill(images, settings.data_root, copy=_copy)
-    if filled.images:
-        files.syncfs(settings.data_root)
     if not ours:
         _mark(settings, store)
     if not filled.images:

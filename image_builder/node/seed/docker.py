@@ -6,8 +6,8 @@
     image/overlay2/repositories.json           names and digests of images
     overlay2/<cache id>/{diff,link,lower,committed,work}, overlay2/l/<link> -> ../<cache id>/diff
 
-``fill`` merges: a blank directory gets everything, an existing data root gets what it has lost. Each layer's files are
-written before the records that name them, and image names last.
+``fill`` merges: a blank directory gets everything, an existing data root gets what it has lost. Everything is on the
+disk before a record gets its name, and image names come last: Docker trusts a record whose files are empty.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_builder.node import files
+from image_builder.node import data_root, files
 from image_builder.node.layout import LAYERS, MOUNT_POINT
 from image_builder.node.seed import records as records_of
 from image_builder.node.seed.records import Records
@@ -70,6 +70,10 @@ def fill(
             _merge(names, own_names)
             added.append(image.ref)
     _write_missing(work, f"{_IMAGE}/distribution")
+    if work.drafts:
+        files.syncfs(root)
+        for draft, target in work.drafts:
+            _rename(draft, target)
     if added:
         # For a root set up aside, the caller syncs everything at the end.
         data = json.dumps(names).encode()
@@ -81,11 +85,13 @@ def lacking(images: Iterable[Image], root: Path) -> list[str]:
     """Return the references of images that a data root lacks, without reading the store's records."""
     repositories = _names(root)["Repositories"].values()
     recorded = {ref: image_id for references in repositories for ref, image_id in references.items()}
+    lowers: dict[str, str] = {}
     return [
         image.ref
         for image in images
         if recorded.get(image.ref) != image.id
-        or not all(_has_layer(root, layer) for layer in chain(image.diff_ids))
+        or not _has_text(f"{root}/{_IMAGE}/imagedb/content/sha256/{image.id.removeprefix('sha256:')}")
+        or not all(_has_layer(root, layer, lowers) for layer in chain(image.diff_ids))
     ]
 
 
@@ -106,20 +112,56 @@ def _directories(root: Path) -> None:
         files.make_directory(root / name, mode)
 
 
-def _has_layer(root: str | Path, layer: Layer) -> bool:
-    """Return whether a layer is recorded and its files are where the record says, possibly through a link.
-
-    Raises NodeError (``store.damaged``, ``store.io``).
-    """
+def _has_text(path: str) -> bool:
+    """Return whether a file has contents: a power cut can leave it empty, or full of zeros."""
     try:
-        cache = Path(root, _record(layer.chain), "cache-id").read_text()
+        return bool(Path(path).read_bytes().strip(b"\0"))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _has_layer(root: str | Path, layer: Layer, lowers: dict[str, str], *, linked: bool = True) -> bool:
+    """Return whether a layer is recorded completely and its files are where the record says, possibly through a link.
+
+    Its ``lower`` must lead to the layers below it, which come first; ``lowers`` gets what a layer above must have.
+    ``linked``: its link in ``overlay2/l`` is there as well. Raises NodeError (``store.damaged``, ``store.io``).
+    """
+    if layer.chain in lowers:
+        return True
+    record = f"{root}/{_record(layer.chain)}"
+    if not (cache := data_root.cache_id(record)) or not files.read_text(f"{record}/size").isdigit():
+        return False
+    if [files.read_text(f"{record}/{name}") for name in ("diff", "parent")] != [layer.diff_id, layer.parent]:
+        return False
+    place, split = Path(root, "overlay2", cache), Path(record, "tar-split.json.gz")
+    link, lower = files.read_text(place / "link"), files.read_text(place / "lower")
+    if not link.isalnum() or lower != lowers.get(layer.parent, "") or not _has_split(split):
+        return False
+    if linked and not _is_linked(root, link, cache):
+        return False
+    diff = place / "diff"
+    if diff.is_symlink():
+        with reading(diff):
+            is_there = diff.is_dir()
+    else:
+        is_there = diff.is_dir()
+    if is_there:
+        lowers[layer.chain] = _above(link, lower)
+    return is_there
+
+
+def _has_split(path: Path) -> bool:
+    if not path.is_file() or path.is_symlink():
+        return path.is_symlink()
+    with path.open("rb") as file:
+        return bool(file.read(64).strip(b"\0"))
+
+
+def _is_linked(root: str | Path, link: str, cache: str) -> bool:
+    try:
+        return os.readlink(f"{root}/overlay2/l/{link}") == f"../{cache}/diff"
     except OSError:
         return False
-    diff = Path(root, "overlay2", cache, "diff")
-    if not diff.is_symlink():
-        return diff.is_dir()
-    with reading(diff):
-        return diff.is_dir()
 
 
 def _record(chain_id: str) -> str:
@@ -131,7 +173,8 @@ class _Work:
     """A data root that is being filled. Paths are strings for speed: there may be hundreds of layers, and the engine
     waits.
 
-    ``lowers`` maps chain ids to the ``lower`` of a layer directly above; ``written`` has the small files written.
+    ``lowers`` maps chain ids to the ``lower`` of a layer directly above; ``written`` has the small files written, and
+    ``drafts`` what gets its name once everything is on the disk.
     """
 
     root: str
@@ -139,6 +182,7 @@ class _Work:
     baked: Records
     aside: bool
     written: set[str] = field(default_factory=set)
+    drafts: list[tuple[str, str]] = field(default_factory=list)
     lowers: dict[str, str] = field(default_factory=dict)
     layers: int = 0
     files: int = 0
@@ -150,14 +194,15 @@ def _place(work: _Work, layer: Layer, copy: Callable[[Path, Path], None] | None)
         return
     record = _record(layer.chain)
     target = f"{work.root}/{record}"
-    is_recorded = not work.aside and os.path.isdir(target)
-    if is_recorded and _has_layer(work.root, layer):
+    if not work.aside and _has_layer(work.root, layer, work.lowers, linked=False):
         # It may differ from the baked layer: it may have been pulled again since, under another cache id.
-        place = Path(work.root, "overlay2", Path(target, "cache-id").read_text())
-        lower = (place / "lower").read_text() if (place / "lower").exists() else ""
-        work.lowers[layer.chain] = _above((place / "link").read_text(), lower)
+        cache = data_root.cache_id(target)
+        place = Path(work.root, "overlay2", cache)
         if not (place / "committed").exists():
             files.create(place / "committed", b"", 0o600)
+        if not _is_linked(work.root, link := files.read_text(place / "link"), cache):
+            files.link(f"../{cache}/diff", f"{work.root}/overlay2/l/{link}")
+            work.files += 1
         return
     _place_files(work, layer, work.baked.text(f"{record}/cache-id"), copy)
     draft, source = target if work.aside else f"{target}.tmp", f"{work.baked.source}/{record}"
@@ -171,13 +216,27 @@ def _place(work: _Work, layer: Layer, copy: Callable[[Path, Path], None] | None)
         else:
             copy_file(Path(source, name), Path(draft, name))
         work.files += 1
-    if is_recorded:  # its record exists, but its files were gone
-        for name in os.listdir(draft):
-            os.replace(f"{draft}/{name}", f"{target}/{name}")
-        os.rmdir(draft)
-    elif draft != target:
-        os.rename(draft, target)
+    if draft != target:
+        work.drafts.append((draft, target))
     work.layers += 1
+
+
+def _rename(draft: str, target: str) -> None:
+    """Give a draft its name. A record that was damaged gets the draft's files one by one."""
+    if not os.path.isdir(target):
+        os.replace(draft, target)
+        return
+    for name in os.listdir(draft):
+        os.replace(f"{draft}/{name}", f"{target}/{name}")
+    os.rmdir(draft)
+
+
+def _is_written(work: _Work, name: str) -> bool:
+    """Return whether the data root has a small file: an image's configuration as baked, others may have changed."""
+    path = f"{work.root}/{name}"
+    if "/content/" in name:
+        return os.path.isfile(path) and Path(path).read_bytes() == work.baked.text(name).encode()
+    return _has_text(path)
 
 
 def _make_directory(path: str, mode: int) -> None:
@@ -204,7 +263,7 @@ def _place_files(work: _Work, layer: Layer, cache: str, copy: Callable[[Path, Pa
     directory = os.path.basename(work.baked.link(f"overlay2/{cache}/diff"))
     source, target = work.store / LAYERS / directory, f"{place}/diff"
     if copy:
-        _copy_layer(source, Path(target), copy)
+        _copy_layer(work, source, Path(target), copy)
     else:
         # No record says that these files are complete: an earlier repair was interrupted.
         if not work.aside and os.path.isdir(target) and not os.path.islink(target):
@@ -220,8 +279,8 @@ def _above(link: str, lower: str) -> str:
     return f"l/{link}:{lower}" if lower else f"l/{link}"
 
 
-def _copy_layer(source: Path, target: Path, copy: Callable[[Path, Path], None]) -> None:
-    """Copy a layer under a draft name, then rename it into place: the final name never has half a layer."""
+def _copy_layer(work: _Work, source: Path, target: Path, copy: Callable[[Path, Path], None]) -> None:
+    """Copy a layer under a draft name: the final name never has half a layer."""
     draft = target.with_name(f".{target.name}.new")
     files.remove_tree(draft)
     copy(source, draft)
@@ -229,20 +288,22 @@ def _copy_layer(source: Path, target: Path, copy: Callable[[Path, Path], None]) 
         target.unlink()
     else:
         files.remove_tree(target)
-    draft.rename(target)
+    if work.aside:
+        draft.rename(target)
+    else:
+        work.drafts.append((os.fspath(draft), os.fspath(target)))
 
 
 def _write_missing(work: _Work, name: str) -> None:
-    """Write those small files at or below ``name`` that the data root lacks."""
+    """Write those small files at or below ``name`` that the data root lacks, or has without their contents."""
     baked = work.baked
     if name in baked.files:
         path = f"{work.root}/{name}"
-        if name not in work.written and (work.aside or not os.path.exists(path)):
+        if name not in work.written and (work.aside or not _is_written(work, name)):
             data, mode = baked.text(name).encode(), baked.files[name][0]
-            if work.aside:
-                files.create(path, data, mode)
-            else:
-                files.write(Path(path), data, mode, durable=False)
+            if not work.aside:
+                work.drafts.append((f"{path}.tmp", path))
+            files.create(path if work.aside else f"{path}.tmp", data, mode)
             work.written.add(name)
             work.files += 1
     elif name in baked.directories:
@@ -274,7 +335,8 @@ def _names(root: Path) -> dict[str, Any]:
         document = json.loads((root / _IMAGE / "repositories.json").read_bytes())
     except (FileNotFoundError, ValueError):
         document = {}
-    whole = isinstance(document, dict) and isinstance(document.get("Repositories"), dict)
+    names = document.get("Repositories") if isinstance(document, dict) else None
+    whole = isinstance(names, dict) and all(isinstance(references, dict) for references in names.values())
     return document if whole else {"Repositories": {}}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from image_builder.node import files
-from image_builder.node.data_root import RECORDS, listed
+from image_builder.node.data_root import RECORDS, cache_id, listed
 from image_builder.node.layout import MOUNT_POINT
 from image_builder.node.store import chain
 
@@ -68,9 +68,10 @@ def _images(root: Path) -> Iterator[tuple[str, set[str]]]:
     for path in listed(root / _IMAGES / "content/sha256"):
         try:
             diff_ids = json.loads(path.read_bytes())["rootfs"]["diff_ids"]
+            chains = {layer.chain.removeprefix("sha256:") for layer in chain(diff_ids or [])}
         except (ValueError, KeyError, TypeError):
             continue
-        yield path.name, {layer.chain.removeprefix("sha256:") for layer in chain(diff_ids or [])}
+        yield path.name, chains
 
 
 def _forget_image(root: Path, image: str, trash: Path | None, boot: str) -> None:
@@ -84,8 +85,8 @@ def _forget_image(root: Path, image: str, trash: Path | None, boot: str) -> None
 
 
 def _remove_files(folder: Path, cache: str) -> None:
-    if short := _text(folder / cache / "link"):
-        (folder / "l" / short).unlink(missing_ok=True)
+    if short := files.read_text(folder / cache / "link"):
+        (folder / "l" / os.path.basename(short)).unlink(missing_ok=True)
     files.remove_tree(folder / cache)
 
 
@@ -101,11 +102,4 @@ def _is_lost(path: Path, store: Path) -> bool:
 
 def _read(record: Path) -> tuple[str, str]:
     """Return a layer's directory in ``overlay2`` and its parent's chain id; empty if not recorded."""
-    return _text(record / "cache-id"), _text(record / "parent").removeprefix("sha256:")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
+    return cache_id(record), files.read_text(record / "parent").removeprefix("sha256:")

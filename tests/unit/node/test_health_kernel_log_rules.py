@@ -173,3 +173,30 @@ def test_what_the_log_tells_is_bounded() -> None:
     ]
     records, _ = kernel_log.collect(lines, -1)
     assert len(kernel_log.merge([], kernel_log.find(records))) == 64
+
+
+NEEDS_RESET = (
+    "NVRM: Xid (PCI:{}): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
+)
+NEEDS_NOTHING = (
+    "NVRM: Xid (PCI:{}): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
+)
+ONE, OTHER = "0008:01:00", "0009:01:00"
+
+
+@pytest.mark.parametrize(
+    ("looks", "left"),
+    [
+        ([[NEEDS_RESET.format(ONE), NEEDS_NOTHING.format(ONE)]], []),
+        ([[NEEDS_RESET.format(ONE)], [NEEDS_NOTHING.format(ONE)]], []),
+        ([[NEEDS_RESET.format(ONE)], [NEEDS_NOTHING.format(OTHER)]], [ONE]),
+        ([[NEEDS_NOTHING.format(ONE)], [NEEDS_RESET.format(ONE)]], [ONE]),
+        ([[NEEDS_RESET.format(ONE), NEEDS_RESET.format(OTHER)], [NEEDS_NOTHING.format(ONE)]], [OTHER]),
+    ],
+)
+def test_a_gpu_that_was_reset_needs_no_recovery_any_more(looks: list[list[str]], left: list[str]) -> None:
+    troubles: list[kernel_log.Trouble] = []
+    for texts in looks:
+        records, _ = kernel_log.collect([raw(number, text) for number, text in enumerate(texts)], -1)
+        troubles = kernel_log.merge(troubles, kernel_log.find(records))
+    assert [trouble.subject for trouble in troubles] == [f"154 {pci}" for pci in left]

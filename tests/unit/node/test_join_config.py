@@ -141,6 +141,14 @@ RULES: dict[str, tuple[Change, str]] = {
         "cluster.server: must have a valid port",
     ),
     "an address": (lambda d: d["node"].update(ip="10.0.0.256"), "node.ip: must be an IP address"),
+    "one address of two": (
+        lambda d: d["node"].update(ip="10.0.0.4,fd00:::4"),
+        "node.ip: must be an IP address",
+    ),
+    "two addresses of one family": (
+        lambda d: d["node"].update(ip="10.0.0.4,10.0.0.5"),
+        "node.ip: must have addresses of different families",
+    ),
     "a label of the scheduler's": (
         lambda d: d["node"]["labels"].update({"node-role.kubernetes.io/x": "y"}),
         "node.labels.node-role.kubernetes.io/x: a kubelet must not set this label: it is reserved",
@@ -323,3 +331,10 @@ def test_a_clock_that_is_off_by_a_day() -> None:
         assert wrong.value.number == 66 and words in wrong.value.message
     check_clock(1_700_000_000, 1_700_000_050, 60)
     check_clock(0, 1_700_000_000, 60)
+
+
+@pytest.mark.parametrize("ip", ["10.0.0.4", "fd00::4", "10.0.0.4,fd00::4", "fd00::4,10.0.0.4"])
+def test_a_node_may_have_an_address_of_each_family(ip: str) -> None:
+    document = joins.document(CA)
+    document["node"]["ip"] = ip
+    assert parse(_text(document)).ip == ip

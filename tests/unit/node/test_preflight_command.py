@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import child
+from image_builder.node import child, status
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.net import reach
 from image_builder.node.net.kube import KubeError
@@ -245,6 +245,31 @@ def test_gpus_that_were_never_tested_let_no_admitted_node_pass(
     unsettled(places, Check("settings", INCONCLUSIVE, "settings", "no JSON"))
     assert command.again(places) == 0
     assert not tests and verdict_of(places) == (INCONCLUSIVE, "gpu.untested")
+
+
+def test_a_node_whose_disk_is_retried_is_judged_when_that_has_ended(
+    places: command.Places, monkeypatch: pytest.MonkeyPatch, tests: list[str]
+) -> None:
+    """The engine waits for the disk: neither is a failure until the third attempt, and a fourth one still counts."""
+    (places.etc / "disk.json").write_text("{}")
+    (places.etc / "preflight.json").write_text('{"kubeconfig": "", "engine": "docker", "wait_seconds": 1}')
+    answers = [ProgramError("no answer", 1, "")] * 3
+
+    def ask(*_: object, **__: object) -> None:
+        if answers:
+            raise answers.pop()
+
+    monkeypatch.setattr(child, "run", ask)
+    verdicts = []
+    for look in (command.run, command.again, command.again, command.again):
+        section = {"state": "failed", "code": "disk.failed", "reason": "EIO"} if answers else {"state": "ok"}
+        status.update("disk", section, places)
+        assert look(places) == 0
+        document = model.read_verdict(places)
+        verdicts.append((document["state"], document["code"]))
+        assert (places.run / model.UNSETTLED).exists() is (document["state"] != PASSED)
+    retried = (INCONCLUSIVE, "disk.failed")
+    assert verdicts == [retried, retried, (FAILED, "disk.failed"), (PASSED, "")]
 
 
 @pytest.mark.parametrize(("wait_seconds", "asked"), [(10.0, 3), (3.0, 2), (1.0, 1)])

@@ -139,6 +139,13 @@ def test_a_pass_clears_the_account_and_keeps_a_month_of_it() -> None:
     assert parse_attempts(json.loads(json.dumps(found.as_json()))) == found
 
 
+def test_a_reboot_of_a_wrong_clock_grows_old_once_a_test_has_passed() -> None:
+    found = rebooted(*[-70 * 365] * 3, helped=False)
+    assert found.recent("x", "another boot", NOW) == 3
+    assert found.passed(NOW).recent("x", "another boot", NOW + 29 * DAY) == 3
+    assert found.passed(NOW).recent("x", "another boot", NOW + 31 * DAY) == 0
+
+
 @pytest.mark.parametrize(
     "found",
     [
@@ -227,7 +234,7 @@ def test_a_wrong_answer_is_final_whatever_the_status(status: int) -> None:
         ({"state": "ok"}, PASSED, "none"),
         ({"state": "degraded", "code": "disk.none", "reason": "r"}, PASSED, "none"),
         *(
-            ({"state": "failed", "code": code, "reason": "r"}, FAILED, action)
+            ({"state": "failed", "code": code, "reason": "r", "action": "none"}, FAILED, action)
             for code, action in {
                 **dict.fromkeys(("settings", "disk.ambiguous", "disk.system", "disk.paths"), "config"),
                 **dict.fromkeys(("disk.busy", "disk.foreign", "disk.mixed", "disk.several"), "config"),
@@ -258,16 +265,66 @@ def test_a_passed_test_with_a_wrong_answer_says_so_in_the_condition(code: str, s
 def test_no_code_of_a_disk_condemns_a_machine_at_its_first_boot() -> None:
     rows = {row.code for row in decide.TABLE.values() if row.action == "none"}
     for code in rows:
-        [found] = checks.prepared({"disk": {"state": "failed", "code": code, "reason": "r"}}, ["disk"])
+        [found] = checks.prepared(
+            {"disk": {"state": "failed", "code": code, "reason": "r", "action": "none"}}, ["disk"]
+        )
         assert found.action in ("config", "reimage", "reboot"), code
 
 
 @pytest.mark.parametrize(("code", "action"), [("disk.missing", "replace"), ("disk.foreign", "config")])
 def test_only_a_reboot_that_did_not_help_condemns_a_machine_without_a_disk(code: str, action: str) -> None:
-    found = checks.prepared({"disk": {"state": "failed", "code": code, "reason": "r"}}, ["disk"])
+    found = checks.prepared(
+        {"disk": {"state": "failed", "code": code, "reason": "r", "action": "none"}}, ["disk"]
+    )
     attempts = Attempts((Reboot(code, "image", "before", 0.0),))
     settled = settle(judge(found), found, attempts, build="image", boot_id="now", may_reboot=True, now=1.0)
     assert (settled.action, settled.reboot) == (action, False)
+
+
+@pytest.mark.parametrize("name", ["disk", "preload"])
+@pytest.mark.parametrize("attempts", [{}, {"attempts": 1}, {"attempts": 2}])
+def test_no_unit_that_is_retried_is_judged(name: str, attempts: dict[str, int]) -> None:
+    section = {"state": "failed", "code": f"{name}.failed", "reason": "r", **attempts}
+    [found] = checks.prepared({name: section}, [name])
+    assert (found.state, found.code, found.action) == (INCONCLUSIVE, f"{name}.failed", "none")
+    assert judge([found, GOOD]).state == INCONCLUSIVE
+    [found] = checks.prepared({name: section | {"attempts": 3}}, [name])
+    assert found.state == FAILED and found.action != "none"
+
+
+@pytest.mark.parametrize(
+    ("disk", "uptime", "action"),
+    [
+        ({"state": "ok"}, 60.0, "none"),
+        ({"state": "ok"}, 1200.0, "reboot"),
+        ({"state": "failed", "attempts": 2}, 1200.0, "none"),
+        ({"state": "failed", "attempts": 3}, 1200.0, "reboot"),
+    ],
+)
+def test_a_report_that_is_missing_may_still_come(disk: dict[str, Any], uptime: float, action: str) -> None:
+    found = checks.prepared({"disk": disk}, ["disk", "preload"], uptime)[1]
+    assert (found.state, found.code, found.action) == (INCONCLUSIVE, "preload.missing", action)
+
+
+@pytest.mark.parametrize(
+    ("failed", "is_unsettled"),
+    [
+        (["disk"], True),
+        (["disk", "preload", "engine"], True),
+        (["engine"], True),
+        (["disk", "gpu"], False),
+        (["gpu"], False),
+        ([], False),
+    ],
+)
+def test_only_what_other_units_prepare_is_asked_for_again_after_a_failure(
+    failed: list[str], is_unsettled: bool
+) -> None:
+    results = [GOOD, *(Check(name, FAILED, "x", "r", "replace") for name in failed)]
+    document = model.document(
+        judge(results), results, boot_id=BOOT, image_build="b1", started="now", seconds=1
+    )
+    assert model.is_unsettled(document) is is_unsettled
 
 
 def test_the_message_begins_with_the_boot_that_it_speaks_of() -> None:

@@ -197,6 +197,32 @@ def test_a_store_that_can_not_be_read_once_is_read_again(
     assert settings.marker.exists()
 
 
+@pytest.mark.parametrize(
+    ("disk", "is_seeded"),
+    [
+        (None, False),
+        ({"state": "failed", "code": "disk.failed", "reason": "EIO"}, False),
+        ({"state": "failed", "code": "disk.none", "reason": "none", "action": "none"}, True),
+        ({"state": "degraded", "code": "disk.none", "reason": "none", "action": "none"}, True),
+        ({"state": "ok", "action": "format"}, True),
+    ],
+)
+def test_nothing_is_seeded_before_there_is_a_decision_on_the_disk(
+    disk: dict[str, Any] | None, is_seeded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, path = _settings(tmp_path), _stored(tmp_path, monkeypatch)
+    (tmp_path / "disk.json").write_text("{}")
+    if disk:
+        status.update("disk", disk, Places(tmp_path / "run", tmp_path))
+    code, section = _run(settings, path)
+    assert (code, settings.data_root.exists(), settings.marker.exists()) == (
+        not is_seeded,
+        is_seeded,
+        is_seeded,
+    )
+    assert section.get("code", "") == ("" if is_seeded else "seed.disk")
+
+
 def test_a_root_of_this_store_is_left_to_the_engine_that_runs_on_it_and_repaired_once_it_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,6 +488,23 @@ def test_a_layer_that_was_half_taken_out_is_taken_out(tmp_path: Path) -> None:
     lost.take_out(settings.data_root, settings.state / "trash", "boot")
     assert os.listdir(records) == ["pulled"], "what stood on it is known by its parent's name"
     assert lost.caches(settings.data_root) == set()
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"\0" * 8, b"..", b".", b"../../volumes", b""])
+@pytest.mark.parametrize("name", ["cache-id", "parent"])
+def test_a_damaged_record_takes_nothing_else_along(name: str, data: bytes, tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    _used(settings)
+    content = settings.data_root / "image/overlay2/imagedb/content/sha256/odd"
+    content.parent.mkdir(parents=True)
+    content.write_text('{"rootfs": {"diff_ids": 3}}')
+    records = settings.data_root / "image/overlay2/layerdb/sha256"
+    (records / "pulled" / name).write_bytes(data)
+    lost.take_out(settings.data_root, settings.state / "trash", "boot")
+    assert os.listdir(records) == ["pulled"] and content.exists()
+    assert (settings.data_root / "overlay2/pulled-files/diff/file").exists()
+    assert (settings.data_root / "volumes/mine/_data/precious").exists()
+    assert scan(settings.data_root, "docker").broken == frozenset()
 
 
 def test_a_layer_that_is_there_is_not_lost(tmp_path: Path) -> None:

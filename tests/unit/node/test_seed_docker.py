@@ -205,6 +205,101 @@ def test_a_link_whose_layer_can_not_be_read_is_no_missing_layer(
         lacking([stored("two", "other", mode="copy")], root)
 
 
+GARBAGE = [b"", b"\0\0\0\0", b"\xff\xfe", b"..", b"/etc", b"x"]
+
+
+def _small_files(root: Path, image: Any = ONE) -> list[Path]:
+    """Return the files of an image's upper layer and its configuration, which a power cut may leave empty."""
+    record = root / "image/overlay2/layerdb/sha256" / list(chain(image.diff_ids))[1].chain[7:]
+    names = [record / name for name in ("diff", "size", "cache-id", "parent", "tar-split.json.gz")]
+    place = _place(root, 1, image)
+    return [
+        *names,
+        place / "link",
+        place / "lower",
+        root / "image/overlay2/imagedb/content/sha256" / image.id[7:],
+    ]
+
+
+@pytest.mark.parametrize("data", GARBAGE)
+@pytest.mark.parametrize("number", range(8))
+def test_a_damaged_record_is_written_as_it_was_baked(
+    number: int, data: bytes, store: Path, tmp_path: Path
+) -> None:
+    root, fresh = tmp_path / "root", tmp_path / "fresh"
+    for place in (root, fresh):
+        fill([ONE, TWO], place, store=store, copy=_copy)
+    path = _small_files(root)[number]
+    if path.is_symlink():
+        path.unlink()
+    path.write_bytes(data)
+    # Whatever could be one is left: a layer that was pulled again has another link than the baked one.
+    is_seen = not data.strip(b"\0") or path.name not in ("tar-split.json.gz", ONE.id[7:])
+    is_seen = is_seen and (path.name, data) != ("link", b"x")
+    if is_seen:
+        assert lacking([ONE, TWO], root) == [ONE.ref]
+    fill([ONE, TWO], root, store=store, copy=_copy)
+    assert lacking([ONE, TWO], root) == []
+    if is_seen:
+        expected = {file.relative_to(fresh): _content(file) for file in fresh.rglob("*")}
+        assert {file.relative_to(root): _content(file) for file in root.rglob("*")} == expected
+
+
+def _content(path: Path) -> str | bytes:
+    if path.is_symlink():
+        return os.readlink(path)
+    return path.read_bytes() if path.is_file() else "directory"
+
+
+def test_a_missing_short_link_is_made_again(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    fill([ONE], root, store=store)
+    link = root / "overlay2/l" / (_place(root, 0) / "link").read_text()
+    link.unlink()
+    assert lacking([ONE], root) == [ONE.ref]
+    assert fill([ONE], root, store=store).images == (ONE.ref,)
+    assert os.readlink(link) == f"../{_place(root, 0).name}/diff" and lacking([ONE], root) == []
+
+
+@pytest.mark.parametrize("text", ['{"Repositories": {"lab": null}}', '{"Repositories": []}'])
+def test_names_of_another_shape_are_written_anew(text: str, store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    fill([ONE], root, store=store)
+    (root / "image/overlay2/repositories.json").write_text(text)
+    assert lacking([ONE], root) == [ONE.ref] and fill([ONE], root, store=store).images == (ONE.ref,)
+
+
+@pytest.mark.parametrize("mode", ["reference", "copy"])
+def test_nothing_of_a_repair_has_its_name_before_it_is_on_the_disk(
+    mode: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The power is cut instead of the sync: what was written until then must not count."""
+    root, image = tmp_path / "root", stored("one", "base", "a", mode=mode)
+    fill([image], root, store=store, copy=_copy)
+    files.remove_tree(_place(root, 1) / "diff") if mode == "copy" else (_place(root, 1) / "diff").unlink()
+    files.remove_tree(root / "image/overlay2/layerdb/sha256" / image.diff_ids[0][7:])
+    (root / "image/overlay2/imagedb/content/sha256" / image.id[7:]).unlink()
+    (root / "image/overlay2/repositories.json").write_text("{}")
+
+    def cut(_path: Path) -> None:
+        raise OSError(errno.EIO, "cut")
+
+    monkeypatch.setattr(files, "syncfs", cut)
+    with pytest.raises(OSError, match="cut"):
+        fill([image], root, store=store, copy=_copy)
+    assert not (root / "image/overlay2/layerdb/sha256" / image.diff_ids[0][7:]).exists()
+    assert not (root / "image/overlay2/imagedb/content/sha256" / image.id[7:]).exists()
+    assert (_place(root, 1) / "diff").exists() is (mode == "reference"), "a link is whole at once"
+    assert _has_no_names(root)
+    monkeypatch.undo()
+    assert fill([image], root, store=store, copy=_copy).images == (image.ref,)
+    assert lacking([image], root) == []
+
+
+def _has_no_names(root: Path) -> bool:
+    return (root / "image/overlay2/repositories.json").read_text() == "{}"
+
+
 @pytest.mark.parametrize("aside", [False, True])
 def test_names_are_durable_at_once_unless_the_root_is_set_up_aside(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: bool

@@ -114,3 +114,11 @@ def test_a_damaged_status_says_nothing_and_is_replaced(tmp_path: Path, text: str
     assert status.read(tmp_path) == {"format": 1, "ready": False}
     status.update("seed", {"state": "ok"}, Places(tmp_path), required=["seed"])
     assert status.read(tmp_path)["ready"]
+
+
+def test_attempts_that_failed_in_a_row_are_counted(tmp_path: Path) -> None:
+    places, counts = status.Places(run=tmp_path, etc=tmp_path), []
+    for state in ("failed", "failed", "ok", "failed", "degraded"):
+        status.update("disk", {"state": state}, places)
+        counts.append(status.read(tmp_path)["disk"].get("attempts"))
+    assert counts == [1, 2, None, 1, None]

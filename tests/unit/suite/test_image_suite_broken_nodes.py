@@ -340,6 +340,35 @@ WITHOUT_CLUSTER = {
 DOCKER = {**WITHOUT_CLUSTER, **CLUSTER}
 
 
+DISK = {
+    "local_disk_mount_point": "/mnt/local",
+    "local_disk_directories": [{"path": "scratch", "mode": "1777"}],
+    "local_disk_cache_path": "cache",
+    "local_disk_cache_quota_bytes": 500_000_000_000,
+    "local_disk_binds": [{"source": "kubelet/pods", "target": "/var/lib/kubelet/pods"}],
+}
+
+
+def furnished_node(**changes: Answer) -> dict[str, Answer]:
+    """Return a node with what its local disk must have."""
+    answers: dict[str, Answer] = {
+        "directory": "2065 1777",
+        "cache": "2065",
+        "quota": "#0 1 0 0 00 [------]\n#1 12 0 488281250 00 [------]\n",
+        "bind": "/kubelet/pods\n",
+        "pods": "2065",
+        **changes,
+    }
+    asked = {
+        "directory": "/mnt/local/scratch",
+        "cache": "/mnt/local/cache",
+        "quota": "xfs_quota",
+        "bind": "findmnt --noheadings --output FSROOT",
+        "pods": "/var/lib/kubelet/pods",
+    }
+    return {**{asked[name]: answer for name, answer in answers.items()}, "/mnt/local": "2065"}
+
+
 def listed_node(*present: str, pin: bool) -> dict[str, Answer]:
     """Return a node whose list has one image, and what Docker lists."""
     return {
@@ -526,6 +555,24 @@ CASES = (
             "a listed one": archive_node(file=False, listed=True),
         },
         {"image_preload_archive": False},
+    ),
+    Case(
+        "test_local_disk",
+        "test_local_disk_is_furnished",
+        furnished_node(),
+        {
+            "a directory on the OS disk": furnished_node(directory="2049 1777"),
+            "a directory of another mode": furnished_node(directory="2065 755"),
+            "no directory": furnished_node(directory=(1, "", "No such file or directory")),
+            "a cache on the OS disk": furnished_node(cache="2049"),
+            "no quota": furnished_node(quota="#0 1 0 0 00 [------]\n#1 12 0 0 00 [------]\n"),
+            "no project": furnished_node(quota="#0 1 0 0 00 [------]\n"),
+            "another quota": furnished_node(quota="#1 12 0 500000000 00 [------]\n"),
+            "no bind": furnished_node(bind=(1, "")),
+            "a bind of another directory": furnished_node(bind="/pods"),
+            "a bind of another disk": furnished_node(pods="2049"),
+        },
+        DISK,
     ),
     Case(
         "test_preload_store",

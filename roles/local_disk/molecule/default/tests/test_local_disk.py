@@ -46,7 +46,9 @@ def test_unit_comes_first(host: Host) -> None:
     assert "ExecStart=/usr/local/sbin/node-agent disk" in lines
 
 
-@pytest.mark.parametrize("unit", ["docker", "containerd", "kubelet"])
+@pytest.mark.parametrize(
+    "unit", ["docker", "containerd", "kubelet", "preload-seed", "image-preload", "preload-promote"]
+)
 def test_others_wait_for_it(host: Host, unit: str) -> None:
     lines = host.file(f"/etc/systemd/system/{unit}.service.d/05-local-disk.conf").content_string.splitlines()
     assert {"Requires=local-disk.service", "After=local-disk.service"} <= set(lines)
