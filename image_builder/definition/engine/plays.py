@@ -178,6 +178,12 @@ def configured_inventories() -> list[Path]:
     return _named("DEFAULT_HOST_LIST", config)
 
 
+def managed_text(config: Path) -> str:
+    """Return the text of ``ansible_managed`` in an ``ansible.cfg``, which may ask for a name, a path or a date."""
+    _forget_changed(config)
+    return str(settings.config.get_config_value_and_origin("DEFAULT_MANAGED_STR", cfile=str(config))[0])
+
+
 def _folders(name: str, config: Path) -> list[Path]:
     return [folder for folder in _named(name, config) if folder.is_dir()]
 

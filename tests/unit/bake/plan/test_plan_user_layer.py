@@ -110,6 +110,28 @@ def test_without_an_edit_nothing_runs(root: Path, unchanged: Plan) -> None:
             id="the time",
         ),
         pytest.param(
+            "playbooks/layers/mine.yml",
+            "  roles:\n",
+            "  vars: {site_hash: \"{{ 'x' | password_hash }}\"}\n  roles:\n",
+            "playbooks/layers/mine.yml:2: what `password_hash` gives is known only while the play runs",
+            id="a salt, in the play",
+        ),
+        pytest.param(
+            "roles/mine/meta/main.yml",
+            "role: needed\n",
+            'role: needed\n    vars: {needed_text: "{{ 9 | random }}"}\n',
+            "roles/mine/meta/main.yml: what `random` gives is known only while the play runs",
+            id="chance, in a role's dependency",
+        ),
+        pytest.param(
+            "ansible.cfg",
+            "[defaults]\n",
+            "[defaults]\nansible_managed = {file} of {host}, %Y\n",
+            "roles/mine/templates/managed.j2: what `ansible_managed` of ansible.cfg gives is known only while the "
+            "play runs",
+            id="a header with the machine's name",
+        ),
+        pytest.param(
             "roles/mine/meta/main.yml",
             "role: needed\n",
             "role: needed\n    vars: {needed_text: \"{{ '/etc/a' is exists }}\"}\n",
