@@ -254,9 +254,20 @@ class _Reader:
             }
             met = {word for text in texts for word in words(text)}
             others |= {"groups": self.definition.magic.get("groups", {})} if "groups" in met else {}
-            others |= {"hostvars": self.definition.hostvars()} if "hostvars" in met else {}
+            if "hostvars" in met:
+                others["hostvars"] = self._hostvars()
             spoken[_OTHERS] = digest(others)
         return spoken
+
+    def _hostvars(self) -> JSON:
+        """Return all hosts' variables; what differs from play to play in them is reported."""
+        hostvars = self.definition.hostvars()
+        texts = [text for text in strings(hostvars) if is_template(text)]
+        self._volatile("hostvars", texts)
+        for name in {name for text in texts for name, _ in lookup_calls(text)} - _OWN_LOOKUPS.keys():
+            if not engine.is_predictable(name):
+                self.unknown.add(f"hostvars: made by the lookup `{name}`, known only to a play")
+        return hostvars
 
     def _scope(self, role: str) -> Mapping[str, JSON]:
         evaluated = evaluated_playbook(self.definition, self.layer)

@@ -164,6 +164,20 @@ def test_what_only_the_play_knows_runs_its_layer_in_every_build(
     )
 
 
+@pytest.mark.parametrize(
+    ("value", "name"), [("{{ now() }}", "`now()`"), ("{{ lookup('pipe', 'date') }}", "`pipe`")]
+)
+def test_neither_another_host_nor_the_command_line_brings_the_time(root: Path, value: str, name: str) -> None:
+    given = plan(root, f'{{"site_name": "{value}"}}')
+    assert "run" in {stage.name: stage.options for stage in given.stages}["mine"]
+    assert given.warnings and all(name in warning for warning in given.warnings)
+    other = f'    other: {{site_stamp: "{value}"}}\n'
+    edit("inventory/hosts.yml", "  vars:\n", f"{other}  vars:\n")(root)
+    assert plan(root).warnings == ()
+    edit("roles/mine/templates/managed.j2", "ansible_managed", "hostvars.other.site_stamp")(root)
+    assert [name in warning for warning in plan(root).warnings] == [True]
+
+
 def test_where_repository_and_inventory_lie_does_not_matter(root: Path, tmp_path: Path) -> None:
     edit(
         "inventory/hosts.yml", "site_name: a", "mine_made: \"{{ inventory_dir ~ '/x' }}\"\n    site_name: a"
