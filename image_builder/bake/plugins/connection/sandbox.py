@@ -65,7 +65,7 @@ DOCUMENTATION = """
 # kernel, names, addresses, mounts, dates) are those of the machine that builds, and no id covers them.
 _OF_IMAGE = re.compile(
     r"ansible_(?:distribution(?:_.+)?|os_family|lsb|pkg_mgr|service_mgr|system|architecture|machine"
-    r"|userspace_(?:architecture|bits)|python|python_version|selinux_python_present|user_.+|(?:real|effective)_.+_id"
+    r"|userspace_(?:architecture|bits)|python|python_version|selinux_python_present|env|user_.+|(?:real|effective)_.+_id"
     r"|local|discovered_interpreter_python|gather_subset)"
 )
 # How facts of `setup`, and what it takes over from other programs, are named; `mount_facts` has a name of its own.
