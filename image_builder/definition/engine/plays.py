@@ -388,7 +388,7 @@ class _Walk:
         for prompt in [prompts] if isinstance(prompts, Mapping) else prompts:
             name = str(prompt.get("name", ""))
             if name not in self.rounds.manager._extra_vars:
-                reason = f"asks for `{name}`: nobody answers in a bake, give it with `-e` or in the inventory"
+                reason = f"asks for `{name}`: nobody answers in a bake, give it with `-e`"
                 self.faults.refuse_play(prompt, reason)
 
     def question(self, item: Any, variables: Mapping[str, Any]) -> None:
