@@ -34,6 +34,7 @@ from image_builder.definition.values import (
     words,
 )
 from image_builder.errors import VaultError
+from image_builder.settings import CONFIGURATION
 from image_builder.system.trees import files_in
 
 # A lookup of this program's own and the files that it packs.
@@ -176,6 +177,7 @@ class _Reader:
         self._variable_lookups(self.of_host if any_variable else spoken, variables)
         for file in play.templates | {f for f in play.files | self.opened if _is_templates(f)}:
             self._volatile(self._name(file), [self._text(file)])
+            self._managed(file)
         every = around | in_roles | self.opened | play.sent
         varying = {file for file in every if _is_of_kernel(file)}
         varying |= set(filter(self._is_fetched, every | play.files))
@@ -252,9 +254,20 @@ class _Reader:
             }
             met = {word for text in texts for word in words(text)}
             others |= {"groups": self.definition.magic.get("groups", {})} if "groups" in met else {}
-            others |= {"hostvars": self.definition.hostvars()} if "hostvars" in met else {}
+            if "hostvars" in met:
+                others["hostvars"] = self._hostvars()
             spoken[_OTHERS] = digest(others)
         return spoken
+
+    def _hostvars(self) -> JSON:
+        """Return all hosts' variables; what differs from play to play in them is reported."""
+        hostvars = self.definition.hostvars()
+        texts = [text for text in strings(hostvars) if is_template(text)]
+        self._volatile("hostvars", texts)
+        for name in {name for text in texts for name, _ in lookup_calls(text)} - _OWN_LOOKUPS.keys():
+            if not engine.is_predictable(name):
+                self.unknown.add(f"hostvars: made by the lookup `{name}`, known only to a play")
+        return hostvars
 
     def _scope(self, role: str) -> Mapping[str, JSON]:
         evaluated = evaluated_playbook(self.definition, self.layer)
@@ -289,6 +302,16 @@ class _Reader:
         """Report what in templates differs from play to play, or from machine to machine."""
         for name in frozenset().union(*map(engine.volatile, texts)):
             self.unknown.add(f"{where}: what `{name}` gives is known only while the play runs")
+
+    def _managed(self, template: Path) -> None:
+        """Report a template with ``ansible_managed``, if ansible.cfg makes that of the machine that builds."""
+        config, name = self.definition.ansible_config, "ansible_managed"
+        if config is None or name in self.of_host:
+            return
+        used = all(name in words(self._text(file)) for file in (template, config))
+        if used and not {"%", "{"}.isdisjoint(engine.managed_text(config)):
+            reason = f"what `{name}` of {CONFIGURATION} gives is known only while the play runs"
+            self.unknown.add(f"{self._name(template)}: {reason}")
 
     def _file_answer(self, where: str, text: str) -> None:
         for match in _FILE_ANSWER.finditer(text):

@@ -18,10 +18,15 @@ from image_builder.canonical import JSON
 
 # A vaulted value is replaced by {VAULT_KEY: sha256 of its ciphertext}: a change is visible, the secret isn't. A value
 # in a vaulted file may be a template: the other key then lists the names of variables in it, and the words by which it
-# may reach more than it names.
+# may reach more than it names, or differ from play to play.
 VAULT_KEY = "__vault__"
 _NAMED_KEY = "__named__"
-_REACHING = frozenset({"lookup", "query", "q", "vars", "hostvars", "groups"})
+_REACHING = frozenset(
+    {
+        *("lookup", "query", "q", "vars", "hostvars", "groups"),
+        *("now", "random", "shuffle", "strftime", "password_hash", "vault"),
+    }
+)
 VAULT_HINT = "give the password with --vault-password-file FILE or ANSIBLE_VAULT_PASSWORD_FILE"
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -57,7 +62,7 @@ def stand_in(ciphertext_digest: str, secret: JSON, names: Collection[str]) -> di
 
 
 def is_open(value: JSON) -> bool:
-    """Return whether ``value`` is the stand-in of a template that may reach more variables or files than it names."""
+    """Return whether ``value`` is the stand-in of a template that may give what it doesn't name, such as the time."""
     named = value.get(_NAMED_KEY) if isinstance(value, Mapping) else None
     return isinstance(named, list) and not _REACHING.isdisjoint(named)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from image_builder.definition.engine import caller  # removes the caller's settings
 from image_builder.settings import REPO_ROOT, ansible_config, project_root
 
-# Ansible reads its settings when it is first imported, which the modules below this package do. Child processes get
-# their own environment; plays get this one with their own settings on top.
+# Ansible reads its settings when it is first imported, which the modules below this package do. Child processes, plays
+# among them, get an environment of their own.
 os.environ["ANSIBLE_CONFIG"] = str(ansible_config((project_root(), REPO_ROOT)))
 os.environ["ANSIBLE_DUPLICATE_YAML_DICT_KEY"] = "error"
 os.environ["ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED"] = "true"
@@ -41,6 +41,7 @@ from image_builder.definition.engine.plays import (
     configured_roles,
     file_of_play,
     forget_plugins_of_this_machine,
+    managed_text,
     plugin_settings,
     read_play,
     role_file,
@@ -79,6 +80,7 @@ __all__ = [
     "evaluate_all",
     "file_of_play",
     "is_predictable",
+    "managed_text",
     "place_in",
     "place_of",
     "plain",

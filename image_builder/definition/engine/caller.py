@@ -1,7 +1,7 @@
 """Removal of the caller's Ansible settings from the environment: they apply neither here nor in plays.
 
 Importing this module removes them. It must be imported before Ansible, which reads its settings when it is first
-imported. Plays get this process's environment.
+imported.
 """
 
 from __future__ import annotations

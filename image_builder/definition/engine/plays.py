@@ -178,6 +178,12 @@ def configured_inventories() -> list[Path]:
     return _named("DEFAULT_HOST_LIST", config)
 
 
+def managed_text(config: Path) -> str:
+    """Return the text of ``ansible_managed`` in an ``ansible.cfg``, which may ask for a name, a path or a date."""
+    _forget_changed(config)
+    return str(settings.config.get_config_value_and_origin("DEFAULT_MANAGED_STR", cfile=str(config))[0])
+
+
 def _folders(name: str, config: Path) -> list[Path]:
     return [folder for folder in _named(name, config) if folder.is_dir()]
 
@@ -382,7 +388,7 @@ class _Walk:
         for prompt in [prompts] if isinstance(prompts, Mapping) else prompts:
             name = str(prompt.get("name", ""))
             if name not in self.rounds.manager._extra_vars:
-                reason = f"asks for `{name}`: nobody answers in a bake, give it with `-e` or in the inventory"
+                reason = f"asks for `{name}`: nobody answers in a bake, give it with `-e`"
                 self.faults.refuse_play(prompt, reason)
 
     def question(self, item: Any, variables: Mapping[str, Any]) -> None:

@@ -204,6 +204,18 @@ def test_what_is_around_a_task_may_send_it_elsewhere(project: Path, around: str,
     assert fault == f"{place} acts on `localhost`: a bake has only the image"
 
 
+def test_a_role_may_be_sent_elsewhere(project: Path) -> None:
+    write(project, TASKS, "---\n- name: Task\n  ansible.builtin.command: id\n")
+    text = (project / LAYER).read_text()
+    assert text.count("- role: site_banner") == 1
+    write(
+        project,
+        LAYER,
+        text.replace("- role: site_banner", "- role: site_banner\n      delegate_to: localhost"),
+    )
+    assert faults(project) == [f"{TASKS}:2 acts on `localhost`: a bake has only the image"]
+
+
 def test_a_handler_counts_once_something_notifies_it(project: Path) -> None:
     write(project, f"{ROLE}/handlers/main.yml", f"---\n- name: Restart it\n  {ELSEWHERE[0]}\n")
     assert faults(project) == []

@@ -288,9 +288,10 @@ def test_files_of_variables_may_be_vaulted_as_a_whole(
     assert file in {name.removeprefix("project/") for name in one.files}
     assert reading("there").variables != one.variables
 
-    write(project, file, vaulted("site_secret: \"{{ lookup('file', 'x') }}\"\n"))
-    (reason,) = reading("here").unknown
-    assert reason.endswith(f"{file}: what a vaulted template looks up is known only while the play runs")
+    for drawn in ("lookup('file', 'x')", "'x' | password_hash", "now()"):
+        write(project, file, vaulted(f'site_secret: "{{{{ {drawn} }}}}"\n'))
+        (reason,) = reading("here").unknown
+        assert reason.endswith(f"{file}: what a vaulted template looks up is known only while the play runs")
 
 
 def test_what_a_vaulted_file_of_the_inventory_speaks_of_is_in_the_layers_that_name_it(
@@ -307,10 +308,11 @@ def test_what_a_vaulted_file_of_the_inventory_speaks_of_is_in_the_layers_that_na
     assert one["site_secret"] == other["site_secret"]
     assert (one["site_place"], other["site_place"]) == ("here", "there")
 
-    write(project, secret, vaulted("site_secret: \"{{ lookup('file', 'x') }}\"\n"))
-    definition = read(project).define("node")
-    (reason,) = layer_reading(definition, "site").unknown
-    assert reason == "site_secret: what a vaulted template looks up is known only while the play runs"
+    for drawn in ("lookup('file', 'x')", "'x' | password_hash", "now()"):
+        write(project, secret, vaulted(f'site_secret: "{{{{ {drawn} }}}}"\n'))
+        definition = read(project).define("node")
+        (reason,) = layer_reading(definition, "site").unknown
+        assert reason == "site_secret: what a vaulted template looks up is known only while the play runs"
 
 
 def test_a_vaulted_file_of_tasks_says_where_it_may_be(

@@ -263,5 +263,7 @@ def test_a_slice_is_a_private_data_directory_without_secrets(tmp_path: Path) -> 
     settings = json.loads((folder / "env/envvars").read_text())
     assert settings["ANSIBLE_FORKS"] == "2" and settings["ANSIBLE_PIPELINING"] == "true"
     assert "ControlPersist=60s" in settings["ANSIBLE_SSH_ARGS"]
+    plugins = {name: value for name, value in settings.items() if name.endswith(("_PLUGINS", "_LIBRARY"))}
+    assert len(plugins) > 10 and set(plugins.values()) == {str(folder / "nowhere")}
     # Among many hosts at once, each has as long for its login as in a probe.
     assert settings["ANSIBLE_TIMEOUT"] == "60" and "ConnectTimeout=10" in settings["ANSIBLE_SSH_ARGS"]

@@ -50,7 +50,7 @@ DOCUMENTATION = """
             vars:
                 - name: ansible_sandbox_environment
         image:
-            description: The host that the root stands for, the only one on which tasks may act.
+            description: The host that the root stands for; if it is named, tasks may act on no other.
             type: str
             vars:
                 - name: ansible_sandbox_image
@@ -65,7 +65,7 @@ DOCUMENTATION = """
 # kernel, names, addresses, mounts, dates) are those of the machine that builds, and no id covers them.
 _OF_IMAGE = re.compile(
     r"ansible_(?:distribution(?:_.+)?|os_family|lsb|pkg_mgr|service_mgr|system|architecture|machine"
-    r"|userspace_(?:architecture|bits)|python|python_version|selinux_python_present|user_.+|(?:real|effective)_.+_id"
+    r"|userspace_(?:architecture|bits)|python|python_version|selinux_python_present|env|user_.+|(?:real|effective)_.+_id"
     r"|local|discovered_interpreter_python|gather_subset)"
 )
 # How facts of `setup`, and what it takes over from other programs, are named; `mount_facts` has a name of its own.
@@ -85,11 +85,10 @@ class Connection(ConnectionBase):
 
     def set_options(self, task_keys: Any = None, var_options: Any = None, direct: Any = None) -> None:
         super().set_options(task_keys=task_keys, var_options=var_options, direct=direct)
-        task = task_keys or {}
-        target, image = task.get("delegate_to"), self.get_option("image")
-        self._elsewhere = target if target and target != image else ""
-        if str(task.get("connection")).rpartition(".")[2] == "local":
-            self._elsewhere = "localhost"
+        task, image = task_keys or {}, self.get_option("image")
+        local = str(task.get("connection")).rpartition(".")[2] == "local"
+        target = "localhost" if local else task.get("delegate_to")
+        self._elsewhere = target if image and target and target != image else ""
 
     def _connect(self) -> Connection:
         root = self.get_option("root")

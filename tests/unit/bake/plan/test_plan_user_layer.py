@@ -110,6 +110,28 @@ def test_without_an_edit_nothing_runs(root: Path, unchanged: Plan) -> None:
             id="the time",
         ),
         pytest.param(
+            "playbooks/layers/mine.yml",
+            "  roles:\n",
+            "  vars: {site_hash: \"{{ 'x' | password_hash }}\"}\n  roles:\n",
+            "playbooks/layers/mine.yml:2: what `password_hash` gives is known only while the play runs",
+            id="a salt, in the play",
+        ),
+        pytest.param(
+            "roles/mine/meta/main.yml",
+            "role: needed\n",
+            'role: needed\n    vars: {needed_text: "{{ 9 | random }}"}\n',
+            "roles/mine/meta/main.yml: what `random` gives is known only while the play runs",
+            id="chance, in a role's dependency",
+        ),
+        pytest.param(
+            "ansible.cfg",
+            "[defaults]\n",
+            "[defaults]\nansible_managed = {file} of {host}, %Y\n",
+            "roles/mine/templates/managed.j2: what `ansible_managed` of ansible.cfg gives is known only while the "
+            "play runs",
+            id="a header with the machine's name",
+        ),
+        pytest.param(
             "roles/mine/meta/main.yml",
             "role: needed\n",
             "role: needed\n    vars: {needed_text: \"{{ '/etc/a' is exists }}\"}\n",
@@ -140,6 +162,20 @@ def test_what_only_the_play_knows_runs_its_layer_in_every_build(
     assert not any(name.startswith("/proc") for name in places), (
         "it would count as changed while a stage runs"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [("{{ now() }}", "`now()`"), ("{{ lookup('pipe', 'date') }}", "`pipe`")]
+)
+def test_neither_another_host_nor_the_command_line_brings_the_time(root: Path, value: str, name: str) -> None:
+    given = plan(root, f'{{"site_name": "{value}"}}')
+    assert "run" in {stage.name: stage.options for stage in given.stages}["mine"]
+    assert given.warnings and all(name in warning for warning in given.warnings)
+    other = f'    other: {{site_stamp: "{value}"}}\n'
+    edit("inventory/hosts.yml", "  vars:\n", f"{other}  vars:\n")(root)
+    assert plan(root).warnings == ()
+    edit("roles/mine/templates/managed.j2", "ansible_managed", "hostvars.other.site_stamp")(root)
+    assert [name in warning for warning in plan(root).warnings] == [True]
 
 
 def test_where_repository_and_inventory_lie_does_not_matter(root: Path, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ FILES = {
         "mine_relative: {type: str}, mine_key: {type: path}, mine_made: {type: str}}}}\n"
     ),
     "roles/mine/files/relative.txt": "old\n",
+    "roles/mine/templates/managed.j2": "# {{ ansible_managed }}\n",
     "roles/mine/tasks/main.yml": """
 - name: Task
   ansible.builtin.debug:
@@ -86,6 +87,11 @@ FILES = {
   ansible.builtin.copy:
     src: "{{ mine_key }}"
     dest: /etc/key.asc
+    mode: "0644"
+- name: Send a template
+  ansible.builtin.template:
+    src: managed.j2
+    dest: /etc/managed
     mode: "0644"
 """,
 }
