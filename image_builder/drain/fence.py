@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from image_builder.node.net.kube import CONFLICT, JSON_PATCH, Client, KubeError, path_of_node
+from image_builder.node.net.retry import backoff
 
 CORDON = "image-builder/cordon"
 SCALE_DOWN = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
@@ -27,6 +29,9 @@ _FORBIDDEN = 403
 _NO_DENIAL = re.compile(r' cannot \w+ resource "|: not yet ready to handle request|: 403 Forbidden$')
 # Errors in parsing an annotation: each node writes its own, and a broken one must not stop anything for all nodes.
 MALFORMED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+# How often a change is tried, and the longest pause between, in seconds: about a minute.
+_ATTEMPTS, _LONGEST_PAUSE = 12, 10.0
+_sleep = time.sleep
 # The end of the year 9999.
 _LATEST = 253402300799.0
 
@@ -144,23 +149,38 @@ def send(client: Client, name: str, patch: list[dict[str, Any]]) -> dict[str, An
         raise
 
 
+def attempts(name: str) -> Iterator[None]:
+    """Yield once for each attempt at changing a Node that others change meanwhile, after a pause from the third one on.
+
+    Raises KubeError in the end: something changes it back each time, such as a webhook.
+    """
+    for attempt in range(_ATTEMPTS):
+        if attempt > 1:
+            _sleep(backoff(attempt - 2, cap=_LONGEST_PAUSE))
+        yield
+    raise KubeError(
+        f"{path_of_node(name)} was changed by something else each of {_ATTEMPTS} times that it was to be patched",
+        CONFLICT,
+    )
+
+
 def is_denied(error: KubeError) -> bool:
     """Return whether only this object's change is refused: an admission policy denies it, or it is invalid."""
     return error.is_hopeless or (error.status == _FORBIDDEN and not _NO_DENIAL.search(error.message))
 
 
 def free(client: Client, name: str, run: str, seen: dict[str, Any] | None = None) -> str:
-    """Remove our cordon, however often the Node changes meanwhile; return the Node's uid, empty if it has no cordon of
-    this run. Raises KubeError.
+    """Remove our cordon, though the Node may change meanwhile (``attempts``); return the Node's uid, empty if it has no
+    cordon of this run. Raises KubeError.
 
     ``seen`` is the Node as it was last read: it is read again only if it has changed.
     """
     document = seen or client.find(path_of_node(name))
-    while document is not None:
-        record = record_of(document)
-        if record is None or record.run != run:
+    for _ in attempts(name):
+        record = record_of(document) if document else None
+        if document is None or record is None or record.run != run:
             return ""
         if send(client, name, uncordon(document)):
             return str(document["metadata"]["uid"])
         document = client.find(path_of_node(name))
-    return ""
+    raise AssertionError("attempts() ends")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from image_builder.drain.fence import send
+from image_builder.drain.fence import attempts, send
 from image_builder.node.net.kube import Client, path_of_node
 
 TAINT = "image-builder/roll"
@@ -41,9 +41,11 @@ def _taints(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _change(client: Client, name: str, taint: Mapping[str, Any] | None, seen: Node | None) -> Node | None:
-    """Make a Node carry this taint or none of ours, however often its taints change meanwhile."""
+    """Make a Node carry this taint or none of ours, though its taints may change meanwhile (``attempts``)."""
     document = seen or client.find(path_of_node(name))
-    while document is not None:
+    for _ in attempts(name):
+        if document is None:
+            return None
         before = _taints(document)
         if [t for t in before if t["key"] == TAINT] == ([taint] if taint else []):
             return document
@@ -51,7 +53,7 @@ def _change(client: Client, name: str, taint: Mapping[str, Any] | None, seen: No
         if changed := send(client, name, [test, *_patch(before, taint)]):
             return changed
         document = client.find(path_of_node(name))
-    return None
+    raise AssertionError("attempts() ends")
 
 
 def _patch(before: Sequence[Mapping[str, Any]], taint: Mapping[str, Any] | None) -> Iterator[Node]:

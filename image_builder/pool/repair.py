@@ -30,7 +30,7 @@ from image_builder.pool.plan.model import Host
 from image_builder.pool.scale_set.client import Client as Azure
 from image_builder.pool.scale_set.model import Version
 from image_builder.pool.scale_set.records import Replacement, Verb
-from image_builder.pool.scale_set.roll import Drive, NoJournal, Patience, send, settled_requests
+from image_builder.pool.scale_set.roll import REPAIRS, Drive, NoJournal, Patience, send, settled_requests
 from image_builder.pool.scale_set.upgrades import Member
 from image_builder.pool.scale_set.verdict import Node
 from image_builder.pool.steps.control_plane import NODES
@@ -43,6 +43,10 @@ OPEN: tuple[State, ...] = ("skipped", "refused", "failed", "unknown")
 _VERBS: Mapping[str, Verb] = {"reboot": "restart", "reimage": "reimage"}
 _EVENTS = {"reboot": "RebootSent", "reimage": "ReimageSent"}
 BACK = "it has booted, and waits for its preflight"
+_REPAIRED = (
+    "Azure's automatic repairs run for its scale set, and may replace the machine meanwhile: suspend them (az vmss"
+    " set-orchestration-service-state --action Suspend --service-name AutomaticRepairs)"
+)
 _CHANGED = "its mark changed meanwhile"
 _STRANGE = "the inventory doesn't have its instance: image-builder pool snapshot"
 
@@ -219,6 +223,8 @@ class Repairs:
         held = hold.of_node(case.record.reason, labels, hold.parse(kube.find(hold.PATH) or {}))
         if held is not None and held.state == hold.OPEN:
             return Outcome(case, "skipped", f"the gate's breaker holds it: {held.words}")
+        if drive.client.services(drive.path).get(REPAIRS) == "Running":
+            return Outcome(case, "skipped", _REPAIRED)
         looker = Looker(kube, self.policy)
         if reason := occupied(looker, document, quarantine.RUN):
             return Outcome(case, "skipped", reason)
@@ -324,7 +330,10 @@ def _request_of(case: Case, drive: Drive) -> Replacement:
 
 def _unmark(kube: Kube, case: Case, record: Record) -> None:
     """Restore a node's record from before it was marked, unless it has changed since. Raises KubeError."""
-    while (document := kube.find(path_of_node(case.node))) and quarantine.record_of(document) == record:
+    for _ in fence.attempts(case.node):
+        document = kube.find(path_of_node(case.node))
+        if document is None or quarantine.record_of(document) != record:
+            return
         if fence.send(kube, case.node, quarantine.take_out(document, case.record)):
             return
 

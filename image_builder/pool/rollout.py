@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from image_builder.drain.jobs import Job
 from image_builder.errors import DefinitionError, ImageBuilderError, Problem, UsageError
+from image_builder.node.errors import NodeError
 from image_builder.node.net import kubeconfig
 from image_builder.node.net.kube import Client
 from image_builder.pool.evictions import jobs, require_confirmation
@@ -501,17 +502,26 @@ def _drive(
 ) -> tuple[dict[str, Any], int]:
     """Drive what ``start`` returns to its end, shown by ``show``; ``records`` includes those of earlier runs."""
     stop, control_plane = Stop(), rollout.setup.control_plane
-    with ExitStack() as stack:
-        stack.enter_context(stop.listening())
-        display = stack.enter_context(show())
-        shown: list[Progress] = []
-        fleet = stack.enter_context(
-            _fleet(rollout, work, stack, lambda: display.changed(shown[0]), display.note)
-        )
-        stop.wake = fleet.wake
-        if not control_plane.is_read and rollout.plan.policy.mode != "check":
-            display.note(UNWATCHED)
-        shown.append(start(fleet.now()))
-        driver.run(shown[0], fleet, write, stop.is_requested)
+    shown, left, is_over = list[Progress](), "", False
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(stop.listening())
+            display = stack.enter_context(show())
+            fleet = stack.enter_context(
+                _fleet(rollout, work, stack, lambda: display.changed(shown[0]), display.note)
+            )
+            stop.wake = fleet.wake
+            if not control_plane.is_read and rollout.plan.policy.mode != "check":
+                display.note(UNWATCHED)
+            shown.append(start(fleet.now()))
+            driver.run(shown[0], fleet, write, stop.is_requested)
+            is_over = True
+    except (ImageBuilderError, NodeError) as error:
+        if not is_over:
+            raise
+        # Everything that can be said of the hosts is, though Azure doesn't answer any more.
+        left = str(error.message)
     result = {**report(shown[0], records), "control_plane_read": control_plane.is_read}
+    if left:
+        result["left"] = left
     return result, stop.number if shown[0].stopped else 0

@@ -75,7 +75,7 @@ class Fleet:
     def idle(self, _cells: Sequence[Sequence[Host]], _each: int) -> Collection[str]:
         return ()
 
-    def turn(self) -> None:
+    def turn(self) -> str | None:
         raise AssertionError("no scale set was changed")
 
     def probe(self, work: Sequence[Work]) -> None:

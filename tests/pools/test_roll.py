@@ -340,9 +340,8 @@ def test_a_driver_that_is_gone_with_its_journals(
         inventory = ["-i", os.fspath(tmp_path / "hosts.yml"), "--pool", "gpu"]
         account = ["--kubeconfig", os.fspath(fleet.account()), "--endpoint", fleet.served.url]
         argv = ["pool", "abort", "--run", rolled.run, "--to", NEW, *inventory, *account, "--json"]
-        refused = CliRunner().invoke(app, argv)
-        assert refused.exit_code == PoolError.exit_code and "--lost" in refused.stdout
-        answer = CliRunner().invoke(app, [*argv, "--lost"])
+        # It ran on this machine, where it is known to be dead: its claims needn't expire.
+        answer = CliRunner().invoke(app, argv)
         result = json.loads(answer.stdout)
         assert answer.exit_code == (PoolError.exit_code if result["remaining"] else 0)
         for host in fleet.hosts:

@@ -452,10 +452,13 @@ def _show(report: dict[str, Any], signal_number: int, hint: str, *, as_json: boo
     if signal_number:
         return EXIT_INTERRUPTED if signal_number == signal.SIGINT else 128 + signal_number
     outdated = len(report.get("outdated", ()))
-    if not bad and not outdated:
+    left = report.get("left") or report.get("unturned")
+    if not bad and not outdated and not left:
         return 0
     error = PoolError(f"{report['state']}: {bad} of {report['hosts']} hosts are not up", hint=hint)
-    if not bad:
+    if not bad and left:
+        error = PoolError(f"{report['state']}: {left}", hint="image-builder pool resume PLAN")
+    elif not bad:
         beside = "instances that are not in the plan have another version"
         error = PoolError(f"{report['state']}: {beside}: {outdated}", hint=PLAN_AGAIN)
     failure.report(error, on_stdout=not as_json)  # the result has already been printed

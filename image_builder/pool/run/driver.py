@@ -91,8 +91,11 @@ class Steps(Protocol):
         previous image and frees it.
         """
 
-    def turn(self) -> None:
-        """Make the scale sets name the previous image again after the run stopped, before any host is restored."""
+    def turn(self) -> str | None:
+        """Make the scale sets name the previous image again after the run stopped, before any host is restored.
+
+        Return why that isn't possible now, empty if it is done; None while it is in progress: ``wait`` returns then.
+        """
 
     def missing(self, hosts: Sequence[Host]) -> Mapping[str, str] | None:
         """Return which hosts can't take jobs, for reasons other than a roll, and why.
@@ -137,6 +140,10 @@ class _Run:
     alarms: list[tuple[float, str, Step, int]] = field(default_factory=list)
     # Whether a stopped roll has been undone in this process.
     turned: bool = False
+    # Whether that is in progress.
+    turning: bool = False
+    # Why the scale sets couldn't be made to name the previous image again.
+    unturned: str = ""
     # When the reading in progress was requested.
     reading_since: float | None = None
 
@@ -171,7 +178,7 @@ def run(
                 r.note(Stopped(at=now, reason=reason, asked=asked))
         if progress.stopped:
             _turn(r, now)
-            if not budgets.in_work(progress):
+            if not budgets.in_work(progress) and not r.turning:
                 _find_unplanned(r, now)
                 return
         else:
@@ -369,11 +376,16 @@ def _turn(r: _Run, now: float) -> None:
     # A user who asks a run to stop intends to resume it.
     if progress.stop_asked or roll.restore == "never":
         return
-    hosts = rolling.to_restore(progress)
-    if hosts or not r.turned:
-        r.steps.turn()
-        r.turned = True
-        r.note(Turned(at=now, hosts=tuple(hosts)))
+    if r.unturned or not (rolling.to_restore(progress) or not r.turned or r.turning):
+        return
+    # Hosts are freed meanwhile: Azure may be away for long.
+    problem = r.steps.turn()
+    r.turning = problem is None
+    if problem is not None:
+        r.turned, r.unturned = True, problem
+        # No host goes back before its scale set does.
+        hosts = () if problem else tuple(rolling.to_restore(progress))
+        r.note(Turned(at=now, hosts=hosts, problem=problem))
 
 
 def _fitting(r: _Run, step: Step, names: Iterable[str], now: float) -> list[str]:

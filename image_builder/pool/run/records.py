@@ -138,10 +138,14 @@ class Stopped(_Record):
 
 
 class Turned(_Record):
-    """A stopped roll is undone: scale sets name the previous image again, and these hosts get it back."""
+    """A stopped roll is undone: scale sets name the previous image again, and these hosts get it back.
+
+    With a ``problem``, some scale sets may still name the new one, and no host gets the previous one back.
+    """
 
     kind: Literal["turned"] = "turned"
     hosts: tuple[str, ...]
+    problem: str = Field(default="", exclude_if=operator.not_)
 
 
 class Unplanned(_Record):

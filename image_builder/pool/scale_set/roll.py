@@ -53,7 +53,8 @@ _LAST_LOOKS_SECONDS, _LATE_SECONDS = 0.5, 1.2
 _LATE_LOOKS = 5
 # Services that act on instances by themselves: the former replaces those that don't answer, the latter moves machines
 # between zones.
-SERVICES = ("AutomaticRepairs", "AutomaticZoneRebalancing")
+REPAIRS = "AutomaticRepairs"
+SERVICES = (REPAIRS, "AutomaticZoneRebalancing")
 
 
 @dataclass(frozen=True)

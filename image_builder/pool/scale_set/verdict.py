@@ -31,6 +31,11 @@ class Operation:
     message: str = ""
 
     @property
+    def is_preempted(self) -> bool:
+        """Return whether another operation took its place: Azure says so in the code, or only in the message."""
+        return _PREEMPTED.lower() in f"{self.code} {self.message}".lower()
+
+    @property
     def has_ended(self) -> bool:
         return self.status.lower() in ("succeeded", "failed", "canceled")
 
@@ -67,7 +72,7 @@ def judge(
     if operation is not None and not operation.has_ended:
         return "running"
     # A preempted operation may have reached the instance before: it counts like a lost response.
-    if operation is not None and operation.code != _PREEMPTED:
+    if operation is not None and not operation.is_preempted:
         if operation.status.lower() != "succeeded":
             return "failed"
         return "done" if instance.runs(sent.version) else "unknown"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from image_builder.pool.plan.model import CLASSES, STEPS, Step, quantile
-from image_builder.pool.run.records import Gated, Opened, Passed, Record, Result, Unplanned
+from image_builder.pool.run.records import Gated, Opened, Passed, Record, Result, Turned, Unplanned
 from image_builder.pool.run.state import HostStatus, Progress
 from image_builder.text import printable, short_list
 
@@ -88,6 +88,7 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
         document["idle_hours"] = idle(records)
         document["restored"] = {s.host.name: s.restored for s in statuses if s.restored is not None}
         # Hosts that have the new image, or may have it, and aren't fine with it.
+        document["unturned"] = next((r.problem for r in reversed(records) if isinstance(r, Turned)), "")
         document["cordoned"] = sorted(s.host.name for s in statuses if _is_cordoned(s))
         document["unplanned"] = instances = unplanned(records)
         document["outdated"] = [
@@ -285,6 +286,10 @@ def text(report: dict[str, Any]) -> str:
     back = sorted(name for name, is_restored in report.get("restored", {}).items() if is_restored)
     for title, names in (("previous image again", back), ("still cordoned", report.get("cordoned", []))):
         lines += [f"  {title}: {short_list(names)}"] if names else []
+    if problem := report.get("unturned"):
+        lines.append(f"  scale sets may still name the new version: {problem}")
+    if problem := report.get("left"):
+        lines.append(f"  scale sets may still be claimed, and their services suspended: {problem}")
     lines += _unplanned_lines(report)
     lines += [f"  {f['count']} x {f['signature']}: {short_list(f['hosts'])}" for f in report["failures"]]
     return "\n".join(map(printable, lines))

@@ -188,8 +188,9 @@ class Fleet:
     def begin(self, step: Step, work: Sequence[Work]) -> None:
         {"probe": self.probe, "bootstrap": self.bootstrap, "verify": self.verify}[step](work)
 
-    def turn(self) -> None:
+    def turn(self) -> str | None:
         """Do nothing: only a roll has changed scale sets."""
+        return ""
 
     def missing(self, hosts: Sequence[Host]) -> Mapping[str, str] | None:  # noqa: ARG002
         """Return nobody: only a roll asks."""

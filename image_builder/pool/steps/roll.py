@@ -40,6 +40,8 @@ from image_builder.pool.steps.nodes import ASK_IMAGE, ASK_SECONDS, ask_work, ima
 from image_builder.pool.steps.survey import idle_hosts, missing_hosts
 
 _TURNS, _TURNED_AT_ONCE = 10, 16
+# How long the models' way back is tried at most.
+_TURN_SECONDS = 1800.0
 # How many expensive looks are reported together.
 _TOLD_READS = 100
 # The failure number where no other applies.
@@ -124,6 +126,8 @@ class RollFleet(Fleet):
         # Scale sets whose models this process has set to the new version.
         self._changed: set[str] = set()
         self._is_turned = False
+        self._turner = ThreadPoolExecutor(1, thread_name_prefix="turn back")
+        self._turning: Future[None] | None = None
         self._full_reads = 0
         self._sought: Future[list[str]] | None = None
         self._surveyed: Future[dict[str, str]] | None = None
@@ -181,7 +185,7 @@ class RollFleet(Fleet):
     ) -> None:
         self._ending.set()
         self._drains.end()
-        for threads in (self._threads, self._freeing):
+        for threads in (self._threads, self._freeing, self._turner):
             threads.shutdown(cancel_futures=True)
         for connection in self._connections:
             connection.close()
@@ -242,11 +246,24 @@ class RollFleet(Fleet):
         future.add_done_callback(lambda _: self.wake())
         return future
 
-    def turn(self) -> None:
+    def turn(self) -> str | None:
+        # From now on nothing is sent for hosts that don't have the new version yet.
+        self._is_turned = True
+        if self._turning is None:
+            self._turning = self._turner.submit(self._turn_back)
+            self._turning.add_done_callback(lambda _: self.wake())
+        if not self._turning.done():
+            return None
+        turning, self._turning = self._turning, None
+        try:
+            turning.result()
+        except (FetchError, PoolError, NodeError) as error:
+            return str(error.message)
+        return ""
+
+    def _turn_back(self) -> None:
         """Set the models of all scale sets that this roll changed back to their previous version."""
         with self._models:
-            # From now on nothing is sent for hosts that don't have the new version yet.
-            self._is_turned = True
             last = {r.scale_set: r.after for r in self._journal.records if isinstance(r, records.Model)}
         target = self._change.target
         changed = [path for path, version in last.items() if is_same_id(version, target.version)]
@@ -260,11 +277,12 @@ class RollFleet(Fleet):
             list(threads.map(self._turn, versions, versions.values()))
 
     def _turn(self, path: str, version: str) -> None:
+        began = time.monotonic()
         for attempt in range(_TURNS):
             try:
                 self._drive(path).set_image(self._change.azure.scale_set(path), version)
             except (FetchError, NodeError):
-                if attempt == _TURNS - 1:
+                if attempt == _TURNS - 1 or time.monotonic() - began > _TURN_SECONDS:
                     raise
                 self._ending.wait(backoff(attempt, cap=TROUBLE_SECONDS))
             else:

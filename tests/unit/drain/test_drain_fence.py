@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from image_builder.drain import fence
+from image_builder.drain import fence, taint
 from image_builder.drain.fence import (
     CORDON,
     SCALE_DOWN,
@@ -147,3 +148,39 @@ def test_a_time_can_be_written_as_a_date(value: float, is_time: bool) -> None:
         return
     with pytest.raises(fence.MALFORMED):
         fence.unix_time(value)
+
+
+@pytest.mark.parametrize("change", ["free", "bar", "lift"])
+@pytest.mark.parametrize("refused", [3, 10**6])
+def test_a_patch_that_never_applies_is_repeated_with_pauses_and_ends(
+    monkeypatch: pytest.MonkeyPatch, change: str, refused: int
+) -> None:
+    """A webhook that changes the annotation back, or anything else that is faster than we are."""
+    pauses: list[float] = []
+    monkeypatch.setattr(fence, "_sleep", pauses.append)
+
+    class Contested(Client):
+        def __init__(self) -> None:
+            super().__init__(Access("https://lab", Pem(text="")))
+            self.patches = 0
+            self.node = node_object({CORDON: Record("roll", 1.0).text()}, cordoned=True)
+            if change == "lift":
+                self.node["spec"]["taints"] = [{"key": taint.TAINT, "value": "roll", "effect": "NoExecute"}]
+
+        def request(self, method: str, _path: str, _body: Any = None, _type: str = "") -> dict[str, Any]:
+            if method == "PATCH":
+                self.patches += 1
+                if self.patches <= refused:
+                    raise KubeError(PATCH_FAILED, 422)
+            return self.node
+
+    client = Contested()
+    does = {
+        "free": lambda: fence.free(client, "gpu-1", "roll"),
+        "bar": lambda: taint.bar(client, "gpu-1", "roll"),
+        "lift": lambda: taint.lift(client, "gpu-1"),
+    }
+    with nullcontext() if refused == 3 else pytest.raises(KubeError):
+        does[change]()
+    assert client.patches == (4 if refused == 3 else 12) and len(pauses) == client.patches - 2
+    assert all(pause <= 10 for pause in pauses)

@@ -42,6 +42,7 @@ class Pool:
     def __init__(self) -> None:
         self.machines: Fleet = fleet(1)
         self.machines.arm.actions = ["*"]
+        self.machines.group.services["AutomaticRepairs"] = "Suspended"
         (self.host,) = hosts(self.machines)
         self.path = path_of_node(self.host.name)
         self.cluster, self.over = Cluster(), threading.Event()
@@ -105,6 +106,14 @@ class Pool:
 @pytest.fixture
 def pool() -> Pool:
     return Pool()
+
+
+def test_nothing_is_sent_while_azure_may_replace_the_machine(pool: Pool) -> None:
+    pool.machines.group.services["AutomaticRepairs"] = "Running"
+    state, reason = pool.repair()
+    assert state == "skipped" and "AutomaticRepairs" in reason and (pool.restarts, pool.stage) == (0, "asked")
+    pool.machines.group.services["AutomaticRepairs"] = "NotRunning"
+    assert pool.repair()[0] == "returned" and pool.restarts == 1
 
 
 def test_a_node_returns_with_another_boot(pool: Pool) -> None:

@@ -46,6 +46,7 @@ class Cluster(Server):
 
 def _case(record: quarantine.Record) -> tuple[Case, Client]:
     machines = fleet(1)
+    machines.group.services["AutomaticRepairs"] = "Suspended"
     machines.machine("0").state = "Updating"  # what is in work gets no request
     return Case("gpu-0", record, "boot", hosts(machines)[0]), Client(Direct(machines.arm))
 

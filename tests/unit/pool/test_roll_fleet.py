@@ -115,7 +115,8 @@ def test_a_roll_whose_version_another_tool_spells_in_another_case_resumes_and_tu
     machines = fleet(1)
     with rolled(setup, machines, tmp_path, model=NEW.upper()) as (state, _):
         state._journal.append(Model(at=1, scale_set=machines.path, before=OLD, after=NEW.upper()))
-        state.turn()
+        while state.turn() is None:
+            state.wait(state.now() + 60)
     assert machines.group.image == OLD
 
 

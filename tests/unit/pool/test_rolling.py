@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,25 @@ def test_a_host_that_was_not_empty_any_more_is_freed_after_a_stop() -> None:
     assert progress.stopped and not world.nodes[busy].cordoned
     outcome = progress.hosts[busy].outcome
     assert outcome and outcome.kind == "skipped" and world.nodes[busy].build == OLD
+    check_end(world, progress)
+
+
+@pytest.mark.parametrize("back_after", [1800.0, inf])
+def test_hosts_are_freed_at_once_though_azure_is_away_when_a_roll_stops(back_after: float) -> None:
+    """Who never got the image goes back to work. Models and failed hosts wait until Azure answers, if it does."""
+    rolled = plan(300, drain=WaveDrain(max_wait_seconds=7200.0), max_unavailable="30%")
+    bad = rolled.waves[0].hosts[0]
+    world = World(rolled, {bad: "preflight"}, jobs=lambda name: 0.0 if name == bad else DAY)
+    world.azure_away_until = START + REIMAGE + BOOT + back_after
+    progress, records = roll(world)
+    at = next(record.at for record in records if isinstance(record, Stopped))
+    freed = [when for when, step, _ in world.log if step == "free" and when >= at]
+    assert freed and max(freed) - at < 60
+    document = reports.report(progress, records)
+    assert bool(document["unturned"]) is (back_after == inf)
+    assert (world.turned_at is None) is (back_after == inf)
+    left = [name for name, node in world.nodes.items() if node.cordoned == "us"]
+    assert left == document["cordoned"]
     check_end(world, progress)
 
 

@@ -78,6 +78,8 @@ def test_a_lost_answer_is_read_from_instance_and_node(
         (Operation("Canceled"), UNTOUCHED, "failed"),
         (Operation("Failed", "OperationPreempted"), UNTOUCHED, "not accepted"),
         (Operation("Failed", "OperationPreempted"), UPGRADED, "done"),
+        (Operation("Failed", "Conflict", "OperationPreempted: by a newer one"), UNTOUCHED, "not accepted"),
+        (Operation("Canceled", "", "operationpreempted"), UPGRADED, "done"),
         (Operation("Succeeded"), None, "gone"),
     ],
 )

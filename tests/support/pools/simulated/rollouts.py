@@ -184,8 +184,8 @@ class World:
     def idle(self, _cells: Sequence[Sequence[Host]], _each: int) -> Collection[str]:
         return ()
 
-    def turn(self) -> None:
-        pass
+    def turn(self) -> str | None:
+        return ""
 
     def probe(self, work: Sequence[Work]) -> None:
         for w in work:

@@ -146,6 +146,7 @@ class World:
     evicted: dict[str, float] = field(default_factory=dict)
     together: set[str] = field(default_factory=set)
     turned_at: float | None = None
+    azure_away_until: float = 0.0
     concluded_at: float | None = None
     scaled_out: dict[str, str] = field(default_factory=dict)
     most_unavailable: int = 0
@@ -307,9 +308,14 @@ class World:
             self.log.append((self.time, step, w.host.name))
             getattr(self, f"_{step}")(w, self.nodes[w.host.name], self.fates.get(w.host.name, "well"))
 
-    def turn(self) -> None:
+    def turn(self) -> str | None:
+        if self.azure_away_until == inf:
+            return "no answer"
+        if self.time < self.azure_away_until:
+            return None
         self.turned_at = self.time
         self.models = dict.fromkeys(self.models, OLD)
+        return ""
 
     def conclude(self) -> None:
         self.concluded_at = self.time
