@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from image_builder.node import child
-from image_builder.node.errors import NodeError, ProgramError
+from image_builder.node.errors import ABSENT_STATUS, NodeError, ProgramError
 from image_builder.node.store import Image, parse_image, read_manifest
 
 FORMAT = 1
@@ -144,7 +144,7 @@ def attempt_each(commands: Iterable[tuple[str, Sequence[str]]]) -> dict[str, str
         try:
             child.run(command, timeout=PATIENCE)
         except ProgramError as error:
-            if error.status in (child.LATE, child.ABSENT):
+            if error.status in (child.LATE, ABSENT_STATUS):
                 raise
             failures[key] = error.tail or error.message
     return failures
