@@ -26,14 +26,14 @@ from image_builder.text import human_seconds
 # The only one of the caller's settings that applies in plays, as it does when the inventory is read.
 _VAULT = "ANSIBLE_VAULT_PASSWORD_FILE"
 _PLUGINS = Path(__file__).parent / "plugins"
-
-
 # What ansible-runner adds to a play's environment.
 _OF_RUNNER = frozenset({"ANSIBLE_CALLBACK_PLUGINS", "ANSIBLE_STDOUT_CALLBACK", "AWX_ISOLATED_DATA_DIR"})
 # ansible-runner gives a play a terminal, at which nobody sits: standard input is closed, so that Ansible knows it.
 _UNATTENDED = ("/bin/sh", "-c", 'exec "$@" </dev/null', "sh")
 # What Ansible says then of a question that it doesn't ask: of `pause`, and of `vars_prompt`.
-_UNASKED = re.compile("Not waiting for response to prompt|Not prompting as we are not in interactive mode")
+_UNASKED = re.compile(
+    r"\[WARNING\]: Not (?:waiting for response to prompt|prompting as we are not in interactive mode)"
+)
 _UNDEFINED = re.compile(r"has no attribute '(\w+)'|'(\w+)' is undefined")
 
 
@@ -70,8 +70,8 @@ def play(
 ) -> PlayResult:
     """Run ``playbook`` against ``host`` of the inventories, which stands for the sandbox with the merged root ``root``.
 
-    The environment of the play is made from nothing. A play from which Ansible reports nothing for ``idle_minutes`` is
-    ended.
+    The environment of the play is made from nothing. A play that acts on another machine or asks a question is ended,
+    and so is one from which Ansible reports nothing for ``idle_minutes``.
 
     ``roles`` and ``collections`` are the directories that contain these, ``config`` is an ``ansible.cfg``, and
     ``extra`` holds the values of ``-e``. ``variables`` take precedence over ``extra`` and must not be secret: the
@@ -88,7 +88,7 @@ def play(
     for text in extra:
         arguments += ["--extra-vars", text]
     withheld = private / "withheld"
-    own = {**variables, **_connection(root, environment_in_root), **_only(host, withheld)}
+    own = {**variables, **_connection(host, root, environment_in_root, withheld)}
     (private / "extra.json").write_text(json.dumps(own), encoding="utf-8")
     arguments += ["--extra-vars", f"@{private / 'extra.json'}"]
     with log.open("a", encoding="utf-8") as sink:
@@ -107,21 +107,23 @@ def play(
     return PlayResult(counts.get("ok", 0), counts.get("changed", 0))
 
 
-def _connection(root: Path, environment_in_root: Mapping[str, str]) -> dict[str, JSON]:
-    """Return the variables that map a host of the inventory to the sandbox at ``root``."""
+def _connection(
+    host: str, root: Path, environment_in_root: Mapping[str, str], withheld: Path
+) -> dict[str, JSON]:
+    """Return the variables that map ``host`` to the sandbox at ``root``, and refuse every other host.
+
+    The names of facts that aren't the image's own go to the file ``withheld``.
+    """
     return {
         "ansible_connection": "sandbox",
+        "ansible_sandbox_image": host,
         "ansible_sandbox_root": os.fspath(root),
+        "ansible_sandbox_withheld": os.fspath(withheld),
         "ansible_sandbox_enter": list(_ENTER),
         "ansible_sandbox_environment": [f"{k}={v}" for k, v in sorted(environment_in_root.items())],
         "ansible_python_interpreter": "/usr/bin/python3",
         "ansible_remote_tmp": "/tmp/.ansible",
     }
-
-
-def _only(host: str, withheld: Path) -> dict[str, JSON]:
-    """Return the variables that confine tasks to ``host``, and facts to those of the image."""
-    return {"ansible_sandbox_image": host, "ansible_sandbox_withheld": os.fspath(withheld)}
 
 
 @dataclass
@@ -151,11 +153,9 @@ class Watch:
     def hear(self, text: str) -> None:
         """Note that Ansible reported something."""
         self._heard = self.clock()
-        if _UNASKED.search(text):
-            self.end, self.hint = (
-                f"asked a question in {self._where()}",
-                "nobody can answer in a bake: use `-e`",
-            )
+        if _UNASKED.match(text.lstrip()):
+            self.end = f"asked a question in {self._where()}"
+            self.hint = "nobody answers in a bake: give variables with `-e`, and a pause its `seconds`"
 
     def is_over(self) -> bool:
         """Show a task's minutes; return whether the play must end. The runner asks this every few seconds."""
@@ -181,13 +181,13 @@ def _listener(sink: TextIO, watch: Watch, counts: dict[str, int]) -> Callable[[d
             sink.write(text + "\n")
         watch.hear(text)
         data = event.get("event_data", {})
-        failed = event["event"] in ("runner_on_failed", "runner_on_unreachable")
         if event["event"] == "playbook_on_task_start":
             watch.start(data.get("name") or data.get("task", ""))
-        elif failed and not data.get("ignore_errors"):
+        elif event["event"] == "runner_on_unreachable":  # even if the play ignores that
             watch.failures.append(_failure(data))
-            if event["event"] == "runner_on_unreachable":  # even if the play ignores that
-                watch.end = f"left the image in task {data.get('task')!r}"
+            watch.end = f"left the image in task {data.get('task')!r}"
+        elif event["event"] == "runner_on_failed" and not data.get("ignore_errors"):
+            watch.failures.append(_failure(data))
         elif event["event"] == "playbook_on_stats":
             counts.update({name: sum(data[name].values()) for name in ("ok", "changed")})
         return False

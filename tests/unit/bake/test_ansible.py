@@ -67,7 +67,9 @@ def test_a_play_that_hangs_before_its_first_task_is_ended(clock: Clock) -> None:
 def test_a_play_that_asks_is_ended(clock: Clock, said: str) -> None:
     watch = plays.Watch(lambda _: None, 60, clock)
     watch.start("Ask")
-    watch.hear(said)
+    watch.hear(f'ok: [node] => {{"msg": "{said}"}}')
+    assert not watch.is_over()
+    watch.hear(f"\n{said}")
     assert watch.is_over()
     assert "asked a question in task 'Ask'" in watch.end
 
