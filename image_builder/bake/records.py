@@ -35,7 +35,7 @@ def remember(
     """
     if other_owner(definition, needs, settings):
         return False
-    earlier, name = earlier_lock(definition.record_names, settings)
+    earlier, name = earlier_lock(definition.record_names, settings, replaced=resolved_on_request)
     merged = with_rest_of(lock, earlier, supplier) if earlier else lock
     if merged != earlier and earlier and definition.extra and not resolved_on_request:
         monitor.note(
@@ -47,9 +47,8 @@ def remember(
         monitor.note(f"the lock and the builds remembered of {definition.name} are now those of {inventory}")
     if merged != earlier or name != definition.record_name:
         merged.save(remembered_lock(settings, definition.record_name))
-    if (
-        name == definition.name
-    ):  # from before inventories counted; under any other name, checkouts may share it
+    # From before inventories counted. Under its other former names, repositories may share a lock.
+    if name == definition.name:
         remembered_lock(settings, name).unlink(missing_ok=True)
     if not definition.extra or not _owner(settings, definition.record_name):
         _own(definition, needs, settings)
@@ -95,7 +94,7 @@ def note_foreign(
             f"warning: {other} has the same id as this repository and other requirements: neither locks nor builds of"
             f" this one are remembered; give the copy an id of its own: uuidgen >{REPOSITORY_ID}"
         )
-    elif not lock_given and earlier_lock(definition.record_names, settings)[0] is None:
+    elif not (lock_given or any(remembered_lock(settings, n).exists() for n in definition.record_names)):
         folder = settings.store / "locks"
         known = sorted(folder.glob(f"{definition.record_name.rpartition('-')[0]}-*.lock.json"))
         if known:

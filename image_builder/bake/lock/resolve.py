@@ -53,7 +53,7 @@ def resolve_lock(
     store.prepare()
     with shown_stage(monitor, "lock"), store.staging() as staging:
         lock = _resolve(definition, needs, settings, monitor, staging, previous)
-    before = _remembered(definition, settings)
+    before, _ = earlier_lock(definition.record_names, settings, replaced=True)
     for warning in (*lock.warnings, *(lock.older_than(before) if before else ())):
         monitor.note(f"warning: {warning}")
     return _with_the_date_of(lock, before)
@@ -138,22 +138,19 @@ def remembered_lock(settings: Settings, name: str) -> Path:
     return settings.store / "locks" / f"{name}.lock.json"
 
 
-def earlier_lock(names: Sequence[str], settings: Settings) -> tuple[Lock | None, str]:
+def earlier_lock(
+    names: Sequence[str], settings: Settings, *, replaced: bool = False
+) -> tuple[Lock | None, str]:
     """Return the lock that the store remembers under the first of an image's record ``names``, and that name.
 
-    Returns None and the first name if there is no lock. Raises LockError if it is damaged.
+    Returns None and the first name if there is no lock. Raises LockError if it is damaged, unless it is to be
+    ``replaced``.
     """
     for name in names:
-        if lock := Lock.remembered(remembered_lock(settings, name)):
-            return lock, name
+        with contextlib.suppress(*([LockError] if replaced else [])):
+            if lock := Lock.remembered(remembered_lock(settings, name)):
+                return lock, name
     return None, names[0]
-
-
-def _remembered(definition: ImageDefinition, settings: Settings) -> Lock | None:
-    try:
-        return earlier_lock(definition.record_names, settings)[0]
-    except LockError:  # a damaged one, which the new one replaces
-        return None
 
 
 def _with_the_date_of(lock: Lock, before: Lock | None) -> Lock:

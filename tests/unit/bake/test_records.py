@@ -20,7 +20,7 @@ from image_builder.bake.store import Store
 from image_builder.cli.command import extensions
 from image_builder.cli.main import app
 from image_builder.definition import ImageDefinition, load_inventory
-from image_builder.errors import UsageError
+from image_builder.errors import LockError, UsageError
 from image_builder.events import Monitor
 from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT, REPOSITORY_ID, Settings
 from image_builder.system import cgroups
@@ -249,6 +249,20 @@ def test_groups_that_a_shorter_definition_does_without_stay_locked(
     variables.write_text(whole)
     _build(_node(project), settings)
     assert (Lock.load(path), mirror.asked) == (before, 1)
+
+
+def test_a_damaged_lock_is_replaced_by_a_new_one_only_on_request(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _Mirror(monkeypatch)
+    definition = _node(_init(tmp_path / "a"))
+    path = remembered_lock(settings, definition.record_name)
+    path.write_text("{")
+    with pytest.raises(LockError):
+        _build(definition, settings)
+    assert path.read_text() == "{"
+    building.make_lock(definition, settings, Monitor(), extensions())
+    assert _version(path) == "1"
 
 
 def test_a_stage_that_there_is_not_locks_nothing(
