@@ -295,7 +295,9 @@ def listing(tree: Path, *, follow: bool = False) -> dict[str, list[Any]]:
     for folder, folders, names in os.walk(tree, followlinks=follow):
         for name in (*folders, *names):
             path = Path(folder, name)
-            found[os.fspath(path.relative_to(tree))] = _entry(path, follow=follow)
+            # An overlay lists a whiteout that hides nothing, but has no file there.
+            if os.path.lexists(path):
+                found[os.fspath(path.relative_to(tree))] = _entry(path, follow=follow)
     return found
 
 

@@ -273,6 +273,22 @@ def test_known_versions_are_the_promised_ones() -> None:
             },
             ("containerd takes only a mirror's url, skip_verify, override_path, not capabilities",),
         ),
+        (
+            {
+                "container_runtime_registry_mirrors": {
+                    "docker.io": [{"url": "https://user:secret@mirror.test"}]
+                }
+            },
+            ("container_runtime_registry_mirrors: an address has a password",),
+        ),
+        (
+            {
+                "container_runtime_registry_mirrors": {
+                    "docker.io": [{"url": "https://token@mirror.test:5000/v2"}]
+                }
+            },
+            ("container_runtime_registry_mirrors: an address has a password",),
+        ),
         ({"container_runtime_proxy": {"https": "http://a:b@proxy.test:3128"}}, ("has a password",)),
         ({"container_runtime_proxy": {"http": "proxy.test:3128"}}, ("like http://proxy.example:3128",)),
         ({"container_runtime_ca_certificates": {"../a": CA}}, ("under a name of",)),
@@ -281,6 +297,11 @@ def test_known_versions_are_the_promised_ones() -> None:
         ({"container_runtime_layer_fetch_buffer": 1}, ("containerd 2.3",)),
         ({"container_runtime_docker_min_api_version": "1.40"}, ("Docker 29",)),
         ({"container_runtime_docker_options": {"storage-driver": "vfs"}}, ("storage-driver",)),
+        (
+            {"container_runtime_docker_options": {"hosts": ["tcp://127.0.0.1:2375"]}},
+            ("hosts has a variable",),
+        ),
+        ({"container_runtime_docker_options": {"containerd": "/run/c.sock"}}, ("containerd has a variable",)),
         (
             {"container_runtime_docker_options": {"features": {"containerd-snapshotter": True}}},
             ("features.containerd-snapshotter isn't supported",),
