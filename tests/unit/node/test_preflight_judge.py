@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from image_builder.node.disk import decide
 from image_builder.node.preflight import checks, model, smoke
 from image_builder.node.preflight.judge import Attempts, Reboot, judge, parse_attempts, settle
 from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED, SKIPPED, Check, Verdict
@@ -231,12 +232,21 @@ def test_a_wrong_answer_is_final_whatever_the_status(status: int) -> None:
         (None, INCONCLUSIVE, "reboot"),
         ({"state": "ok"}, PASSED, "none"),
         ({"state": "degraded", "code": "disk.none", "reason": "r"}, PASSED, "none"),
-        ({"state": "failed", "code": "disk.foreign", "reason": "r", "action": "none"}, FAILED, "replace"),
+        ({"state": "failed", "code": "disk.foreign", "reason": "r"}, FAILED, "replace"),
+        ({"state": "failed", "code": "disk.busy", "reason": "r", "action": "none"}, FAILED, "replace"),
     ],
 )
 def test_what_the_boot_has_prepared(section: dict[str, Any] | None, state: str, action: str) -> None:
     [found] = checks.prepared({"disk": section} if section else {}, ["disk"])
     assert (found.state, found.action) == (state, action)
+
+
+def test_every_decision_that_touches_nothing_is_final() -> None:
+    for row in decide.TABLE.values():
+        if (
+            row.action == "none" and row.code != "disk.busy"
+        ):  # an erased disk that isn't blank has this code as well
+            assert not checks.is_retried({"state": "failed", "code": row.code}), row.code
 
 
 @pytest.mark.parametrize("name", ["disk", "preload"])
