@@ -21,7 +21,7 @@ from image_builder.node.join.record import Done, digest
 from image_builder.node.net import reach
 from image_builder.node.net.retry import Deadline
 from image_builder.node.preflight import checks, model
-from image_builder.node.preflight.model import FAILED, INCONCLUSIVE, PASSED
+from image_builder.node.preflight.model import INCONCLUSIVE, PASSED
 from image_builder.node.preflight.settings import Settings as Endpoints
 
 _POLL = 0.5
@@ -96,9 +96,9 @@ def runtime(places: Places, engine: str, deadline: Deadline) -> Done:
 
 
 def _section(name: str, numbers: tuple[int, int], places: Places, deadline: Deadline) -> Done:
-    """Read a section of this boot's status, waiting for one that is missing or retried.
+    """Read a section of this boot's status, waiting for a missing one. Raises JoinError with one of ``numbers``.
 
-    Raises JoinError with one of ``numbers``: the section failed, or it is missing.
+    A section that failed ends this attempt, even if its unit retries: so does the unit of the join.
     """
     failed, missing = numbers
     if name not in status.wanted_sections(places.etc, places.listed):
@@ -108,9 +108,9 @@ def _section(name: str, numbers: tuple[int, int], places: Places, deadline: Dead
         (check,) = checks.prepared(sections, [name])
         if check.state == PASSED:
             return Done(_digest(sections[name]), check.reason or str(sections[name]["state"]))
-        if check.state == FAILED or not deadline.poll(_POLL):
-            if name in sections:
-                raise JoinError(failed, f"{check.code}: {check.reason}")
+        if name in sections:
+            raise JoinError(failed, f"{check.code}: {check.reason}")
+        if not deadline.poll(_POLL):
             raise JoinError(missing, check.reason)
 
 

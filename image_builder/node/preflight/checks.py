@@ -23,6 +23,14 @@ _ENGINES: Mapping[str, list[str]] = {
 _ATTEMPT, _PAUSE = 10.0, 2.0
 # A unit that failed is started again after 30 to 60 seconds. Its section is judged once it failed this often in a row.
 ATTEMPTS = 3
+# What the disk's table says (`disk.decide`) is no attempt that failed: it stays so for this boot.
+_DECISIONS = frozenset(
+    f"disk.{name}"
+    for name in (
+        *("none", "system", "missing", "ambiguous", "paths", "error"),
+        *("foreign", "mixed", "incomplete", "several", "newer"),
+    )
+)
 # After so many seconds of a boot, a unit that has not reported at all hangs, or dies each time.
 LATE = 1200.0
 # The action for a section that failed. Missing images are the node image's fault. Without a disk, only a reboot that
@@ -68,8 +76,9 @@ def prepared(sections: Mapping[str, Any], names: Sequence[str], uptime: float = 
 
 
 def is_retried(section: Mapping[str, Any]) -> bool:
-    """Return whether a section failed and its unit's next attempt may change that. A decision, its action, is final."""
-    has_failed = section["state"] == status.FAILED and "action" not in section
+    """Return whether a section failed and its unit's next attempt may change that: a decision on a disk is final."""
+    is_decided = "action" in section or section.get("code") in _DECISIONS
+    has_failed = section["state"] == status.FAILED and not is_decided
     return has_failed and int(section.get("attempts", 1)) < ATTEMPTS
 
 
