@@ -182,7 +182,8 @@ def classes() -> Iterator[str]:
     yield "The test reads only the Xids of the current boot, from the journal. An Xid that isn't listed is `UNKNOWN`."
     yield "`unsettled` is inconclusive unless there is also a wrong answer or a dead worker: the test's own program may"
     yield "have caused the Xid. NVSwitch SXids count only if the driver itself calls them fatal, and Xid 154 only if"
-    yield "the recovery action changed to another than none.\n"
+    yield "the recovery action changed to another than none. NVLink errors that the driver itself calls nonfatal are"
+    yield "`NVLINK_NONFATAL`; a line that begins like an Xid but can't be parsed is `UNREADABLE`, and never a pass.\n"
     yield "| class | Xids | before the test | during the test | action |\n|---|---|---|---|---|"
     for xid_class in catalogue.classes.values():
         numbers = sorted(catalogue.xids.get(xid_class.name, ()))
