@@ -219,7 +219,7 @@ def containerd(root: Root, unit: Unit, log: Path) -> Iterator[list[Refusal]]:
     """Run containerd; yield what it refuses: its whole configuration, or parts of it."""
     file = _flag(unit, "config", "/etc/containerd/config.toml")
     content = _toml(root.path / file.lstrip("/"))
-    address = content.get("grpc", {}).get("address", "/run/containerd/containerd.sock")
+    address = _socket(content.get("grpc", {}).get("address", "/run/containerd/containerd.sock"))
     with _daemon(root, unit, address, log) as daemon:
         if daemon.status is not None:
             yield _refusals("containerd", file, _reason_of_containerd(daemon.said), daemon.status)
@@ -346,7 +346,12 @@ def runtime_endpoint(root: Root, unit: Unit) -> str:
     endpoint = _flag(unit, "container-runtime-endpoint") or _kubelet_configuration(root, unit).get(
         "containerRuntimeEndpoint", ""
     )
-    return str(endpoint).removeprefix("unix://")
+    return _socket(endpoint)
+
+
+def _socket(address: object) -> str:
+    """Return the path of a socket without the link that /var/run is in an image, and that leads out of it from here."""
+    return re.sub("^/var/run/", "/run/", str(address).removeprefix("unix://"))
 
 
 def _kubelet_configuration(root: Root, unit: Unit) -> Mapping[str, Any]:
@@ -364,7 +369,7 @@ def ask_kubelet(root: Root, unit: Unit, log: Path) -> list[Refusal]:
     file = _flag(unit, "config")
     status, said = _start(root, "kubelet", unit.argv, unit.environment, log)
     sentence = _reason_of_kubelet(said)
-    if status is not None and _THIS_MACHINE.search(sentence):
+    if status is not None and file and _THIS_MACHINE.search(sentence):
         config = {k: v for k, v in _kubelet_configuration(root, unit).items() if k not in _OF_A_MACHINE}
         (root.path / file.lstrip("/")).write_text(json.dumps(config), encoding="utf-8")
         status, said = _start(root, "kubelet", unit.argv, unit.environment, log)
