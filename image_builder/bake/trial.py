@@ -27,6 +27,7 @@ from image_builder.system import process
 from image_builder.system.sandbox import Root, open_root
 
 _AGENT = "/usr/local/sbin/node-agent"
+_INSTEAD_OF_DOCKER = "/run/trial/cri.sock"
 _SECONDS = 30.0
 _POLL_SECONDS = 0.02
 # What each program logs once it has read all of its configuration, in every version.
@@ -45,7 +46,7 @@ _OF_A_MACHINE = (
     *("reservedSystemCPUs", "topologyManagerPolicy", "topologyManagerPolicyOptions"),
 )
 # What a kubelet says of settings that it goes on without.
-_IGNORED = re.compile(r"Invalid clusterDNS.*|strict decoding error: .*|unrecognized feature gate: \S+")
+_IGNORED = re.compile(r"Invalid clusterDNS.*|strict decod(?:ing|er) error.*|unrecognized feature gate: \S+")
 _UNITS = (
     "etc/systemd/system",
     "usr/local/lib/systemd/system",
@@ -219,7 +220,7 @@ def containerd(root: Root, unit: Unit, log: Path) -> Iterator[list[Refusal]]:
     """Run containerd; yield what it refuses: its whole configuration, or parts of it."""
     file = _flag(unit, "config", "/etc/containerd/config.toml")
     content = _toml(root.path / file.lstrip("/"))
-    address = content.get("grpc", {}).get("address", "/run/containerd/containerd.sock")
+    address = _socket(content.get("grpc", {}).get("address", "/run/containerd/containerd.sock"))
     with _daemon(root, unit, address, log) as daemon:
         if daemon.status is not None:
             yield _refusals("containerd", file, _reason_of_containerd(daemon.said), daemon.status)
@@ -342,11 +343,18 @@ def ask_cri_dockerd(root: Root, unit: Unit, log: Path) -> list[Refusal]:
 
 
 def runtime_endpoint(root: Root, unit: Unit) -> str:
-    """Return the path of the socket where a kubelet looks for the CRI, empty if it speaks to Docker itself."""
+    """Return the path of the socket where a kubelet looks for the CRI, empty if it has none."""
+    if _flag(unit, "container-runtime") == "docker":
+        return _INSTEAD_OF_DOCKER
     endpoint = _flag(unit, "container-runtime-endpoint") or _kubelet_configuration(root, unit).get(
         "containerRuntimeEndpoint", ""
     )
-    return str(endpoint).removeprefix("unix://")
+    return _socket(endpoint)
+
+
+def _socket(address: object) -> str:
+    """Return the path of a socket without the link that /var/run is in an image, and that leads out of it from here."""
+    return re.sub("^/var/run/", "/run/", str(address).removeprefix("unix://"))
 
 
 def _kubelet_configuration(root: Root, unit: Unit) -> Mapping[str, Any]:
@@ -362,12 +370,15 @@ def ask_kubelet(root: Root, unit: Unit, log: Path) -> list[Refusal]:
     """Return what the kubelet refuses, with its unit's flags; ``runtime_endpoint`` should be served."""
     _join(root, unit)
     file = _flag(unit, "config")
-    status, said = _start(root, "kubelet", unit.argv, unit.environment, log)
+    argv = list(unit.argv)
+    if _flag(unit, "container-runtime") == "docker":  # by itself: of two values, the last counts
+        argv += ["--container-runtime=remote", f"--container-runtime-endpoint=unix://{_INSTEAD_OF_DOCKER}"]
+    status, said = _start(root, "kubelet", argv, unit.environment, log)
     sentence = _reason_of_kubelet(said)
-    if status is not None and _THIS_MACHINE.search(sentence):
+    if status is not None and file and _THIS_MACHINE.search(sentence):
         config = {k: v for k, v in _kubelet_configuration(root, unit).items() if k not in _OF_A_MACHINE}
         (root.path / file.lstrip("/")).write_text(json.dumps(config), encoding="utf-8")
-        status, said = _start(root, "kubelet", unit.argv, unit.environment, log)
+        status, said = _start(root, "kubelet", argv, unit.environment, log)
         sentence = _reason_of_kubelet(said)
     if status is None:
         ignored = dict.fromkeys(_plain(each).replace('"', "") for each in _IGNORED.findall(said))

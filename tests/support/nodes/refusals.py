@@ -125,6 +125,13 @@ _FLAGS = (
     *("--register-with-taints=gpu=a:NoSchedul", "--register-with-taints=gpu", "--max-pods=many", "--v=loud"),
     *("--no-such-flag", "--eviction-hard=lots", "--feature-gates=NoSuchGate=true", "a word"),
 )
+# What 1.20 takes: it starts, and some of it the API server refuses.
+_TAKEN_BY_1_20 = {
+    "imageMinimumGCAge: -1s",
+    *(f"evictionHard: {{'{signal}': '110%'}}" for signal in _SIGNALS),
+    *(f"--node-labels={label}" for label in ("pool=gpu pool", "gpu pool=a", "a/b/c=d", f"pool={'a' * 64}")),
+    *("--node-labels=pool=-gpu", "--node-labels=-pool=gpu"),
+}
 # Removed since 1.20.
 _REMOVED = (
     *("--pod-infra-container-image=a", "--network-plugin=cni", "--image-pull-progress-deadline=5m"),
@@ -261,6 +268,8 @@ def _kubelet(root: Root, unit: Unit, log: Path) -> Iterator[Row]:
         return trial.ask_kubelet(root, asked, log)
 
     for field, value in _WRONG:
+        if minor < 21 and f"{field}: {value}" in _TAKEN_BY_1_20:
+            continue
         if field.partition(".")[0] in (*fields(minor), "noSuchField"):
             config = yaml.safe_load(right)
             *outer, last = field.split(".")
@@ -272,6 +281,8 @@ def _kubelet(root: Root, unit: Unit, log: Path) -> Iterator[Row]:
             yield _row("kubelet", f"{field}: {value}", ask(unit))
     path.write_text(right)
     for flag in (*_FLAGS, *(_REMOVED if minor >= 35 else ())):
+        if minor < 21 and flag in _TAKEN_BY_1_20:
+            continue
         yield _row("kubelet", flag, ask(dataclasses.replace(unit, argv=(*unit.argv, flag))))
 
 
