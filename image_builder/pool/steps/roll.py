@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,6 +25,7 @@ from image_builder.drain.observe import CURRENT, REMEMBERED, Looker, version_of
 from image_builder.errors import FetchError, PoolError
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client as Kube
+from image_builder.node.net.kube import path_of_node
 from image_builder.node.net.retry import backoff
 from image_builder.pool.plan.model import OK, Host, Joined, Outcome, Step, ended, failed
 from image_builder.pool.plan.plan import ROLL
@@ -42,6 +44,8 @@ from image_builder.pool.steps.survey import idle_hosts, missing_hosts
 _TURNS, _TURNED_AT_ONCE = 10, 16
 # How long the models' way back is tried at most.
 _TURN_SECONDS = 1800.0
+# How often a host's attached volumes are looked at.
+_DETACH_LOOKS = 10
 # How many expensive looks are reported together.
 _TOLD_READS = 100
 # The failure number where no other applies.
@@ -388,6 +392,7 @@ class RollFleet(Fleet):
         self._journal.open(host)
         barred = self._bar(kube, host, self._drains.nodes.pop(host.name, None))
         self._ending.wait(self._change.settle_seconds)
+        self._await_detached(kube, host, barred or {})
         drive = self._drive(host.scale_set_id)
         version = self._versions[self._change.target.version]
         self._set_image(drive, version)
@@ -399,6 +404,22 @@ class RollFleet(Fleet):
             # The pods that run on every node must be back before it is verified; the cordon stays.
             self._nodes[host.name] = taint.lift(kube, host.name, self._nodes.pop(host.name, None)) or {}
         return outcome, joined
+
+    def _await_detached(self, kube: Kube, host: Host, node: Mapping[str, Any]) -> None:
+        """Wait until volumes are detached from an empty host, whose machine Azure wouldn't change meanwhile.
+
+        Those of pods that tolerate its taint, such as a DaemonSet's, stay: it isn't waited for them for ever.
+        """
+        for looks in count():
+            attached = (node.get("status") or {}).get("volumesAttached")
+            if not attached:
+                return
+            if looks == _DETACH_LOOKS:
+                self._tell(f"{host.name}: {attached[0].get('name')} is still attached; its image is changed")
+                return
+            if self._ending.wait(self._change.patience.look):
+                return
+            node = kube.find(path_of_node(host.name)) or {}
 
     def _post(self, kube: Kube, host: Host, reason: str, message: str) -> None:
         """Post an Event about what went wrong with a host; nothing depends on it."""

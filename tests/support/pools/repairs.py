@@ -75,6 +75,7 @@ class Clinic:
         """Return a new scale set with ``count`` nodes."""
         number, names = next(self._numbers), self.plane.nodes(count)
         path = self.scale_sets.add(f"set-{number}", OLD, count)
+        self.scale_sets.sets[path.lower()].services["AutomaticRepairs"] = "Suspended"
         machines = self.scale_sets.sets[path.lower()].machines.values()
         for name, machine in zip(names, machines, strict=True):
             self.machines[name] = machine

@@ -163,24 +163,27 @@ def test_a_patch_that_never_applies_is_repeated_with_pauses_and_ends(
         def __init__(self) -> None:
             super().__init__(Access("https://lab", Pem(text="")))
             self.patches = 0
-            self.node = node_object({CORDON: Record("roll", 1.0).text()}, cordoned=True)
+            self.document = node_object({CORDON: Record("roll", 1.0).text()}, cordoned=True)
             if change == "lift":
-                self.node["spec"]["taints"] = [{"key": taint.TAINT, "value": "roll", "effect": "NoExecute"}]
+                self.document["spec"]["taints"] = [
+                    {"key": taint.TAINT, "value": "roll", "effect": "NoExecute"}
+                ]
 
         def request(self, method: str, _path: str, _body: Any = None, _type: str = "") -> dict[str, Any]:
             if method == "PATCH":
                 self.patches += 1
                 if self.patches <= refused:
                     raise KubeError(PATCH_FAILED, 422)
-            return self.node
+            return self.document
 
     client = Contested()
-    does = {
-        "free": lambda: fence.free(client, "gpu-1", "roll"),
-        "bar": lambda: taint.bar(client, "gpu-1", "roll"),
-        "lift": lambda: taint.lift(client, "gpu-1"),
-    }
     with nullcontext() if refused == 3 else pytest.raises(KubeError):
-        does[change]()
+        match change:
+            case "free":
+                fence.free(client, "gpu-1", "roll")
+            case "bar":
+                taint.bar(client, "gpu-1", "roll")
+            case _:
+                taint.lift(client, "gpu-1")
     assert client.patches == (4 if refused == 3 else 12) and len(pauses) == client.patches - 2
     assert all(pause <= 10 for pause in pauses)

@@ -130,6 +130,33 @@ def test_a_host_with_a_pod_keeps_its_disk(place: Place, step: Step) -> None:
     assert place.reimages == [0, 0] and fence.is_cordoned(place.node("gpu-0"))
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_volumes_that_are_being_detached_are_waited_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch, *, stays: bool
+) -> None:
+    """Not for ever: those of pods that run on every node stay attached."""
+    attached = [{"name": "kubernetes.io/csi/disk.csi.azure.com^data", "devicePath": ""}]
+    find, looks, sent_after = place.cluster.find, list[str](), list[int]()
+    place.node("gpu-0").setdefault("status", {})["volumesAttached"] = attached
+
+    def seen(path: str) -> dict[str, Any] | None:
+        if path == path_of_node("gpu-0") and not sent_after:
+            looks.append(path)
+            if len(looks) == 4 and not stays:
+                place.node("gpu-0")["status"]["volumesAttached"] = []
+        return find(path)
+
+    def look(request: Request, _: Answer | None) -> None:
+        if request.method == "POST" and request.path.endswith(("/manualupgrade", "/reimage")):
+            sent_after.append(len(looks))
+
+    monkeypatch.setattr(place.cluster, "find", seen)
+    place.machines.arm.observers.append(look)
+    with place.rolled() as (state, host):
+        assert end(state, "reimage", host).ok
+    assert place.reimages == [1, 0] and sent_after[0] >= (10 if stays else 4)
+
+
 def test_a_host_that_says_it_is_at_work_keeps_its_disk(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the cluster says: it is asked itself before each request."""
     says = ["lease b"]
