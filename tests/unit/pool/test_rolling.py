@@ -674,25 +674,34 @@ def test_trouble_elsewhere_turns_no_image_back(troubles: list[str], hours: float
     assert replay(world.plan, records).hosts == progress.hosts
 
 
-@pytest.mark.parametrize("hours", [0.0, 4.0], ids=["idle", "busy"])
-def test_a_control_plane_that_stays_red_keeps_no_host_from_work(hours: float) -> None:
-    """No host is empty and fenced, or fenced at all, once the policy's patience is over."""
+@pytest.mark.parametrize("is_rest", [False, True], ids=["in a wave", "in the last wave"])
+def test_a_control_plane_that_stays_red_keeps_no_host_from_work(*, is_rest: bool) -> None:
+    """It turns red when hosts are fenced: once the policy's patience is over, none is, until it is green again."""
     rolled = plan(300, gate=GateLimits(patience_seconds=300.0))
-    world = World(rolled, jobs=mixed_jobs(1, hours * 3600.0))
-    red = (START + 7200, START + 7200 + 7200) if hours else (START + 30, START + 7230)
+    # In a wave of many, hosts are drained together and wait for a job's end.
+    jobs = (
+        mixed_jobs(1, 2 * DAY)
+        if is_rest
+        else lambda name: 6000.0 if name in rolled.waves[3].hosts else 0.0
+    )
+    world = World(rolled, jobs=jobs)
     fenced: dict[float, int] = {}
+    began: list[float] = []
 
     def look() -> bool:
-        fenced[world.time] = sum(
-            n.cordoned == "us" and not n.away and not n.reimages for n in world.nodes.values()
-        )
-        return red[0] <= world.time < red[1]
+        held = [n for n in world.nodes.values() if n.cordoned == "us" and not n.away and not n.reimages]
+        fenced[world.time] = len(held)
+        if not began and len(held) >= 5 and bool(world.rested) == is_rest:
+            began.append(world.time)
+        return bool(began) and world.time < began[0] + 7200
 
     world.is_red = look
     progress, records = roll(world)
-    late = [number for at, number in fenced.items() if red[0] + 300 + 120 < at < red[1]]
-    assert max(fenced.values()) and len(late) > 100 and not any(late)
+    (red,) = began
+    late = [number for at, number in fenced.items() if red + 300 + 120 < at < red + 7200]
+    assert len(late) > 200 and not any(late)
     assert progress.finished and world.turned_at is None
+    assert reports.counts(progress.hosts.values())["ok"] == 300
     check_end(world, progress)
     assert replay(world.plan, records).hosts == progress.hosts
 
