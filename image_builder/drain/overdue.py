@@ -16,16 +16,23 @@ class Overdue:
 
     def __init__(self, client: Client, deadline: float, wall: Callable[[], float]) -> None:
         self._client, self._deadline, self._wall = client, deadline, wall
-        self._answers = 0
+        self._answers, self._has_answer = 0, False
 
     @property
     def is_over(self) -> bool:
         """Return whether it has passed, according to the last two checks."""
         return self._answers > 1
 
+    @property
+    def is_unsure(self) -> bool:
+        """Return whether it has passed according to the last check alone."""
+        return self._answers == 1
+
     def check(self) -> bool:
         """Look at the last answer's time; return whether the deadline has passed."""
         served_at = self._client.served_at
         now = self._wall() if served_at is None else served_at
+        if served_at is not None and not self._has_answer:
+            self._answers, self._has_answer = 0, True
         self._answers = self._answers + 1 if now >= self._deadline else 0
         return self.is_over

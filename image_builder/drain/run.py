@@ -166,7 +166,10 @@ class Drain:
         """Look once, and act. Raises KubeError: nothing is decided from an incomplete look."""
         self._overdue.check()
         looks = self._looks()
-        if self._overruled is None and self._overdue.check():
+        if self._overruled is None and not self._overdue.check() and self._overdue.is_unsure:
+            looks = self._looks()  # nothing is decided before another answer
+            self._overdue.check()
+        if self._overruled is None and self._overdue.is_over:
             self._overrule()
             looks = self._looks()
         elsewhere = self._elsewhere(looks)
