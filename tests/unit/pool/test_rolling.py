@@ -586,9 +586,7 @@ def test_a_control_plane_that_stays_red_keeps_no_host_from_work(*, is_rest: bool
     rolled = plan(300, gate=GateLimits(patience_seconds=300.0))
     # In a wave of many, hosts are drained together and wait for a job's end.
     jobs = (
-        mixed_jobs(1, 2 * DAY)
-        if is_rest
-        else lambda name: 6000.0 if name in rolled.waves[3].hosts else 0.0
+        mixed_jobs(1, 2 * DAY) if is_rest else lambda name: 6000.0 if name in rolled.waves[3].hosts else 0.0
     )
     world = World(rolled, jobs=jobs)
     fenced: dict[float, int] = {}
