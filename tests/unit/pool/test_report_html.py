@@ -345,8 +345,8 @@ def test_of_a_roll_it_says_what_became_of_work() -> None:
 @pytest.mark.parametrize(("bad", "kind", "sign"), [(0, "finished", "✓"), (1, "incomplete", "!")])
 def test_a_run_with_failed_hosts_is_not_green(bad: int, kind: str, sign: str) -> None:
     plan = make(300, Policy(wave_budget="100%", budget="100%"))
-    fates: dict[str, Any] = dict.fromkeys(plan.waves[-1].hosts[:bad], failed("gpu", 61))
-    progress, _, records = simulate(plan, Faults(fates=fates))
+    faults = Faults(fates=dict.fromkeys(plan.waves[-1].hosts[:bad], failed("gpu", 61)))
+    progress, _, records = simulate(plan, faults)
     document = report(progress, records)
     assert document["state"] == "finished"
     text = page(progress, records, document)
