@@ -23,7 +23,7 @@ pytestmark = pytest.mark.root
             "worker_current", "kubernetes", {"containerd": 16, "kubelet": 130}, marks=needs_programs
         ),
         ("worker", "node", {"dockerd": 20}),
-        pytest.param("whole_worker", "kubernetes", {"dockerd": 20, "kubelet": 90}, marks=pytest.mark.slow),
+        pytest.param("whole_worker", "kubernetes", {"dockerd": 20, "kubelet": 80}, marks=pytest.mark.slow),
     ],
 )
 def test_each_wrong_setting_is_refused(
