@@ -32,6 +32,12 @@ class Listed:
     labels: frozenset[str]
 
 
+INDEXES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
+
+
 @dataclass(frozen=True)
 class Containerd:
     """``data_root`` is containerd's ``root``; ``patience`` is how long the CRI plugin gets for new names (seconds)."""
@@ -228,6 +234,14 @@ def parse_check(text: str) -> dict[str, str]:
     return faults
 
 
+def _named(index: str, content: Callable[[str], dict[str, Any]]) -> Iterable[str]:
+    """Yield the manifests that an index names, and those of the indexes in it."""
+    for entry in content(index).get("manifests", []):
+        yield entry["digest"]
+        if entry.get("mediaType") in INDEXES:
+            yield from _named(entry["digest"], content)
+
+
 def containerd_fault(
     image: Image,
     listed: Mapping[str, Listed],
@@ -240,10 +254,8 @@ def containerd_fault(
     target = listed[image.ref].digest
     if target not in (image.digest, image.manifest):
         return f"is another image: {target}, not {image.digest}"
-    if target != image.manifest:
-        index = content(target)
-        if image.manifest not in [entry["digest"] for entry in index.get("manifests", [])]:
-            return f"is without its manifest: {target} does not name {image.manifest}"
+    if target != image.manifest and image.manifest not in _named(target, content):
+        return f"is without its manifest: {target} does not name {image.manifest}"
     manifest = content(image.manifest)
     if not manifest:
         return f"is without its manifest: {image.manifest} is not there or damaged"

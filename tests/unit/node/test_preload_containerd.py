@@ -103,6 +103,13 @@ def test_containerd_image_without_a_manifest() -> None:
     assert "does not name" in containerd_fault(listed(), {TWO: ""}, {**CONTENT, INDEX: {"manifests": []}})
 
 
+def test_containerd_image_in_an_index_of_an_index() -> None:
+    inner = {"mediaType": containerd.INDEXES[0], "digest": PAUSE_MANIFEST}
+    nested = {**CONTENT, INDEX: {"manifests": [inner]}, PAUSE_MANIFEST: CONTENT[INDEX]}
+    assert containerd_fault(listed(), {TWO: ""}, nested) == ""
+    assert "does not name" in containerd_fault(listed(), {TWO: ""}, {**nested, PAUSE_MANIFEST: {}})
+
+
 def test_containerd_image_that_is_not_whole() -> None:
     assert containerd_fault(listed(), {TWO: "is not unpacked: false"}) == "is not unpacked: false"
     assert containerd_fault(listed(), {}) == "was not checked"
