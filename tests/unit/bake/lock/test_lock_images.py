@@ -103,7 +103,7 @@ def test_more_layers_than_an_engine_takes(
     monkeypatch.setattr(resolve, "node_network", lambda _: Network({}))
     monkeypatch.setattr(resolve, "resolved_variables", lambda _: variables)
     definition = SimpleNamespace(
-        preload=[SimpleNamespace(ref=REF, platform=deep.platform, required=required)]
+        preload=[SimpleNamespace(ref=REF, platform=deep.platform, required=required, pin=False)]
     )
     lock = Lock(image="worker", source_date_epoch=1, repositories={}, groups={})
 
