@@ -395,7 +395,7 @@ def test_the_agents_archive_starts_its_workers_from_itself(tmp_path: Path) -> No
     agent.write_bytes(zipapp.compiled(zipapp.archive()))
     code = (
         f"import os, sys; file = os.open({os.fspath(agent)!r}, os.O_RDONLY | os.O_CLOEXEC)\n"
-        "sys.path.insert(0, f'/proc/self/fd/{file}')\n"  # as the archive itself does
+        "sys.path.insert(0, f'/proc/{os.getpid()}/fd/{file}')\n"  # as the archive itself does
         "from image_builder.node.gpu.smoke import cuda, fleet, program\n"
         "print(os.path.realpath(program.worker_argv('GPU-a', 'boot-quick', 1, ())[2]))\n"
         "print(cuda.text_of('base').startswith(b'// Arithmetic'))\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -32,13 +31,10 @@ _DIGITS = 12
 
 
 def _archive() -> str | None:
-    """Return the agent's archive if this runs from it, else None: a path that a child process can open.
-
-    The agent runs from an open file of its own (``zipapp``), which a child doesn't inherit.
-    """
+    """Return the agent's archive if this runs from it, else None."""
     spec = sys.modules[__name__].__spec__
     archive: Any = getattr(spec.loader if spec else None, "archive", None)
-    return archive.replace("/proc/self/", f"/proc/{os.getpid()}/") if isinstance(archive, str) else None
+    return archive if isinstance(archive, str) else None
 
 
 def checkout() -> Path | None:

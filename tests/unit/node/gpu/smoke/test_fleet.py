@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,11 +124,3 @@ def test_a_workers_command_is_this_agent() -> None:
         "--peer",
         "GPU-c",
     ]
-
-
-def test_a_workers_command_is_a_file_that_a_child_can_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent runs from a descriptor that its children don't have."""
-    loader = SimpleNamespace(archive="/proc/self/fd/7")
-    monkeypatch.setattr(program, "__spec__", SimpleNamespace(loader=loader))
-    assert program.worker_argv(UUID, "boot-full", 9, [])[1:3] == ["-I", f"/proc/{os.getpid()}/fd/7"]
-    assert program.checkout() is None
