@@ -105,6 +105,10 @@ def update(
         document = {**before, section: dict(value)}
         if section in SECTIONS and value["state"] == FAILED:
             document[section]["attempts"] = before.get(section, {}).get("attempts", 0) + 1
+        is_settled = section == "seed" and before.get("seed", {}).get("retried") and not value.get("retried")
+        if is_settled and "attempts" in before.get("preload", {}):
+            # Without an archive the engine waited for the seed, and the images for the engine: they count from now on.
+            document["preload"] = {**before["preload"], "attempts": 1}
         document["ready"] = is_ready(document, wanted_sections(etc) if required is None else required)
         files.write_json(run / "status.json", document, durable=False)
         environment = kubelet_environment(document, _taints(etc), _gate(etc))

@@ -23,10 +23,11 @@ _PACKAGE = "image_builder/node"
 # Code, tables, GPU kernels. Files that an editor leaves behind are not packed.
 _PACKED = (".py", ".json", ".ptx")
 # A running agent reads modules and tables later than this: it keeps the file that it was started from, which an update
-# replaces by another one with other offsets.
+# replaces by another one with other offsets. Its forks close their files, and its GPU workers inherit none: they find
+# it under this process's number.
 _MAIN = (
     "import os\nimport sys\n\n"
-    'sys.path.insert(0, f"/proc/self/fd/{os.open(sys.path[0], os.O_RDONLY | os.O_CLOEXEC)}")\n\n'
+    'sys.path.insert(0, f"/proc/{os.getpid()}/fd/{os.open(sys.path[0], os.O_RDONLY | os.O_CLOEXEC)}")\n\n'
     "from image_builder.node.__main__ import main\n\nsys.exit(main())\n"
 )
 # PEP 552: a compiled file that contains its source's hash but is never checked against it. Nobody edits an archive.

@@ -394,9 +394,10 @@ def test_the_agents_archive_starts_its_workers_from_itself(tmp_path: Path) -> No
     agent = tmp_path / "node-agent"
     agent.write_bytes(zipapp.compiled(zipapp.archive()))
     code = (
-        f"import sys; sys.path.insert(0, {os.fspath(agent)!r})\n"
+        f"import os, sys; file = os.open({os.fspath(agent)!r}, os.O_RDONLY | os.O_CLOEXEC)\n"
+        "sys.path.insert(0, f'/proc/{os.getpid()}/fd/{file}')\n"  # as the archive itself does
         "from image_builder.node.gpu.smoke import cuda, fleet, program\n"
-        "print(program.worker_argv('GPU-a', 'boot-quick', 1, ())[2])\n"
+        "print(os.path.realpath(program.worker_argv('GPU-a', 'boot-quick', 1, ())[2]))\n"
         "print(cuda.text_of('base').startswith(b'// Arithmetic'))\n"
         f"print(fleet.run(['{GPUS[0]}'], 'boot-quick', 5, 60)[0].ended)\n"
     )

@@ -53,8 +53,10 @@ def prepared(sections: Mapping[str, Any], names: Sequence[str], uptime: float = 
 
     A section whose unit is being retried is inconclusive, and calls for nothing. So is one that is missing ``uptime``
     seconds after the boot, while there is time or another section is being retried: its unit may wait for that one.
+    While there is time, so are images whose seed is being retried: without an archive, the engine waits for it.
     """
     checks = []
+    is_seed_late = uptime < LATE and bool(sections.get("seed", {}).get("retried"))
     may_come = uptime < LATE or any(name in sections and is_retried(sections[name]) for name in names)
     for name in names:
         section = sections.get(name)
@@ -65,7 +67,7 @@ def prepared(sections: Mapping[str, Any], names: Sequence[str], uptime: float = 
             )
         elif section["state"] == status.FAILED:
             code, reason = str(section.get("code") or f"{name}.failed"), str(section.get("reason", ""))
-            if is_retried(section):
+            if is_retried(section) or (name == "preload" and is_seed_late):
                 checks.append(Check(name, INCONCLUSIVE, code, f"{reason}; it is retried"))
             else:
                 action = _HELP_BY_CODE.get(code, _HELP.get(name, "reboot"))

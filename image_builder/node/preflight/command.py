@@ -170,7 +170,11 @@ def decide(
     boot_id: str,
     may_reboot: bool,
 ) -> Verdict:
-    """Judge the checks, and keep a record of reboots: a reboot is recorded beforehand, a pass marks them as helpful."""
+    """Judge the checks, and keep a record of reboots: a reboot is recorded beforehand, a pass marks them as helpful.
+
+    A section is judged after its unit's retries, when the node no longer reboots itself: that it needs a reboot is
+    recorded then, so that the next boot knows whether one has helped.
+    """
     attempts, now = _attempts(places.attempts), places.now()
     verdict = settle(
         judge(results),
@@ -186,12 +190,19 @@ def decide(
         if problem := _write(places.attempts, attempts.ordered(verdict.code, build, boot_id, now)):
             # Without the record the node might reboot forever.
             return replace(verdict, reason=f"{verdict.reason}; no reboot: {problem}", reboot=False)
+    elif not may_reboot and attempts is not None and _is_for_section(verdict, results):
+        if not attempts.has(verdict.code, boot_id):
+            _keep(places.attempts, attempts.ordered(verdict.code, build, boot_id, now))
     elif verdict.state == PASSED and attempts != Attempts():
         # This replaces a file that can't be read: its contents are no longer needed.
-        problem = _write(places.attempts, (attempts or Attempts()).passed(now))
-        if problem:
-            status.tell(f"preflight: {problem}")
+        _keep(places.attempts, (attempts or Attempts()).passed(now))
     return verdict
+
+
+def _is_for_section(verdict: Verdict, results: Sequence[Check]) -> bool:
+    """Return whether a section of the status calls for a reboot."""
+    failed = {check.code for check in results if check.id in status.SECTIONS and check.state == FAILED}
+    return verdict.action == "reboot" and verdict.code in failed
 
 
 def _attempts(path: Path) -> Attempts | None:
@@ -202,6 +213,11 @@ def _attempts(path: Path) -> Attempts | None:
         return Attempts()
     except (OSError, ValueError):
         return None
+
+
+def _keep(path: Path, attempts: Attempts) -> None:
+    if problem := _write(path, attempts):
+        status.tell(f"preflight: {problem}")
 
 
 def _write(path: Path, attempts: Attempts) -> str:

@@ -41,6 +41,10 @@ class Attempts:
 
     reboots: tuple[Reboot, ...] = ()
 
+    def has(self, code: str, boot_id: str) -> bool:
+        """Return whether a boot has called for a reboot for this code."""
+        return any((reboot.code, reboot.boot_id) == (code, boot_id) for reboot in self.reboots)
+
     def unhelpful(self, code: str, build: str, boot_id: str) -> bool:
         """Return whether an earlier boot of this image rebooted for this code, and no test has passed since."""
         return any(

@@ -58,9 +58,10 @@ def run(places: Places = Places(), *, pause: float = 1.0) -> int:
         if section.get("code") == "seed.busy":
             section = _earlier(places.run, section)
     section["seconds"] = round(time.monotonic() - started, 3)
+    section["retried"] = section.get("code") in _FOR_NOW and "busy" not in section
     status.update("seed", section, places)
     status.tell(describe(section))
-    return 1 if section.get("code") in _FOR_NOW and "busy" not in section else 0
+    return 1 if section["retried"] else 0
 
 
 def _attempt(settings: Preload, places: Places) -> dict[str, Any]:

@@ -12,6 +12,7 @@ disk before a record gets its name, and image names come last: Docker trusts a r
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -90,7 +91,7 @@ def lacking(images: Iterable[Image], root: Path) -> list[str]:
         image.ref
         for image in images
         if recorded.get(image.ref) != image.id
-        or not _has_text(f"{root}/{_IMAGE}/imagedb/content/sha256/{image.id.removeprefix('sha256:')}")
+        or not _has_configuration(root, image.id.removeprefix("sha256:"))
         or not all(_has_layer(root, layer, lowers) for layer in chain(image.diff_ids))
     ]
 
@@ -110,6 +111,15 @@ def _directories(root: Path) -> None:
         ("overlay2/l", 0o700),
     ):
         files.make_directory(root / name, mode)
+
+
+def _has_configuration(root: Path, digest: str) -> bool:
+    """Return whether an image's configuration is there and whole: its name is its digest, which Docker checks, too."""
+    try:
+        content = Path(root, _IMAGE, "imagedb/content/sha256", digest).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return hashlib.sha256(content).hexdigest() == digest
 
 
 def _has_text(path: str) -> bool:

@@ -36,7 +36,9 @@ def docker_store(folder: Path, images: Sequence[Image]) -> Path:
     (image_root / "imagedb/content/sha256").mkdir(parents=True)
     names: dict[str, dict[str, str]] = {}
     for image in images:
-        (image_root / "imagedb/content/sha256" / image.id[7:]).write_text(image.ref)
+        # Its digest is the image's id.
+        name = image.ref.removeprefix("lab/").partition(":")[0]
+        (image_root / "imagedb/content/sha256" / image.id[7:]).write_text(name)
         last = image_root / "imagedb/metadata/sha256" / image.id[7:]
         last.mkdir(parents=True)
         (last / "lastUpdated").write_text("2026-01-01T00:00:00Z")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from image_builder.node import child, status
+from image_builder.node import child, files, status
 from image_builder.node.errors import NodeError, ProgramError
 from image_builder.node.net import reach
 from image_builder.node.net.kube import KubeError
@@ -270,6 +270,27 @@ def test_a_node_whose_disk_is_retried_is_judged_when_that_has_ended(
         assert (places.run / model.UNSETTLED).exists() is (document["state"] != PASSED)
     retried = (INCONCLUSIVE, "disk.failed")
     assert verdicts == [retried, retried, (FAILED, "disk.failed"), (PASSED, "")]
+
+
+def test_a_disk_that_fails_in_two_boots_condemns_the_machine(
+    places: command.Places, monkeypatch: pytest.MonkeyPatch, tests: list[str]
+) -> None:
+    """A section is judged after its third attempt, when the node no longer reboots itself: somebody else does."""
+    (places.etc / "disk.json").write_text("{}")
+    (places.etc / "preflight.json").write_text('{"kubeconfig": "", "wait_seconds": 1}')
+    actions = []
+    for boot in (BOOT, BOOT.replace("1", "2"), BOOT.replace("1", "3")):
+        places.boot_id.write_text(boot)
+        files.remove_tree(places.run)
+        places.run.mkdir()
+        for look in (command.run, command.again, command.again, command.again):
+            section = {"state": "failed", "code": "disk.failed", "reason": "EIO"}
+            status.update("disk", section if boot != BOOT.replace("1", "3") else {"state": "ok"}, places)
+            look(places)
+        actions.append(model.read_verdict(places)["action"])
+    assert actions == ["reboot", "replace", "none"]
+    reboots = json.loads(places.attempts.read_bytes())["reboots"]
+    assert [(reboot["code"], reboot["helped"]) for reboot in reboots] == [("disk.failed", True)]
 
 
 @pytest.mark.parametrize(("wait_seconds", "asked"), [(10.0, 3), (3.0, 2), (1.0, 1)])

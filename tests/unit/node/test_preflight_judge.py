@@ -307,6 +307,20 @@ def test_a_report_that_is_missing_may_still_come(disk: dict[str, Any], uptime: f
 
 
 @pytest.mark.parametrize(
+    ("retried", "uptime", "state"),
+    [(True, 300.0, INCONCLUSIVE), (True, 1200.0, FAILED), (False, 300.0, FAILED)],
+)
+def test_images_are_not_judged_while_their_seed_is_retried(retried: bool, uptime: float, state: str) -> None:
+    """Without an archive the engine waits for ten attempts of the seed; the images' unit fails more often meanwhile."""
+    sections = {
+        "seed": {"state": "degraded", "code": "store.io", "reason": "r", "retried": retried},
+        "preload": {"state": "failed", "code": "preload.engine", "reason": "r", "attempts": 5},
+    }
+    [found] = checks.prepared(sections, ["preload"], uptime)
+    assert (found.state, found.action) == (state, "none" if state == INCONCLUSIVE else "reimage")
+
+
+@pytest.mark.parametrize(
     ("failed", "is_unsettled"),
     [
         (["disk"], True),

@@ -312,12 +312,14 @@ def test_what_kept_the_seed_from_working_is_told_until_the_next_boot(
 ) -> None:
     settings, path = _settings(tmp_path), _stored(tmp_path, monkeypatch)
     _reads(monkeypatch, records.NAME, *[errno.EIO] * 3)
-    assert _run(settings, path)[0] == 1
+    code, section = _run(settings, path)
+    assert (code, section["retried"]) == (1, True)
     (settings.data_root / "volumes").mkdir(parents=True)
     with (settings.data_root / "volumes/metadata.db").open("w") as database:
         fcntl.flock(database, fcntl.LOCK_EX)
         code, section = _run(settings, path)
     assert (code, section["code"]) == (0, "store.io"), "the engine runs by now, on a root of its own"
+    assert section["retried"] is False
     assert "docker runs on it" in section["busy"]
 
 

@@ -234,7 +234,7 @@ def test_a_damaged_record_is_written_as_it_was_baked(
         path.unlink()
     path.write_bytes(data)
     # Whatever could be one is left: a layer that was pulled again has another link than the baked one.
-    is_seen = not data.strip(b"\0") or path.name not in ("tar-split.json.gz", ONE.id[7:])
+    is_seen = not data.strip(b"\0") or path.name != "tar-split.json.gz"
     is_seen = is_seen and (path.name, data) != ("link", b"x")
     if is_seen:
         assert lacking([ONE, TWO], root) == [ONE.ref]

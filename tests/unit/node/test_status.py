@@ -116,6 +116,23 @@ def test_a_damaged_status_says_nothing_and_is_replaced(tmp_path: Path, text: str
     assert status.read(tmp_path)["ready"]
 
 
+@pytest.mark.parametrize(
+    ("retried", "attempts"), [((True, True), 4), ((True, False), 1), ((False, False), 4)]
+)
+def test_images_count_their_attempts_from_the_end_of_the_seeds_retries(
+    tmp_path: Path, retried: tuple[bool, bool], attempts: int
+) -> None:
+    places = status.Places(run=tmp_path, etc=tmp_path)
+    status.update("seed", {"state": "degraded", "retried": retried[0]}, places)
+    for _ in range(4):
+        status.update("preload", {"state": "failed", "code": "preload.engine"}, places)
+    status.update("seed", {"state": "degraded", "retried": retried[1]}, places)
+    assert status.read(tmp_path)["preload"]["attempts"] == attempts
+    status.update("preload", {"state": "ok"}, places)
+    status.update("seed", {"state": "ok"}, places)
+    assert "attempts" not in status.read(tmp_path)["preload"]
+
+
 def test_attempts_that_failed_in_a_row_are_counted(tmp_path: Path) -> None:
     places, counts = status.Places(run=tmp_path, etc=tmp_path), []
     for state in ("failed", "failed", "ok", "failed", "degraded"):

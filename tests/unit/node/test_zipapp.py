@@ -6,8 +6,12 @@ import importlib.util
 import io
 import marshal
 import os
+import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from image_builder.node import zipapp
 
@@ -98,3 +102,20 @@ def test_compiling_again_changes_nothing(tmp_path: Path) -> None:
     assert not zipapp.install(target, target)
     target.chmod(0o644)
     assert zipapp.install(source, target) and target.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_running_agents_file_can_be_opened_by_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork that has closed its files still imports, and a GPU's worker is started from it."""
+    agent = tmp_path / "node-agent"
+    agent.write_bytes(zipapp.archive())
+    with zipfile.ZipFile(agent) as opened:
+        start = opened.read("__main__.py")
+    monkeypatch.setattr(sys, "path", [str(agent), *sys.path])
+    monkeypatch.setitem(sys.modules, "image_builder.node.__main__", SimpleNamespace(main=lambda: 7))
+    with pytest.raises(SystemExit) as ended:
+        exec(start, {})
+    directory, number = os.path.split(sys.path[0])
+    os.close(int(number))
+    assert (ended.value.code, directory, sys.path[1]) == (7, f"/proc/{os.getpid()}/fd", str(agent))
