@@ -16,14 +16,16 @@ _NAMES = frozenset(
         *(f"template_{word}" for word in ("run_date", "host", "uid", "mtime", "path", "fullpath")),
     }
 )
-# Filters that draw at random or read the clock, unless an argument says from what: its name, and its position.
+# Filters that draw at random or read the clock, unless an argument says from what: its name, and its position after the
+# filtered value. If that is none, they do so, too; those below also if it is empty.
 _FILTERS = {
     "password_hash": ("salt", 1),
-    "random": ("seed", 3),
+    "random": ("seed", 2),
     "shuffle": ("seed", 0),
     "strftime": ("second", 0),
     "vault": ("salt", 1),
 }
+_EMPTY_COUNTS_AS_NONE = frozenset({"password_hash", "shuffle", "vault"})
 # A call of these names its lookup. Under another name, nothing would notice it.
 _LOOKUPS = frozenset({"lookup", "query"})
 _CANDIDATE = re.compile(
@@ -77,6 +79,15 @@ def _filter_uses(call: nodes.Filter) -> Iterator[str]:
         name, args = str(args[0].value).rpartition(".")[2], args[1:]
     random = name.startswith("random")  # those of collections have names such as `random_mac`
     keyword, position = _FILTERS.get("random" if random else name, ("", -1))
-    given = {argument.key for argument in call.kwargs}
-    if position >= 0 and keyword not in given and len(args) <= position and not call.dyn_kwargs:
+    given = [argument.value for argument in call.kwargs if argument.key == keyword] + args[position:][:1]
+    if position < 0 or call.dyn_kwargs:
+        return
+    if not any(_says_something(name, value) for value in given):
         yield name
+
+
+def _says_something(name: str, argument: nodes.Expr) -> bool:
+    """Return whether an argument of a filter is one: not the constant none, or empty."""
+    if not isinstance(argument, nodes.Const):
+        return True
+    return bool(argument.value) if name in _EMPTY_COUNTS_AS_NONE else argument.value is not None
