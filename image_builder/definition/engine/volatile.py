@@ -36,14 +36,18 @@ _JINJA = jinja2.Environment(extensions=["jinja2.ext.do", "jinja2.ext.loopcontrol
 
 
 @functools.cache
-def volatile(text: str) -> frozenset[str]:
-    """Return what the templates in a text use whose value no file and no variable decides, as it is written there."""
+def volatile(text: str, delimiters: tuple[tuple[str, str], ...] = ()) -> frozenset[str]:
+    """Return what the templates in a text use whose value no file and no variable decides, as it is written there.
+
+    ``delimiters`` are those that aren't Jinja's own, such as ``("variable_start_string", "[[")``.
+    """
     candidates = frozenset(_CANDIDATE.findall(text)) - {"map", *_LOOKUPS}
     if not _CANDIDATE.search(text):
         return frozenset()
     try:
-        return frozenset(_uses(_JINJA.parse(text)))
-    except jinja2.TemplateSyntaxError:  # other delimiters, or an error that stops the play
+        jinja = _JINJA.overlay(**dict(delimiters)) if delimiters else _JINJA  # type: ignore[arg-type]
+        return frozenset(_uses(jinja.parse(text)))
+    except (jinja2.TemplateSyntaxError, AssertionError):  # other delimiters, or an error that stops the play
         return candidates
 
 
