@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import ansible_runner
+import yaml
 from ansible_runner.utils import get_callback_dir
 
 from image_builder.canonical import JSON
@@ -246,7 +247,7 @@ def _configuration(
     return config
 
 
-_RAW = "_raw_params="
+_TEXT = "tag:yaml.org,2002:str"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -268,16 +269,36 @@ def _failure(data: Mapping[str, Any]) -> str:
 def _ended(result: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
     """Return how a program ended, and which one, if a task's result, or that of one item of its loop, says so.
 
-    `raw` and `script` don't: theirs is in the task's arguments, maybe as a template.
+    `raw` and `script` don't: theirs is in the task's file, maybe as a template.
     """
     if "rc" not in result:
         return []
     command = result.get("cmd") or ""
     if not isinstance(command, str):
         command = shlex.join(map(str, command))
-    if _module_name(data) in ("raw", "script"):
-        command = str(data.get("task_args", "")).removeprefix(_RAW)
+    if (module := _module_name(data)) in ("raw", "script"):
+        command = _written(module, str(data.get("task_path", "")))
     return [f"exit status {result['rc']}{': ' if command else ''}{command}"]
+
+
+def _written(module: str, place: str) -> str:
+    """Return a task's command as its file has it, at ``place``, its ``file:line``; empty if it isn't plain text."""
+    file, _, line = place.rpartition(":")
+    try:
+        nodes: list[Any] = [yaml.compose(Path(file).read_bytes(), yaml.SafeLoader)]
+    except (OSError, yaml.YAMLError):
+        return ""
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            nodes.append(value)
+            if str(node.start_mark.line + 1) == line and str(key.value).rpartition(".")[2] == module:
+                arguments = value.value if isinstance(value, yaml.MappingNode) else [(key, value)]
+                command = next((of for name, of in arguments if name is key or name.value == "cmd"), value)
+                return str(command.value).strip() if command.tag == _TEXT else ""
+    return ""
 
 
 def _module_name(data: Mapping[str, Any]) -> str:
@@ -307,8 +328,8 @@ def _environment(
         "ANSIBLE_SU_FLAGS": "--shell /bin/sh",
         "ANSIBLE_HOME": os.fspath(private / "home"),
         "ANSIBLE_LOCAL_TEMP": os.fspath(private / "tmp"),
-        # So that a failure has the arguments of its task.
-        "ANSIBLE_DISPLAY_ARGS_TO_STDOUT": "true",
+        # They may hold a vaulted value, which Ansible shows in clear.
+        "ANSIBLE_DISPLAY_ARGS_TO_STDOUT": "false",
         "ANSIBLE_FORCE_COLOR": "false",
         "ANSIBLE_NOCOLOR": "true",
         "ANSIBLE_RETRY_FILES_ENABLED": "false",

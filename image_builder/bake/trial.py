@@ -53,6 +53,11 @@ _UNITS = (
     "usr/lib/systemd/system",
     "lib/systemd/system",
 )
+# A line of an EnvironmentFile. A value in quotes may go on in the next ones.
+_VARIABLE = re.compile(
+    r"""^[ \t]*([^#;=\s][^=\s]*)[ \t]*=[ \t]*(?:'([^']*)'|"((?:[^"\\]|\\.)*)"|([^\n]*?))[ \t]*$""",
+    re.MULTILINE | re.DOTALL,
+)
 # In namespaces of their own: loopback, a version 2 of the control groups in which nothing can be created, and no swap.
 # $1 is a directory that the kernel lets overlays lie on.
 _ALONE = """
@@ -163,7 +168,7 @@ def read_unit(root: Path, name: str) -> Unit | None:
         for folder in reversed(_UNITS)
         for path in (root / folder).glob(f"{name}.service.d/*.conf")
     }
-    command, environment = "", dict[str, str]()
+    command, environment, of_files = "", dict[str, str](), dict[str, str]()
     for file in (*files, *(drop_ins[key] for key in sorted(drop_ins))):
         text = re.sub(r"^[#;].*\n?", "", file.read_text("utf-8", "replace"), flags=re.MULTILINE)
         for line in text.replace("\\\n", " ").splitlines():
@@ -171,9 +176,10 @@ def read_unit(root: Path, name: str) -> Unit | None:
             if key == "ExecStart":
                 command = value
             elif key == "Environment":
-                environment |= _assignments(shlex.split(value))
+                environment |= _assignments(_words(value))
             elif key == "EnvironmentFile" and (path := root / value.lstrip("-/")).is_file():
-                environment |= _assignments(shlex.split(path.read_text("utf-8", "replace"), comments=True))
+                of_files |= _environment_file(path.read_text("utf-8", "replace"))
+    environment |= of_files  # wherever they are named
     argv = tuple(_expanded(command.lstrip("-@:+!"), environment))
     return Unit(argv, environment) if argv and (root / argv[0].lstrip("/")).exists() else None
 
@@ -182,9 +188,26 @@ def _assignments(words: Sequence[str]) -> dict[str, str]:
     return {key: value for key, equals, value in (word.partition("=") for word in words) if equals}
 
 
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # a quote without its twin
+        return text.split()
+
+
+def _environment_file(text: str) -> dict[str, str]:
+    """Return the variables in a file. Unlike in a shell, a value without quotes has all words of its line."""
+    variables = {}
+    for match in _VARIABLE.finditer(text.replace("\\\n", "")):
+        name, raw, quoted, plain = match.groups()
+        value = re.sub(r"\\([\"\\`$])", r"\1", quoted) if quoted else re.sub(r"\\(.)", r"\1", plain or "")
+        variables[name] = raw or value
+    return variables
+
+
 def _expanded(command: str, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield a command's words: ``${NAME}`` is a value inside of a word, ``$NAME`` alone as many words as it has."""
-    for word in shlex.split(command):
+    for word in _words(command):
         if match := re.fullmatch(r"\$(\w+)", word):
             yield from environment.get(match[1], "").split()
         else:
@@ -220,7 +243,9 @@ def containerd(root: Root, unit: Unit, log: Path) -> Iterator[list[Refusal]]:
     """Run containerd; yield what it refuses: its whole configuration, or parts of it."""
     file = _flag(unit, "config", "/etc/containerd/config.toml")
     content = _toml(root.path / file.lstrip("/"))
-    address = _socket(content.get("grpc", {}).get("address", "/run/containerd/containerd.sock"))
+    grpc = content.get("grpc")
+    own = grpc.get("address") if isinstance(grpc, Mapping) else None
+    address = _socket(own or "/run/containerd/containerd.sock")
     with _daemon(root, unit, address, log) as daemon:
         if daemon.status is not None:
             yield _refusals("containerd", file, _reason_of_containerd(daemon.said), daemon.status)
@@ -247,10 +272,11 @@ def _failed_parts(daemon: _Daemon, named: Set[str]) -> Iterator[str]:
 
 def _plugins(root: Root, content: Mapping[str, Any]) -> Iterator[str]:
     """Yield the plugins that a configuration and the files that it imports name."""
-    yield from content.get("plugins", {})
-    for pattern in content.get("imports", []):
-        for imported in root.path.glob(str(pattern).lstrip("/")):
-            yield from _toml(imported).get("plugins", {})
+    imports = content.get("imports")
+    patterns = [str(each).lstrip("/") for each in imports] if isinstance(imports, list) else []
+    files = (file for pattern in patterns if pattern for file in root.path.glob(pattern))
+    for plugins in (each.get("plugins") for each in (content, *map(_toml, files))):
+        yield from plugins if isinstance(plugins, Mapping) else ()
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -347,9 +373,9 @@ def runtime_endpoint(root: Root, unit: Unit) -> str:
     if _flag(unit, "container-runtime") == "docker":
         return _INSTEAD_OF_DOCKER
     endpoint = _flag(unit, "container-runtime-endpoint") or _kubelet_configuration(root, unit).get(
-        "containerRuntimeEndpoint", ""
+        "containerRuntimeEndpoint"
     )
-    return _socket(endpoint)
+    return _socket(endpoint or "")
 
 
 def _socket(address: object) -> str:

@@ -155,7 +155,7 @@ def _run(settings: Settings, connection: Callable[[], Client], *, approves: bool
 
 @register(app)
 def admit(
-    node: Annotated[str, typer.Argument(metavar="[NODE]", help="the node's name; or --code")] = "",
+    node: Annotated[str, typer.Argument(metavar="NODE", help="the node's name; or --code")] = "",
     reason: Annotated[
         str, typer.Option("--reason", help="the reason, kept in the node's annotation; required")
     ] = "",

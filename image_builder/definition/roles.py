@@ -283,7 +283,7 @@ def read_layer(name: str, playbook: Path) -> Layer:
     uses = _uses(plays[0].get("roles"), ("role",))
     variables = dict(_mapping(plays[0].get("vars"), Place(str(playbook))))
     written = plays[0].get("vars_files") or []
-    files = [written] if isinstance(written, str) else written
+    files = written if isinstance(written, list) else [written]  # of another type, Ansible refuses it
     vars_files = tuple(file if isinstance(file, list) else [file] for file in files)
     return Layer(name, playbook, uses, variables, plays[0].get("hosts"), vars_files)
 
@@ -291,7 +291,7 @@ def read_layer(name: str, playbook: Path) -> Layer:
 def _uses(entries: Any, keys: Sequence[str]) -> tuple[RoleUse, ...]:
     """Return the roles in a list; in an entry that is a mapping, one of ``keys`` has the role's name."""
     uses = []
-    if isinstance(entries, str):
+    if entries and not isinstance(entries, list):
         raise engine.UnreadableError(engine.place_of(entries), "roles must be a list")
     for entry in entries or []:
         place = engine.place_of(entry)

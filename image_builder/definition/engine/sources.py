@@ -15,6 +15,7 @@ from ansible.module_utils.parsing.convert_bool import boolean
 from image_builder.definition.engine.faults import Faults
 from image_builder.definition.engine.reads import NotingLoader
 from image_builder.definition.engine.rounds import Rounds, UnknownError
+from image_builder.definition.engine.volatile import volatile
 from image_builder.definition.values import is_template, lookup_calls
 from image_builder.system.trees import files_in
 
@@ -167,7 +168,9 @@ class Sources:
             return
         for _, call in lookup_calls(text):
             self._call(item, call, variables)
-        delimiters = {name: item.args[name] for name in _DELIMITERS if name in item.args}
+        delimiters = {name: str(item.args[name]) for name in _DELIMITERS if name in item.args}
+        for used in volatile(text, tuple(delimiters.items())) if delimiters else ():
+            self.unknown(item, f"what `{used}` gives is known only while the play runs")
         for name in _included(text, delimiters):
             if name is None:
                 self.unknown(item, f"what `{path.name}` includes is known only while the play runs")
@@ -228,8 +231,8 @@ def _included(text: str, delimiters: Mapping[str, str]) -> Iterator[str | None]:
         yield None  # other delimiters
         return
     extensions = ["jinja2.ext.do", "jinja2.ext.loopcontrols"]
-    environment = jinja2.Environment(extensions=extensions, **delimiters)  # type: ignore[arg-type]  # noqa: S701 (it only parses)
     try:
+        environment = jinja2.Environment(extensions=extensions, **delimiters)  # type: ignore[arg-type]  # noqa: S701 (it only parses)
         yield from jinja2.meta.find_referenced_templates(environment.parse(text))
-    except jinja2.TemplateSyntaxError:
+    except (jinja2.TemplateSyntaxError, AssertionError):  # two delimiters may be the same
         yield None

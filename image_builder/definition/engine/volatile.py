@@ -16,14 +16,16 @@ _NAMES = frozenset(
         *(f"template_{word}" for word in ("run_date", "host", "uid", "mtime", "path", "fullpath")),
     }
 )
-# Filters that draw at random or read the clock, unless an argument says from what: its name, and its position.
+# Filters that draw at random or read the clock, unless an argument says from what: its name, and its position after the
+# filtered value. If that is none, they do so, too; those below also if it is empty.
 _FILTERS = {
     "password_hash": ("salt", 1),
-    "random": ("seed", 3),
+    "random": ("seed", 2),
     "shuffle": ("seed", 0),
     "strftime": ("second", 0),
     "vault": ("salt", 1),
 }
+_EMPTY_COUNTS_AS_NONE = frozenset({"password_hash", "shuffle", "vault"})
 # A call of these names its lookup. Under another name, nothing would notice it.
 _LOOKUPS = frozenset({"lookup", "query"})
 _CANDIDATE = re.compile(
@@ -34,14 +36,18 @@ _JINJA = jinja2.Environment(extensions=["jinja2.ext.do", "jinja2.ext.loopcontrol
 
 
 @functools.cache
-def volatile(text: str) -> frozenset[str]:
-    """Return what the templates in a text use whose value no file and no variable decides, as it is written there."""
+def volatile(text: str, delimiters: tuple[tuple[str, str], ...] = ()) -> frozenset[str]:
+    """Return what the templates in a text use whose value no file and no variable decides, as it is written there.
+
+    ``delimiters`` are those that aren't Jinja's own, such as ``("variable_start_string", "[[")``.
+    """
     candidates = frozenset(_CANDIDATE.findall(text)) - {"map", *_LOOKUPS}
     if not _CANDIDATE.search(text):
         return frozenset()
     try:
-        return frozenset(_uses(_JINJA.parse(text)))
-    except jinja2.TemplateSyntaxError:  # other delimiters, or an error that stops the play
+        jinja = _JINJA.overlay(**dict(delimiters)) if delimiters else _JINJA  # type: ignore[arg-type]
+        return frozenset(_uses(jinja.parse(text)))
+    except (jinja2.TemplateSyntaxError, AssertionError):  # other delimiters, or an error that stops the play
         return candidates
 
 
@@ -77,6 +83,15 @@ def _filter_uses(call: nodes.Filter) -> Iterator[str]:
         name, args = str(args[0].value).rpartition(".")[2], args[1:]
     random = name.startswith("random")  # those of collections have names such as `random_mac`
     keyword, position = _FILTERS.get("random" if random else name, ("", -1))
-    given = {argument.key for argument in call.kwargs}
-    if position >= 0 and keyword not in given and len(args) <= position and not call.dyn_kwargs:
+    given = [argument.value for argument in call.kwargs if argument.key == keyword] + args[position:][:1]
+    if position < 0 or call.dyn_kwargs:
+        return
+    if not any(_says_something(name, value) for value in given):
         yield name
+
+
+def _says_something(name: str, argument: nodes.Expr) -> bool:
+    """Return whether an argument of a filter is one: not the constant none, or empty."""
+    if not isinstance(argument, nodes.Const):
+        return True
+    return bool(argument.value) if name in _EMPTY_COUNTS_AS_NONE else argument.value is not None

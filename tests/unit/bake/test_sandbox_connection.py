@@ -103,6 +103,7 @@ OF_MACHINE = [
     "facter_memorysize",
     "ohai_cpu",
     "mount_points",
+    "aggregate_mounts",
 ]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from image_builder.bake import trial
 from image_builder.bake.trial import Refusal
+from image_builder.system.sandbox import Root
 
 _UNIT = """
 [Service]
@@ -56,6 +58,39 @@ def test_a_drop_in_replaces_the_command(tree: Path) -> None:
         path.write_text(f"[Service]\n{command}")
     unit = trial.read_unit(tree, "kubelet")
     assert unit and unit.argv == ("/usr/bin/kubelet", "--ours", "9")
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("A=--one  --two \n", "--one  --two"),
+        ("; don't\nA=it's\n", "it's"),
+        (" A = 'a b' \n", "a b"),
+        ('A="a \\"b\\" $c\nd"\n', 'a "b" $c\nd'),
+        ("A=a\\\nb\\ c#d\n", "ab c#d"),
+        ("A=1\nA=\nB=2\n", ""),
+        ("#A=1\nA=2\n", "2"),
+    ],
+)
+def test_an_environment_file_is_read_as_systemd_reads_it(tree: Path, line: str, value: str) -> None:
+    (tree / "etc/kubelet.env").write_text(f"FROM_FILE=f\n{line}LAST=x\n")
+    unit = trial.read_unit(tree, "kubelet")
+    assert unit and unit.environment["A"] == value  # also over a value of Environment
+    assert unit.environment["FROM_FILE"] == "f" and unit.environment["LAST"] == "x"
+
+
+def test_a_quote_without_its_twin_is_no_bug(tree: Path) -> None:
+    path = tree / "etc/systemd/system/kubelet.service.d/10.conf"
+    path.parent.mkdir()
+    path.write_text("[Service]\nEnvironment=C=it's\nExecStart=\nExecStart=/usr/bin/kubelet it's\n")
+    unit = trial.read_unit(tree, "kubelet")
+    assert unit and unit.argv == ("/usr/bin/kubelet", "it's")
+
+
+@pytest.mark.parametrize("text", ["imports = 5", 'imports = ["", 5]', "plugins = 5", 'plugins = "a.b"'])
+def test_a_configuration_of_containerd_of_the_wrong_type_is_no_bug(tmp_path: Path, text: str) -> None:
+    root = Root(tmp_path, {})
+    assert list(trial._plugins(root, tomllib.loads(text))) == []
 
 
 @pytest.mark.parametrize("missing", ["usr/bin/kubelet", "etc/systemd/system/kubelet.service"])

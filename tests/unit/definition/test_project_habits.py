@@ -343,3 +343,12 @@ def test_extra_variables_that_cannot_be_read_are_the_command_lines(project: Path
     vaulted.write_text("$ANSIBLE_VAULT;1.1;AES256\n3031\n")
     with pytest.raises(VaultError, match=os.fspath(vaulted)):
         read(project, f"@{vaulted}")
+
+
+@pytest.mark.parametrize(
+    "text", ["vars_files: 5", "vars_files: {a: b}", "roles: 5", "roles: {role: site_banner}"]
+)
+def test_a_play_with_a_part_of_the_wrong_type_is_a_problem(project: Path, text: str) -> None:
+    write(project, LAYER, f"- hosts: all\n  gather_facts: false\n  {text}\n")
+    (problem,) = problems(project)
+    assert problem.startswith(f"{LAYER}:3 site: ")

@@ -68,8 +68,8 @@ _OF_IMAGE = re.compile(
     r"|userspace_(?:architecture|bits)|python|python_version|selinux_python_present|env|user_.+|(?:real|effective)_.+_id"
     r"|local|discovered_interpreter_python|gather_subset)"
 )
-# How facts of `setup`, and what it takes over from other programs, are named; `mount_facts` has a name of its own.
-_OF_MACHINE = re.compile(r"(?:ansible|facter|ohai)_.+|mount_points")
+# How facts of `setup`, and what it takes over from other programs, are named; `mount_facts` has names of its own.
+_OF_MACHINE = re.compile(r"(?:ansible|facter|ohai)_.+|mount_points|aggregate_mounts")
 
 
 class Connection(ConnectionBase):
