@@ -226,3 +226,16 @@ def test_a_lease_that_nobody_renews_runs_out_for_who_looks() -> None:
     server.leases.clear()
     holders.look(server)
     assert holders.holder(name) == ""
+
+
+def _refuse(answer: OSError, _number: int, _signal: int) -> None:
+    raise answer
+
+
+def test_a_process_that_proc_hides_may_be_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, with `hidepid`: only the kernel's answer to a signal tells it from one that has ended."""
+    machine = identity("").removeprefix("@").partition(".")[0]
+    for answer, is_gone in ((PermissionError(), False), (ProcessLookupError(), True)):
+        with monkeypatch.context() as patch:
+            patch.setattr("image_builder.system.identity.os.kill", partial(_refuse, answer))
+            assert is_dead(f"roll-1@{machine}.4194305.7") is is_gone
