@@ -155,6 +155,17 @@ def test_a_process_that_hangs_but_renews_its_lease_can_be_dismissed(*, takes_ove
     assert len(told) == 1 and "roll-1@a.1.1" in told[0]
 
 
+def test_a_process_of_another_run_is_never_dismissed() -> None:
+    server = Leased()
+    with Leases(lambda: server, "roll-1@a.1.1", BRIEF) as driving:
+        driving.hold("/set/a")
+        other = Leases(lambda: server, "roll-2@b.1.1", replace(BRIEF, duration=30.0))
+        with other, pytest.raises(PoolError, match="held by roll-1@a"):
+            other.take("/set/a", takes_over=True)
+        driving.hold("/set/a")
+        assert server.leases[lease_of("/set/a")]["spec"]["holderIdentity"] == "roll-1@a.1.1"
+
+
 BRIEF = Settings(namespace=NAMESPACE, duration=0.4, deadline=0.3, pause=0.1)
 
 
