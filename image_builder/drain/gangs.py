@@ -56,7 +56,7 @@ def gang_of(pod: Pod, parents: Parents) -> str:
     kind = owner.kind if owner else ""
     if (name := pod.labels.get(_KUBEFLOW_NAME)) and kind not in _KUBEFLOW:
         operator = pod.labels.get(_KUBEFLOW_OPERATOR, "")
-        kinds = {f"{each.lower()}-controller": each for each in _KUBEFLOW}
+        kinds = {"mpi-operator": "MPIJob"} | {f"{each.lower()}-controller": each for each in _KUBEFLOW}
         return f"{pod.namespace}/{kinds.get(operator, 'PyTorchJob')} {name}"
     is_gang = kind in _GANG_KINDS or (kind == "StatefulSet" and pod.has_devices)
     return f"{pod.namespace}/{owner}" if is_gang else ""

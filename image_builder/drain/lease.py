@@ -21,7 +21,7 @@ from typing import Any, Self
 from image_builder.errors import PoolError
 from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import CONFLICT, Client, KubeError
-from image_builder.system.identity import is_dead
+from image_builder.system.identity import is_dead, name_of
 
 # Of the Leases of scale sets. A namespace of their own allows granting access to them but not to any others.
 NAMESPACE = "image-builder"
@@ -233,8 +233,9 @@ class Leases:
         self, *scale_sets: str, tell: Callable[[str], None] = lambda _: None, takes_over: bool = False
     ) -> None:
         """Hold each, as ``hold`` does, but wait until Leases whose holder is gone expire, all at the same time. A live
-        holder renews its Lease, which counts as a refusal, unless this process ``takes_over``: it takes the Leases,
-        and waits until their former holders can't act any longer. ``tell`` is told what is waited for.
+        holder renews its Lease, which counts as a refusal, unless this process ``takes_over`` from others of its run:
+        it takes the Leases, and waits until their former holders can't act any longer. ``tell`` gets what is waited
+        for.
         """
         others: dict[str, str] = {}
         for path in scale_sets:
@@ -243,7 +244,8 @@ class Leases:
             except PoolError:  # from now on its Lease is observed
                 others[path] = self._elections[path].record[0]
         names = ", ".join(sorted(set(others.values())))
-        if others and takes_over:
+        # Another run's process is never dismissed.
+        if others and takes_over and {name_of(other) for other in others.values()} == {name_of(self._holder)}:
             for path in others:
                 with self._lock:
                     self._elections[path].seize()

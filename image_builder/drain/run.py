@@ -164,6 +164,8 @@ class Drain:
 
     def turn(self) -> None:
         """Look once, and act. Raises KubeError: nothing is decided from an incomplete look."""
+        if not self._due:
+            return  # nobody is asked, so that nothing new is known about the deadline either
         self._overdue.check()
         looks = self._looks()
         if self._overruled is None and not self._overdue.check() and self._overdue.is_unsure:
@@ -194,10 +196,13 @@ class Drain:
                 self._visits[action.host].denied, self._visits[action.host].due = error.message, 0.0
                 was_denied = True
 
+    @property
+    def _due(self) -> list[str]:
+        return [name for name in self.open_hosts if self._visits[name].due <= self._clock()]
+
     def _looks(self) -> dict[str, Host]:
         """Return the hosts that are due as they are now."""
-        due = [name for name in self.open_hosts if self._visits[name].due <= self._clock()]
-        return {name: host for name in due if (host := self._look(name)) is not None}
+        return {name: host for name in self._due if (host := self._look(name)) is not None}
 
     def _overrule(self) -> None:
         self._overruled, self._looker.overrules = self._clock(), True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,10 +96,15 @@ def salvage(
         # The last request for a tainted host may have been accepted without showing yet.
         azure.wait(settle)
         instances = {path: {i.id: i for i in azure.instances(path)} for path in paths}
+    paths_of_run = {inventory[name].scale_set_id for name in marks.nodes if name in inventory} | {
+        *marks.holders
+    }
+    is_elsewhere = not before and _moved_elsewhere(version, paths_of_run & sets.keys(), sets, instances)
+    wrong = "nothing has the version of --to, but versions are mixed: --from VERSION" if is_elsewhere else ""
     remaining = {
         name: reason
         for name in marks.nodes
-        if (reason := _reason(inventory.get(name), instances, version, before))
+        if (reason := _reason(inventory.get(name), instances, version, before) or wrong)
     }
     for name in [name for name in marks.nodes if name not in remaining]:
         if refusal := _free(kube, name, run, barred=marks.nodes[name]):
@@ -128,6 +133,23 @@ def _require_version(azure: Azure, sets: Mapping[str, ScaleSet], version: str) -
         return
     if not any(instance.runs(version) for path in sets for instance in azure.instances(path)):
         raise PoolError(f"there is no version {version}, and no instance has it", hint="nothing was changed")
+
+
+def _moved_elsewhere(
+    version: str,
+    paths: Iterable[str],
+    sets: Mapping[str, ScaleSet],
+    instances: Mapping[str, Mapping[str, Instance]],
+) -> bool:
+    """Return whether scale sets were moved to a version, but not to this one: the roll was to another."""
+    has_moved = False
+    for path in paths:
+        images = {instance.image.lower() for instance in instances[path].values() if instance.is_known}
+        images |= {sets[path].image.lower()} if sets[path].is_pinned else set()
+        if any(is_same_id(image, version) for image in images):
+            return False
+        has_moved |= len(images) > 1
+    return has_moved
 
 
 def _marked(kube: Kube, run: str) -> dict[str, bool]:
@@ -186,8 +208,10 @@ def _is_older(one: str, other: str) -> bool:
     (image, _, number), (other_image, _, other_number) = (
         path.lower().partition("/versions/") for path in (one, other)
     )
+    if image != other_image:
+        return False
     numbers = [[int(part) for part in text.split(".")] for text in (number, other_number)]
-    return image == other_image and numbers[0] < numbers[1]
+    return numbers[0] < numbers[1]
 
 
 def _free(kube: Kube, name: str, run: str, *, barred: bool) -> str:

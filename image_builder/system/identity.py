@@ -29,7 +29,18 @@ def is_dead(holder: str) -> bool:
     _, _, process = holder.partition(_SEPARATOR)
     machine, _, rest = process.partition(".")
     number, _, start = rest.partition(".")
-    return machine == _machine() and number.isdecimal() and _start(int(number)) != start
+    if machine != _machine() or not number.isdecimal():
+        return False
+    if now := _start(int(number)):
+        return now != start
+    # It has ended, or is another user's, whose processes /proc may hide (`hidepid`).
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    return True
 
 
 def _machine() -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
-from image_builder.errors import PoolError
+from image_builder.errors import FetchError, PoolError
 from image_builder.pool.scale_set.client import Answer, Client, claim_of
 from image_builder.pool.scale_set.model import Instance, ScaleSet, Version, is_same_id
 from image_builder.pool.scale_set.records import (
@@ -445,8 +445,14 @@ def send(drive: Drive, verb: Verb, members: Sequence[Member]) -> None:
         return
     if not ready:
         return
-    for member in ready:
-        drive.append(_intent(drive, verb, member))
+    for member in list(ready):
+        try:
+            drive.append(_intent(drive, verb, member))
+        except FetchError as error:  # it was given up meanwhile, and the others continue
+            member.error = error
+            ready.remove(member)
+    if not ready:
+        return
     numbers = [member.instance.id for member in ready]
     if verb == "upgrade":
         answer = client.upgrade(drive.path, numbers)

@@ -87,8 +87,8 @@ def report(progress: Progress, records: Sequence[Record], *, running: bool = Fal
         document["evicted"] = evicted(records)
         document["idle_hours"] = idle(records)
         document["restored"] = {s.host.name: s.restored for s in statuses if s.restored is not None}
-        # Hosts that have the new image, or may have it, and aren't fine with it.
         document["unturned"] = next((r.problem for r in reversed(records) if isinstance(r, Turned)), "")
+        # Hosts that have the new image, or may have it, and aren't fine with it, or that couldn't be freed.
         document["cordoned"] = sorted(s.host.name for s in statuses if _is_cordoned(s))
         document["unplanned"] = instances = unplanned(records)
         document["outdated"] = [
@@ -105,8 +105,10 @@ def is_skipped(status: HostStatus) -> bool:
 
 
 def _is_cordoned(status: HostStatus) -> bool:
-    is_failed = status.outcome is not None and status.outcome.is_failure
-    return is_failed and status.touched and not status.restored
+    if status.outcome is None or not status.outcome.is_failure or status.restored:
+        return False
+    # One that couldn't be freed ends with that, instead of with what it would have ended with.
+    return status.touched or (status.tries["free"] > 0 and status.outcome != status.last)
 
 
 def _result(status: HostStatus, steps: Sequence[Step]) -> dict[str, Any]:

@@ -297,7 +297,8 @@ class RollFleet(Fleet):
         self._driven.close()
         self._drives.clear()
         if self._full_reads:
-            self._tell_full_reads(self._full_reads)
+            # The driver waits for nothing more, and so for no sentence either.
+            self._on_note(_full_reads_text(self._full_reads))
 
     def unplanned(self, hosts: Sequence[Host]) -> Mapping[str, str]:
         target = self._change.target
@@ -538,10 +539,7 @@ class RollFleet(Fleet):
             self._full_reads += 1
             count = self._full_reads
         if count == 1 or count % _TOLD_READS == 0:
-            self._tell_full_reads(count)
-
-    def _tell_full_reads(self, count: int) -> None:
-        self._tell(f"last looks for which the API server had to read all pods from etcd: {count}")
+            self._tell(_full_reads_text(count))
 
     def _tell(self, text: str) -> None:
         """Show a sentence next to the state."""
@@ -572,6 +570,10 @@ class RollFleet(Fleet):
         """Wait between two looks at an instance; raises FetchError as soon as the run ends."""
         if self._ending.wait(seconds):
             raise FetchError("the run ends", hint="image-builder pool resume")
+
+
+def _full_reads_text(number: int) -> str:
+    return f"last looks for which the API server had to read all pods from etcd: {number}"
 
 
 def _raise(error: Exception) -> None:

@@ -38,6 +38,16 @@ JOBSET = {"uid-Job": Owner("jobset.x-k8s.io/v1", "JobSet", "big", "uid-big")}
             },
             "work/TFJob t",
         ),
+        (
+            {  # The second MPI operator's launcher, whose Job is gone.
+                "owner": "Job",
+                "labels": {
+                    "training.kubeflow.org/job-name": "pi",
+                    "training.kubeflow.org/operator-name": "mpi-operator",
+                },
+            },
+            "work/MPIJob pi",
+        ),
         ({"owner": "RayCluster"}, "work/RayCluster x"),
         ({"owner": "Job", "labels": {"jobset.sigs.k8s.io/jobset-name": "set"}}, "work/JobSet set"),
         (

@@ -155,6 +155,17 @@ def test_a_process_that_hangs_but_renews_its_lease_can_be_dismissed(*, takes_ove
     assert len(told) == 1 and "roll-1@a.1.1" in told[0]
 
 
+def test_a_process_of_another_run_is_never_dismissed() -> None:
+    server = Leased()
+    with Leases(lambda: server, "roll-1@a.1.1", BRIEF) as driving:
+        driving.hold("/set/a")
+        other = Leases(lambda: server, "roll-2@b.1.1", replace(BRIEF, duration=30.0))
+        with other, pytest.raises(PoolError, match="held by roll-1@a"):
+            other.take("/set/a", takes_over=True)
+        driving.hold("/set/a")
+        assert server.leases[lease_of("/set/a")]["spec"]["holderIdentity"] == "roll-1@a.1.1"
+
+
 BRIEF = Settings(namespace=NAMESPACE, duration=0.4, deadline=0.3, pause=0.1)
 
 
@@ -226,3 +237,16 @@ def test_a_lease_that_nobody_renews_runs_out_for_who_looks() -> None:
     server.leases.clear()
     holders.look(server)
     assert holders.holder(name) == ""
+
+
+def _refuse(answer: OSError, _number: int, _signal: int) -> None:
+    raise answer
+
+
+def test_a_process_that_proc_hides_may_be_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, with `hidepid`: only the kernel's answer to a signal tells it from one that has ended."""
+    machine = identity("").removeprefix("@").partition(".")[0]
+    for answer, is_gone in ((PermissionError(), False), (ProcessLookupError(), True)):
+        with monkeypatch.context() as patch:
+            patch.setattr("image_builder.system.identity.os.kill", partial(_refuse, answer))
+            assert is_dead(f"roll-1@{machine}.4194305.7") is is_gone

@@ -49,3 +49,24 @@ def test_a_wrong_clock_of_the_driver_evicts_nothing() -> None:
         awaited = Handover(server, "other", policy, 0, deadline=DEADLINE, wall=lambda wall=wall: wall)  # type: ignore[misc]
         awaited.add(["gpu-1"])
         assert bool(list(awaited.turn())) is is_over
+
+
+def test_a_turn_without_a_request_counts_no_answer_twice() -> None:
+    server = Server()
+    server.nodes["gpu-1"] = node_object({"a": "b"})
+    clock = [0.0]
+    policy = Policy(settle_seconds=60.0)
+    drain = Drain(server, "roll", policy, lambda _: None, deadline=DEADLINE, clock=lambda: clock[0])
+    drain.add(["gpu-1"])
+    server.served_at = 999.0
+    drain.turn()
+    # Its host is idle and settles; meanwhile one of several API servers, which is ahead, answered something.
+    server.served_at = 5000.0
+    drain.turn()
+    server.served_at, server.pods["gpu-1"] = 999.0, [pod_object()]
+    clock[0] = 100.0
+    drain.turn()
+    assert not server.evicted
+    assert drain.open_hosts == ["gpu-1"]
+    drain.turn()
+    assert not server.evicted

@@ -193,8 +193,8 @@ def test_reads_of_everything_are_counted_and_shown(setup: Setup, tmp_path: Path)
         cluster.nodes[host.name] = node
         for barred in ("100", "101", "101", "99"):
             assert state._occupied(cluster, host, barred) == ""
-        state.conclude()
         state.wait(0.0)
+        state.conclude()  # the driver's last call
     assert [line.rpartition(" ")[2] for line in shown] == ["1", "2"]
 
 

@@ -302,6 +302,16 @@ def test_a_host_that_was_not_empty_any_more_is_freed_after_a_stop() -> None:
     check_end(world, progress)
 
 
+def test_hosts_that_no_api_server_frees_any_more_are_reported_as_cordoned() -> None:
+    """It is away when a person asks the run to stop, which waits for nothing beyond its deadlines."""
+    world = World(plan(60), jobs=mixed_jobs(1, 12 * 3600.0))
+    world.outage = (START + 3000.0, START + 20_000.0)
+    progress, records = roll(world, lambda: world.time > START + 9000)
+    left = [name for name, node in world.nodes.items() if node.cordoned == "us"]
+    assert left and reports.report(progress, records)["cordoned"] == sorted(left)
+    assert not any(progress.hosts[name].touched for name in left)
+
+
 @pytest.mark.parametrize("back_after", [1800.0, inf])
 def test_hosts_are_freed_at_once_though_azure_is_away_when_a_roll_stops(back_after: float) -> None:
     """Who never got the image goes back to work. Models and failed hosts wait until Azure answers, if it does."""

@@ -223,6 +223,19 @@ def test_a_wrong_version_frees_no_host_with_the_new_image(model: str) -> None:
     assert "1.8.0" in done.remaining["gpu-0"] and "--from" in done.remaining["gpu-0"]
 
 
+def test_a_wrong_newer_version_frees_no_host_either() -> None:
+    """It exists, but nobody has it: the roll was to another one."""
+    machines = fleet(3)
+    machines.machine("0").version = NEW
+    add_version(machines.arm, THIRD)
+    cluster, azure = Cluster(machines), Client(Direct(machines.arm))
+    done = salvage(cluster, azure, hosts(machines), RUN, THIRD, settle=0.0)
+    assert done.freed == () and cluster.cordoned() == ["gpu-0", "gpu-1", "gpu-2"]
+    assert all("--from" in reason for reason in done.remaining.values())
+    done = salvage(cluster, azure, hosts(machines), RUN, THIRD, before=OLD, settle=0.0)
+    assert done.freed == ("gpu-1", "gpu-2") and cluster.cordoned() == ["gpu-0"]
+
+
 def test_after_a_roll_to_an_older_version_the_one_from_before_is_named() -> None:
     machines = fleet(3)
     machines.machine("0").version = NEW

@@ -10,10 +10,11 @@ from typing import Literal
 
 import pytest
 
-from image_builder.errors import PoolError
+from image_builder.errors import FetchError, PoolError
 from image_builder.pool.scale_set.client import HOLD_TAG
 from image_builder.pool.scale_set.records import (
     Accepted,
+    Record,
     Replacement,
     Settled,
     open_journal,
@@ -345,6 +346,31 @@ def test_those_that_are_late_only_together_are_sent_one_by_one(rolling: Rolling)
         send(drive, "upgrade", members)
         assert rolling.fleet.posts("/manualupgrade") == [] and drive.singles == {"1", "2"}
         assert not any(member.late or member.ending for member in members)
+
+
+def test_one_that_was_given_up_keeps_no_other_from_being_sent(rolling: Rolling) -> None:
+    with open_journal(rolling.journal) as journal:
+
+        class Closed:
+            """As a run's journal refuses what is no longer wanted."""
+
+            records = journal.records
+
+            def append(self, record: Record) -> None:
+                if isinstance(record, Replacement) and record.instance == "2":
+                    raise FetchError("it was given up", hint="")
+                journal.append(record)
+
+        with driving(rolling.client, rolling.fleet.path, "run-1", Closed(), patience=PATIENCE) as drive:
+            drive.set_image(rolling.client.scale_set(rolling.fleet.path), NEW)
+            version = rolling.client.version(NEW)
+            instances = [drive.instance(number) for number in ("2", "1")]
+            assert version is not None
+            members = [Member(each, version, None, lambda: "") for each in instances if each]
+            send(drive, "upgrade", members)
+            assert [str(member.error or "") for member in members] == ["it was given up", ""]
+            assert len(rolling.fleet.posts("/manualupgrade")) == 1
+            assert (len(drive.requests("1")), drive.requests("2")) == (1, [])
 
 
 @pytest.mark.parametrize("boots_after", [60.0, 900.0, 1400.0])

@@ -172,6 +172,8 @@ class World:
         """End the driver: what it started goes on; what it waits for reaches no driver."""
         self.events.clear()
         self.awaited.clear()
+        # Nodes become Ready without a driver.
+        self.not_ready = {name for name in self.not_ready if self.nodes[name].away}
         self.turn_at = inf
         self.cluster = Cluster(self)
         self.handover = Handover(
