@@ -50,11 +50,13 @@ def project_root() -> Path:
 
 
 def repository_id(project: Path) -> str | None:
-    """Return the id that ``init`` wrote into a repository, or None if it has none."""
+    """Return the id that ``init`` wrote into a repository, or None if it has none. Raises UsageError if unreadable."""
     try:
         return (project / REPOSITORY_ID).read_text("utf-8", "replace").strip() or None
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise UsageError(f"{project / REPOSITORY_ID}: {error.strerror}") from None
 
 
 def own_checks(project: Path) -> Path | None:

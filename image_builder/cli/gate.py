@@ -208,7 +208,9 @@ def admit(
                 before = (
                     chosen
                     if dry_run
-                    else let_in(client, chosen.name, rules, who=who or _user(), reason=reason)
+                    else let_in(
+                        client, chosen.name, rules, who=who or _user(), reason=reason, code=code or ""
+                    )
                 )
             except (ImageBuilderError, NodeError) as error:
                 if node:

@@ -26,17 +26,20 @@ from image_builder.text import stamp
 _TRIES = 5
 
 
-def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str) -> Node:
-    """Admit this boot of a node, whatever its preflight said; return the node as it was.
+def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str, code: str = "") -> Node:
+    """Admit this boot of a node, whatever its preflight said; with ``code``, only if this is what keeps it out.
 
-    This works without the controller, which honors the annotation until the node is restarted. Raises KubeError,
-    UsageError if the node has not reported its boot id, and ImageBuilderError if it changes all the time.
+    Returns the node as it was. This works without the controller, which honors the annotation until the node is
+    restarted. Raises KubeError, UsageError if the node has not reported its boot id or isn't out because of ``code``,
+    and ImageBuilderError if it changes all the time.
     """
     for _ in range(_TRIES):
         document = client.node(name)
         node = node_from(document, rules)
         if not node.boot_id:
             raise UsageError(f"{name} has not reported its boot id: its kubelet is not running yet")
+        if code and not is_out(node, rules, code):
+            raise UsageError(f"{name} is no longer out because of {code}: {why(node)}")
         record = {
             "by": who,
             "at": stamp(time.time()),
@@ -67,10 +70,7 @@ def failing(client: Client, rules: Rules, code: str, pool: str | None) -> list[N
     matches = [
         node
         for node in sorted(nodes, key=lambda node: node.name)
-        if code in (breaker.code_of(node), *(ailment.reason for ailment in node.health.ailments))
-        and node.admitted_boot != node.boot_id
-        and (is_tainted(node, rules) or node.health.is_tainted)
-        and pool in (None, node.pool)
+        if is_out(node, rules, code) and pool in (None, node.pool)
     ]
     if not matches:
         raise UsageError(f"no node{f' of pool {pool}' if pool else ''} is out because of {code}")
@@ -81,6 +81,13 @@ def failing(client: Client, rules: Rules, code: str, pool: str | None) -> list[N
             hint="--pool POOL names one",
         )
     return matches
+
+
+def is_out(node: Node, rules: Rules, code: str) -> bool:
+    """Return whether this code keeps a node out in its present boot, and nobody has admitted it."""
+    codes = (breaker.code_of(node), *(ailment.reason for ailment in node.health.ailments))
+    is_kept_out = is_tainted(node, rules) or node.health.is_tainted
+    return code in codes and is_kept_out and node.admitted_boot != node.boot_id
 
 
 def _all(rules: Rules) -> str:

@@ -22,7 +22,7 @@ from image_builder.cli.main import app
 from image_builder.definition import ImageDefinition, load_inventory
 from image_builder.errors import LockError, UsageError
 from image_builder.events import Monitor
-from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT, REPOSITORY_ID, Settings
+from image_builder.settings import PROJECT_VARIABLE, REPO_ROOT, REPOSITORY_ID, Settings, repository_id
 from image_builder.system import cgroups
 
 
@@ -316,3 +316,11 @@ def test_a_group_whose_base_is_unknown_goes_with_the_next_lock(
     earlier = Lock(image="i", source_date_epoch=1, repositories={}, groups=groups)
     new = earlier.model_copy(update={"groups": {"base": _group(base)}})
     assert ("low" in with_rest_of(new, earlier, extensions().supplier).groups) is kept
+
+
+def test_an_id_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    project = _init(tmp_path / "site")
+    (project / REPOSITORY_ID).unlink()
+    (project / REPOSITORY_ID).mkdir()
+    with pytest.raises(UsageError, match=REPOSITORY_ID):
+        repository_id(project)

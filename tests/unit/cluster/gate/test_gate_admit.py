@@ -122,6 +122,14 @@ def run(*arguments: str) -> tuple[int, dict[str, Any]]:
     return done.exit_code, json.loads(done.stdout)
 
 
+@pytest.mark.parametrize("now", ["disk.missing", "gpu.lost"])
+def test_a_node_that_fails_with_another_code_meanwhile_is_not_admitted(server: Server, now: str) -> None:
+    failed(server, "gpu-1", now, "h100")
+    with pytest.raises(UsageError, match=rf"gpu-1 .*gpu\.ecc.*{now}"):
+        admit(server, "gpu-1", RULES, who="me", reason="r", code="gpu.ecc")
+    assert server.patches == []
+
+
 @pytest.mark.parametrize(
     ("options", "names", "left"),
     [
