@@ -12,7 +12,7 @@ import pytest
 
 from image_builder.cli import init
 from image_builder.errors import HostError, UsageError
-from image_builder.settings import LAUNCHER
+from image_builder.settings import LAUNCHER, REPOSITORY_ID
 from tests.support.images.builds import Workplace, make_tiny
 from tests.support.installed import Installed, build_wheel, install
 from tests.support.users import open_to_all
@@ -72,7 +72,7 @@ def test_a_repository_starts_with_the_files_of_a_checkouts(installed: Installed,
         os.fspath(p.relative_to(folder)) for folder in templates for p in folder.rglob("*") if p.is_file()
     }
     compiled = {name for name in files if "__pycache__" in name}
-    assert set(json.loads(started.stdout)["files"]) == files - compiled
+    assert set(json.loads(started.stdout)["files"]) == files - compiled | {REPOSITORY_ID}
 
 
 def test_missing_packages_are_named_before_anything_is_done(installed: Installed, place: Path) -> None:

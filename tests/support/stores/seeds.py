@@ -193,7 +193,7 @@ class Node:
 
     def told_of_disk(self) -> None:
         """Write the status that ``node-agent disk`` writes for a good disk."""
-        status.update("disk", {"state": status.OK}, status.Places(self.root.path / "run/node"))
+        status.update("disk", {"state": status.OK, "action": "reuse"}, status.Places(self.root.path / "run/node"))
 
     def agent(self, *words: str) -> subprocess.Popen[bytes]:
         """Start the agent, in a process group of its own."""
