@@ -11,7 +11,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,8 @@ DRIVER = """
 import json, os, subprocess, sys, time
 from pathlib import Path
 here, units, engine = Path(sys.argv[1]), sys.argv[3].split(","), sys.argv[2]
+for group in sys.argv[4:]:
+    Path(group, "cgroup.procs").write_text("0")
 for place in ("/run", "/mnt", "/opt", "/usr/local/sbin"):
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], check=True)
 for name in ("systemd/system", "user"):
@@ -220,6 +224,7 @@ print(json.dumps({
 manager.terminate()
 manager.wait(120)
 """
+HIERARCHIES = ("/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified")
 _SECONDS = {"": 1.0, "s": 1.0, "min": 60.0}
 # What a user's instance can't do, and limits that only matter on a machine.
 _SYSTEM_ONLY = (
@@ -314,17 +319,33 @@ def prepare(directory: Path, engine: str, name: str, how: str) -> None:
     (directory / "programs.json").write_text(json.dumps(programs))
 
 
+@contextmanager
+def control_groups(directory: Path) -> Iterator[list[Path]]:
+    """Yield groups for a node, in the hierarchies of systemd: it removes what is empty beside its own."""
+    tops = [path for path in map(Path, HIERARCHIES) if os.path.ismount(path)]
+    groups = [top / f"node-{os.getpid()}-{directory.name}" for top in tops]
+    for group in groups:
+        group.mkdir()
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            for folder, _, _ in os.walk(group, topdown=False):
+                os.rmdir(folder)
+
+
 def boot(directory: Path, engine: str) -> dict[str, Any]:
     """Boot a prepared node, until it is up or four minutes have passed; return what became of it."""
     up = [f"{name}.service" for name in (*COMMANDS, engine, "kubelet")]
     namespaces = ["--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--propagation", "private"]
-    done = subprocess.run(
-        ["unshare", *namespaces, sys.executable, "-c", DRIVER, directory, engine, ",".join(up)],
-        env={"PATH": os.environ["PATH"], "HOME": "/root", "LC_ALL": "C.UTF-8"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    with control_groups(directory) as groups:
+        done = subprocess.run(
+            ["unshare", *namespaces, sys.executable, "-c", DRIVER, directory, engine, ",".join(up), *groups],
+            env={"PATH": os.environ["PATH"], "HOME": "/root", "LC_ALL": "C.UTF-8"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
     logs = [directory / "systemd.log", directory / "agent.log"]
     text = "".join(path.read_text()[-4000:] for path in logs if path.exists())
     assert done.returncode == 0, done.stderr + text

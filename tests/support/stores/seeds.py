@@ -193,10 +193,14 @@ class Node:
 
     def told_of_disk(self) -> None:
         """Write the status that ``node-agent disk`` writes for a good disk."""
-        status.update("disk", {"state": status.OK, "action": "reuse"}, status.Places(self.root.path / "run/node"))
+        status.update(
+            "disk", {"state": status.OK, "action": "reuse"}, status.Places(self.root.path / "run/node")
+        )
 
     def agent(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start the agent, in a process group of its own."""
+        """Start the agent, in a process group of its own; the seed comes after the disk."""
+        if not words and "disk" not in self.status():
+            self.told_of_disk()
         return subprocess.Popen(
             self.root.argv([AGENT, *(words or ("seed",))]),
             process_group=0,
