@@ -38,6 +38,7 @@ COMMANDS = {
 INDEPENDENT = {
     ("preload-promote", "image-preload"): "it copies what the seed linked",
     ("node-join", "preflight"): "it waits for the verdict by itself",
+    ("node-join", "image-preload"): "the kubelet waits for the images by itself",
     ("preload-promote", "docker"): "it copies what the seed linked",
     ("preload-promote", "containerd"): "it copies what the seed linked",
     ("preflight", "docker"): "it waits for the engine by itself",
