@@ -189,7 +189,7 @@ def admit(
         image-builder gate admit --code gpu.ecc --pool h100 --limit 20 --dry-run --kubeconfig admin.conf
     """
     from image_builder.cluster.gate.admit import admit as let_in
-    from image_builder.cluster.gate.admit import failing, why
+    from image_builder.cluster.gate.admit import admit_each, failing, why
     from image_builder.cluster.gate.model import Rules, node_from
 
     if bool(node) == bool(code):
@@ -199,25 +199,16 @@ def admit(
     if not reason and not dry_run:
         raise UsageError("--reason is required: it is kept in the node's annotation")
     rules = Rules(taint=taint, pool=pool_label)
-    admitted: list[dict[str, str]] = []
-    problems: dict[str, str] = {}
     with _answered(), connect(kubeconfig, _AGENT) as client:
-        matches = [node_from(client.node(node), rules)] if node else failing(client, rules, code, pool)
-        for chosen in matches[:limit]:
-            try:
-                before = (
-                    chosen
-                    if dry_run
-                    else let_in(
-                        client, chosen.name, rules, who=who or _user(), reason=reason, code=code or ""
-                    )
-                )
-            except (ImageBuilderError, NodeError) as error:
-                if node:
-                    raise
-                problems[chosen.name] = str(error.message)
+        matches = failing(client, rules, code, pool) if code else [node_from(client.node(node), rules)]
+        before, problems = matches[:limit], dict[str, str]()
+        if not dry_run:
+            author = who or _user()
+            if code:
+                before, problems = admit_each(client, before, rules, code, who=author, reason=reason)
             else:
-                admitted.append({"node": chosen.name, "boot_id": before.boot_id, "was": why(before)})
+                before = [let_in(client, node, rules, who=author, reason=reason)]
+    admitted = [{"node": each.name, "boot_id": each.boot_id, "was": why(each)} for each in before]
     state = "would be admitted" if dry_run else "is admitted until it reboots"
     lines = [f"{line['node']} {state}; previous state: {printable(line['was'])}" for line in admitted]
     lines += [f"{name} is not admitted: {printable(problem)}" for name, problem in problems.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +18,7 @@ from image_builder.drain import fence, hosts, quarantine
 from image_builder.drain.fence import pointer
 from image_builder.drain.hosts import BadHost
 from image_builder.errors import ImageBuilderError, UsageError
+from image_builder.node.errors import NodeError
 from image_builder.node.net.kube import Client
 from image_builder.node.preflight.hold import OPEN, Hold, of_node
 from image_builder.text import stamp
@@ -58,6 +59,20 @@ def admit(client: Client, name: str, rules: Rules, *, who: str, reason: str, cod
     if changes := quarantine.give_back(client.node(name)):
         fence.send(client, name, changes)
     return node
+
+
+def admit_each(
+    client: Client, nodes: Iterable[Node], rules: Rules, code: str, *, who: str, reason: str
+) -> tuple[list[Node], dict[str, str]]:
+    """Admit nodes that ``code`` keeps out; return them as they were, and why others couldn't be, by name."""
+    before: list[Node] = []
+    problems: dict[str, str] = {}
+    for node in nodes:
+        try:
+            before.append(admit(client, node.name, rules, who=who, reason=reason, code=code))
+        except (ImageBuilderError, NodeError) as error:
+            problems[node.name] = str(error.message)
+    return before, problems
 
 
 def failing(client: Client, rules: Rules, code: str, pool: str | None) -> list[Node]:

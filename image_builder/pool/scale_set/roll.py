@@ -299,29 +299,22 @@ def roll_instance(
             return Ending("gone", "it was deleted, or is another machine")
         reading = node()
         step = _next(history, instance, version, reading)
-        since = last.settled.at if last and last.settled else began
-        if not history and step == "wait":
-            if not instance.is_at_rest:
-                rested = drive.client.now()
-                if rested - began > drive.patience.request:
-                    return Ending("unknown", f"its instance is {instance.state}, for whatever reason")
-            elif drive.client.now() - rested > drive.patience.boot:
-                step = "reimage"
-        elif step == "wait" and drive.client.now() - max(since, began) > drive.patience.boot:
-            # A node that didn't answer before the request has nothing to lose, and still has its old disk.
-            if reading is not None or not last or last.sent.boot_id or last.sent.verb == "reimage":
-                return Ending("failed", "timeout: the node doesn't come back")
-            step = "reimage"
+        if last is None and not instance.is_at_rest:
+            rested = drive.client.now()
+        if step == "wait":
+            since = last.settled.at if last and last.settled else began
+            step = _waited(
+                drive, last, instance, reading, began, rested if last is None else max(began, since)
+            )
         if isinstance(step, Ending):
             return step
         looks = RARELY if step == "wait" else 1
         if step == "wait":
             drive.wait(drive.patience.look)
             continue
-        is_late = drive.client.now() - began > drive.patience.request
-        is_refused = bool(last and last.settled and last.settled.outcome == "refused")
-        if is_late and last and last.settled and is_refused:
-            return Ending("failed", f"refused: {last.settled.detail}")
+        refusal = last.settled if last and last.settled and last.settled.outcome == "refused" else None
+        if refusal and drive.client.now() - began > drive.patience.request:
+            return Ending("failed", f"refused: {refusal.detail}")
         member = Member(instance, version, reading, busy, works, is_single=number in drive.singles)
         if step == "upgrade":
             with drive.upgrades.joined(member, partial(send, drive, step)):
@@ -356,9 +349,8 @@ def _next(
 ) -> Verb | Ending | Literal["wait"]:
     """Return what an instance without an open request needs next."""
     # A driver whose journal is lost may have sent something: its disk is being replaced, or its node is booting.
-    if not history and not instance.is_at_rest:
-        return "wait"
-    if not history and reading is None and instance.runs(version.id):
+    is_booting = reading is None and instance.runs(version.id)
+    if not history and (is_booting or not instance.is_at_rest):
         return "wait"
     if not instance.runs(version.id):
         return "upgrade"
@@ -373,6 +365,22 @@ def _next(
         return "wait"
     if len(reimages) > 1:
         return Ending("failed", "old build")
+    return "reimage"
+
+
+def _waited(
+    drive: Drive, last: Request | None, instance: Instance, reading: Node | None, began: float, since: float
+) -> Verb | Ending | Literal["wait"]:
+    """Return what an instance needs that has been waited for, since the call ``began`` and for its node ``since``."""
+    now, patience = drive.client.now(), drive.patience
+    if last is None and not instance.is_at_rest:
+        reason = f"its instance is {instance.state}, for whatever reason"
+        return Ending("unknown", reason) if now - began > patience.request else "wait"
+    if now - since <= patience.boot:
+        return "wait"
+    # A node that didn't answer before the request has nothing to lose, and still has its old disk.
+    if last and (reading is not None or last.sent.boot_id or last.sent.verb == "reimage"):
+        return Ending("failed", "timeout: the node doesn't come back")
     return "reimage"
 
 
