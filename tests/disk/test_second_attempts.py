@@ -7,13 +7,9 @@ are stand-ins. The agent itself decides what follows from their reports: whether
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.images.builds import REPO
+from tests.support.nodes import user_manager
 from tests.support.roles import templates
 
 pytestmark = pytest.mark.root
@@ -172,15 +169,9 @@ RestartSec=100ms
 WantedBy=multi-user.target
 """
 DRIVER = """
-import json, os, subprocess, sys, time
-from pathlib import Path
-here, units, engine = Path(sys.argv[1]), sys.argv[3].split(","), sys.argv[2]
-for group in sys.argv[4:]:
-    Path(group, "cgroup.procs").write_text("0")
-for place in ("/run", "/mnt", "/opt", "/usr/local/sbin"):
+engine, units = arguments[0], arguments[1].split(",")
+for place in ("/mnt", "/opt", "/usr/local/sbin"):
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], check=True)
-for name in ("systemd/system", "user"):
-    Path("/run", name).mkdir(parents=True)
 Path("/opt/preload").mkdir()
 Path("/opt/preload/store.json").touch()
 Path("/opt/preloaded_docker_images.json").touch()
@@ -188,21 +179,8 @@ for name, text in json.loads((here / "programs.json").read_text()).items():
     program = Path("/usr/local/sbin", name)
     program.write_text(text)
     program.chmod(0o755)
-os.environ |= {"XDG_RUNTIME_DIR": "/run/user", "XDG_CONFIG_HOME": str(here / "config")}
-os.environ.pop("DBUS_SESSION_BUS_ADDRESS", None)
-log = (here / "systemd.log").open("w")
-manager = subprocess.Popen(["/usr/lib/systemd/systemd", "--user", "--log-target=console"], stdout=log, stderr=log)
 
-def ctl(*words):
-    return subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True).stdout.strip()
-
-def until(what, seconds=60):
-    end = time.monotonic() + seconds
-    while not (result := what()) and time.monotonic() < end:
-        time.sleep(0.25)
-    return result
-
-def is_up():
+def is_ready():
     states = ctl("is-active", *units).split()
     if states != ["active"] * len(units):
         return False
@@ -212,11 +190,9 @@ def is_up():
     last = [line for line in log.splitlines() if '"verdict"' in line][-1:]
     return verdict == "passed" and '"passed"' in "".join(last) and '["success", "promote"]' in log
 
-until(lambda: Path("/run/user/systemd/private").exists())
-until(lambda: ctl("is-active", "default.target") == "active")
 ctl("--no-block", "start", "multi-user.target")
 # Six nodes boot at once, beside whatever else the machine does.
-up = until(is_up, 240)
+up = until(is_ready, 240)
 status = json.loads(Path("/run/node/status.json").read_bytes())
 states = dict(zip(units, ctl("is-active", *units).split(), strict=True))
 lines = [json.loads(line) for line in (here / "log").read_text().splitlines()]
@@ -228,7 +204,6 @@ print(json.dumps({
 manager.terminate()
 manager.wait(120)
 """
-HIERARCHIES = ("/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified")
 _SECONDS = {"": 1.0, "s": 1.0, "min": 60.0}
 # What a user's instance can't do, and limits that only matter on a machine.
 _SYSTEM_ONLY = (
@@ -323,38 +298,12 @@ def prepare(directory: Path, engine: str, name: str, how: str) -> None:
     (directory / "programs.json").write_text(json.dumps(programs))
 
 
-@contextmanager
-def control_groups(directory: Path) -> Iterator[list[Path]]:
-    """Yield groups for a node, in the hierarchies of systemd: it removes what is empty beside its own."""
-    tops = [path for path in map(Path, HIERARCHIES) if os.path.ismount(path)]
-    groups = [top / f"node-{os.getpid()}-{directory.name}" for top in tops]
-    for group in groups:
-        group.mkdir()
-    try:
-        yield groups
-    finally:
-        for group in groups:
-            for folder, _, _ in os.walk(group, topdown=False):
-                os.rmdir(folder)
-
-
 def boot(directory: Path, engine: str) -> dict[str, Any]:
     """Boot a prepared node, until it is up or four minutes have passed; return what became of it."""
     up = [f"{name}.service" for name in (*COMMANDS, engine, "kubelet")]
-    namespaces = ["--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--propagation", "private"]
-    with control_groups(directory) as groups:
-        done = subprocess.run(
-            ["unshare", *namespaces, sys.executable, "-c", DRIVER, directory, engine, ",".join(up), *groups],
-            env={"PATH": os.environ["PATH"], "HOME": "/root", "LC_ALL": "C.UTF-8"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-    logs = [directory / "systemd.log", directory / "agent.log"]
-    text = "".join(path.read_text()[-4000:] for path in logs if path.exists())
-    assert done.returncode == 0, done.stderr + text
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found | {"text": text}
+    found = user_manager.drive(directory, DRIVER, engine, ",".join(up), seconds=600)
+    logs = (directory / name for name in ("systemd.log", "agent.log"))
+    return found | {"text": "".join(path.read_text()[-4000:] for path in logs if path.exists())}
 
 
 Case = tuple[str, str, str]
